@@ -11,8 +11,21 @@ WEB_DIRECTORY = "./web"
 OLDEST_COMFYUI = "0.3.75"  # that was tested
 
 _HEADLESS = (
-    "load_model", "load_image_decoder", "load_drafter", "bundled", "sample", "methods", "structures", "rules", "Trace",
-    "save_trace", "load_trace", "acceptance_map", "timeline_frames", "comparison_chart", "comparison_table",
+    "load_model",
+    "load_image_decoder",
+    "load_drafter",
+    "bundled",
+    "sample",
+    "methods",
+    "structures",
+    "rules",
+    "Trace",
+    "save_trace",
+    "load_trace",
+    "acceptance_map",
+    "timeline_frames",
+    "comparison_chart",
+    "comparison_table",
     "run_report",
 )
 

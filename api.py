@@ -24,11 +24,24 @@ from .samplers.registry import METHODS, PUBLISHED, RULES, STRUCTURES
 from .samplers.rules.acceptance import AcceptanceRule
 from .samplers.trace import Trace
 
-__all__ = ["Output", "Trace", "bundled", "load_drafter", "load_image_decoder", "load_model", "load_trace", "methods",
-           "rules", "sample", "save_trace", "structures"]
+__all__ = [
+    "Output",
+    "Trace",
+    "bundled",
+    "load_drafter",
+    "load_image_decoder",
+    "load_model",
+    "load_trace",
+    "methods",
+    "rules",
+    "sample",
+    "save_trace",
+    "structures",
+]
 
 methods = SimpleNamespace(
-    **{method.__name__: method for method in METHODS}, **{name: each.build for name, each in PUBLISHED.items()},
+    **{method.__name__: method for method in METHODS},
+    **{name: each.build for name, each in PUBLISHED.items()},
     Skipping=Skipping,
 )
 structures = SimpleNamespace(**{structure.__name__: structure for structure in STRUCTURES})
@@ -39,11 +52,14 @@ PARTS = {  # a field of a method -> what it takes, and in words
     "rule": (AcceptanceRule, "an object such as rules.Exact()"),
     "structure": (Structure, "an object such as structures.Static()"),
     "skipping": (Skipping | None, "None or methods.Skipping()"),
-    "window": (Integral | None, "a whole number or None"), "threshold": (Real, "a number"),
+    "window": (Integral | None, "a whole number or None"),
+    "threshold": (Real, "a number"),
 }
 REPORTS = {
-    "acceptance_map": ("acceptance_map", "acceptance_map"), "timeline_frames": ("timeline_frames", "timeline_frames"),
-    "comparison_chart": ("comparison", "chart"), "comparison_table": ("comparison", "table"),
+    "acceptance_map": ("acceptance_map", "acceptance_map"),
+    "timeline_frames": ("timeline_frames", "timeline_frames"),
+    "comparison_chart": ("comparison", "chart"),
+    "comparison_table": ("comparison", "table"),
     "run_report": ("run_report", "describe"),
 }
 
@@ -104,8 +120,19 @@ def sample(
         raise ValueError("skippable says where drafts may be accepted unverified, which is for methods.VVS alone.")
     strength, skippable = (None if grid is None else grid[None] for grid in (strength, skippable))
     request = model.request(
-        conditioning, negative, seed=int(seed), batch=int(batch_size), callback=callback, layout=layout,
-        strength=strength, skippable=skippable, cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, **more,
+        conditioning,
+        negative,
+        seed=int(seed),
+        batch=int(batch_size),
+        callback=callback,
+        layout=layout,
+        strength=strength,
+        skippable=skippable,
+        cfg=cfg,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        **more,
     )
     return generate(method or (ContinuousNextToken() if model.continuous else SJD()), request)
 
@@ -113,11 +140,15 @@ def sample(
 def check_parts(method: Method) -> None:
     """Raises TypeError if this is no method, or if one of its parts is of another type than it takes."""
     if not isinstance(method, Method):
-        raise TypeError(f"method is {method!r}, but must be an object such as methods.SJD(); there are "
-                        f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}.")
+        raise TypeError(
+            f"method is {method!r}, but must be an object such as methods.SJD(); there are "
+            f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}."
+        )
     if hasattr(method, "drafter") and not hasattr(method.drafter, "device" if method.continuous else "kind"):
-        raise TypeError(f"{type(method).__name__}'s drafter is {method.drafter!r:.60}, but must be that of "
-                        "load_drafter(path, model).")
+        raise TypeError(
+            f"{type(method).__name__}'s drafter is {method.drafter!r:.60}, but must be that of "
+            "load_drafter(path, model)."
+        )
     for part, (kind, words) in PARTS.items():
         if hasattr(method, part) and not isinstance(value := getattr(method, part), kind):
             raise TypeError(f"{part} is {value!r}, but must be {words}.")

@@ -11,8 +11,10 @@ NEEDED = ("aiohttp", "tqdm")  # ComfyUI has them
 
 def main() -> int:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        sys.stderr.write(f"error: this Python has no {' and no '.join(missing)}. Use the one that ComfyUI runs with, "
-                         f"or: pip install {' '.join(missing)}\n")
+        sys.stderr.write(
+            f"error: this Python has no {' and no '.join(missing)}. Use the one that ComfyUI runs with, "
+            f"or: pip install {' '.join(missing)}\n"
+        )
         return 2
     if __package__ == f"{PACKAGE}.batch":
         from .cli import main as run

@@ -49,8 +49,16 @@ class Address:
 
 def forms_of(value: str) -> set[str]:
     """How answers may write a text, before and after they are made printable: in an address, in JSON, in a page."""
-    written = {value, quote(value), quote(value, safe=""), quote_plus(value), quote_plus(value, safe="/"),
-               json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], html.escape(value)}
+    written = {
+        value,
+        quote(value),
+        quote(value, safe=""),
+        quote_plus(value),
+        quote_plus(value, safe="/"),
+        json.dumps(value)[1:-1],
+        json.dumps(value, ensure_ascii=False)[1:-1],
+        html.escape(value),
+    }
     return {form for each in written for form in (each, printable(" ".join(each.split())))} - {""}
 
 

@@ -69,42 +69,80 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="python -m comfyui_specar.batch", epilog=EPILOG,
-                 description="Generates an image for every row of a CSV or JSON-lines file.")
+    top = Parser(
+        prog="python -m comfyui_specar.batch",
+        epilog=EPILOG,
+        description="Generates an image for every row of a CSV or JSON-lines file.",
+    )
     top.add_argument("jobs", type=Path, help="the jobs: .csv with a header, or .jsonl")
     top.add_argument("--results", type=Path, help="a JSON line per job (default: JOBS.results.jsonl)")
     top.add_argument("--out", type=Path, help="folder for the images (of servers: for copies of what they saved)")
-    top.add_argument("--maps", action="store_true",
-                     help="save the acceptance map of every image beside it, as ID_map.png (needs --out)")
-    top.add_argument("--retry-failed", action="store_true",
-                     help="run those again that failed, were interrupted or given up before")
+    top.add_argument(
+        "--maps",
+        action="store_true",
+        help="save the acceptance map of every image beside it, as ID_map.png (needs --out)",
+    )
+    top.add_argument(
+        "--retry-failed", action="store_true", help="run those again that failed, were interrupted or given up before"
+    )
     top.add_argument("--dry-run", action="store_true", help="only check that all jobs fit the workflow")
-    top.add_argument("--retries", type=count, default=Options.retries, metavar="N",
-                     help="how often a job is handed out again whose server or actor was lost (default: %(default)s)")
+    top.add_argument(
+        "--retries",
+        type=count,
+        default=Options.retries,
+        metavar="N",
+        help="how often a job is handed out again whose server or actor was lost (default: %(default)s)",
+    )
     comfy = top.add_argument_group("on ComfyUI servers")
     comfy.add_argument("--server", action="append", metavar="URL", help=f"may be repeated (default: {SERVER})")
-    comfy.add_argument("--workflow", type=Path, default=WORKFLOW,
-                       help=f"in API format (default: {WORKFLOW.name} of this pack)")
-    comfy.add_argument("--in-flight", type=positive, default=Options.in_flight, metavar="N",
-                       help="jobs that a server has at a time (default: %(default)s: one runs, the next one waits)")
-    comfy.add_argument("--patience", type=amount, metavar="SECONDS",
-                       help=f"give up when no server answered for so long (default: {PATIENCE:g}, but "
-                       f"{FIRST_PATIENCE:g} if none ever did; give it to wait for one that is starting)")
+    comfy.add_argument(
+        "--workflow", type=Path, default=WORKFLOW, help=f"in API format (default: {WORKFLOW.name} of this pack)"
+    )
+    comfy.add_argument(
+        "--in-flight",
+        type=positive,
+        default=Options.in_flight,
+        metavar="N",
+        help="jobs that a server has at a time (default: %(default)s: one runs, the next one waits)",
+    )
+    comfy.add_argument(
+        "--patience",
+        type=amount,
+        metavar="SECONDS",
+        help=f"give up when no server answered for so long (default: {PATIENCE:g}, but "
+        f"{FIRST_PATIENCE:g} if none ever did; give it to wait for one that is starting)",
+    )
     fleet = top.add_argument_group('on a Ray cluster (pip install -e ".[ray]" in this repository)')
-    fleet.add_argument("--ray", nargs="?", const="local", metavar="ADDRESS", help="a cluster's address, or `auto`; "
-                       "without one, Ray is started on this machine")
+    fleet.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="a cluster's address, or `auto`; without one, Ray is started on this machine",
+    )
     fleet.add_argument("--model", default="default", help="bundled name, or a file or folder (default: %(default)s)")
     fleet.add_argument("--decoder", help="image decoder, where the model's files have none")
     fleet.add_argument("--drafter", help="bundled name, file or folder, for methods that need one")
-    fleet.add_argument("--method", default="sjd", help="sjd, next_token, cool_sd, ... (default: %(default)s; a wrong "
-                       "name lists all); columns of the jobs file set its settings")
-    fleet.add_argument("--dtype", default="auto", metavar="NAME", help="fp32, bf16, ..., as in Load AR Checkpoint "
-                       "(default: %(default)s: fp32 on a CPU, bf16 on a GPU; a wrong name lists all)")
-    fleet.add_argument("--actors", type=positive, default=1, metavar="N",
-                       help="models that generate at a time (default: %(default)s)")
+    fleet.add_argument(
+        "--method",
+        default="sjd",
+        help="sjd, next_token, cool_sd, ... (default: %(default)s; a wrong "
+        "name lists all); columns of the jobs file set its settings",
+    )
+    fleet.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="NAME",
+        help="fp32, bf16, ..., as in Load AR Checkpoint "
+        "(default: %(default)s: fp32 on a CPU, bf16 on a GPU; a wrong name lists all)",
+    )
+    fleet.add_argument(
+        "--actors", type=positive, default=1, metavar="N", help="models that generate at a time (default: %(default)s)"
+    )
     fleet.add_argument("--cpus", type=positive, default=1, metavar="N", help="threads of one (default: %(default)s)")
-    fleet.add_argument("--gpus", type=amount, default=0, metavar="N",
-                       help="GPUs of one; 0.5 if two share it (default: %(default)s)")
+    fleet.add_argument(
+        "--gpus", type=amount, default=0, metavar="N", help="GPUs of one; 0.5 if two share it (default: %(default)s)"
+    )
     return top
 
 
@@ -120,8 +158,9 @@ def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> N
     their defaults."""
     nothing = argparse.Namespace(**dict.fromkeys(vars(options)))  # so that no default is filled in
     given = vars(parser().parse_args(arguments, nothing))
-    unused = [f"--{name.replace('_', '-')}" for name in (FOR_SERVERS if options.ray else FOR_RAY)
-              if given[name] is not None]
+    unused = [
+        f"--{name.replace('_', '-')}" for name in (FOR_SERVERS if options.ray else FOR_RAY) if given[name] is not None
+    ]
     if unused:
         why = "not used with --ray" if options.ray else "only for --ray; on servers the workflow decides"
         raise JobsError(f"{', '.join(unused)}: {why}")
@@ -192,21 +231,29 @@ def stopped(error: Exception) -> int:
 def tell_of_prompts(workflow: Workflow, jobs: list[Job]) -> None:
     """Says how many rows have no prompt, as the workflow's own, an example, is drawn for them."""
     own = texts_reaching(workflow, ROLES["prompt"])
-    without = [job.id for job in jobs
-               if not any(place in own for name in job.overrides for place in places(workflow, name))]
+    without = [
+        job.id for job in jobs if not any(place in own for name in job.overrides for place in places(workflow, name))
+    ]
     if own and without:
         node, field = own[0]
-        say(f"no prompt in {len(without)} of {counted(len(jobs), 'row')}, the first being {without[0]}: they use the "
-            f"workflow's, {workflow[node]['inputs'][field]!r}")
+        say(
+            f"no prompt in {len(without)} of {counted(len(jobs), 'row')}, the first being {without[0]}: they use the "
+            f"workflow's, {workflow[node]['inputs'][field]!r}"
+        )
 
 
 def tell_of_maps(journal: Journal, jobs: list[Job]) -> None:
     """Says how many jobs are done and have no map, as they were made without."""
-    without = [job.id for job in jobs
-               if journal.done(job.id) and not has_map(job.id, journal.results[job.id].get("copies", []))]
+    without = [
+        job.id
+        for job in jobs
+        if journal.done(job.id) and not has_map(job.id, journal.results[job.id].get("copies", []))
+    ]
     if without:
-        say(f"{counted(len(without), 'job')} done before without --maps: no maps for them (choose other --results and "
-            "another --out)")
+        say(
+            f"{counted(len(without), 'job')} done before without --maps: no maps for them (choose other --results and "
+            "another --out)"
+        )
 
 
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
@@ -242,8 +289,10 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
         if not options.out and any(journal.done(job.id) for job in jobs):
             say("The images are in the output folders of the servers. The same command with --out FOLDER copies them.")
         if without:
-            say(f"{counted(len(without), 'job')} done, but without a copy: repeat the command when its server answers; "
-                "for copies that no server has any more, leave out --out.")
+            say(
+                f"{counted(len(without), 'job')} done, but without a copy: repeat the command when its server answers; "
+                "for copies that no server has any more, leave out --out."
+            )
         return LEFT if without and code in (DONE, FAILED) else code
 
 
@@ -271,8 +320,9 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
         def work(on_result: Callable[[dict], None]) -> bool:
             try:
                 with handled_by(signal.default_int_handler):
-                    generate_all(journal, studio, fleet, open_jobs, settings, prints, options.out, on_result,
-                                 options.maps)
+                    generate_all(
+                        journal, studio, fleet, open_jobs, settings, prints, options.out, on_result, options.maps
+                    )
             except KeyboardInterrupt:
                 return True
             return False
@@ -295,13 +345,16 @@ def left(journal: Journal, jobs: list[Job], prints: dict[str, str], options: arg
     if options.out and options.out.is_dir():
         there = {path.name.split(".")[0].casefold() for path in options.out.iterdir()}  # as case-blind systems compare
         if strangers := [job.id for job in found if job.id.casefold() in there and job.id not in journal.queued]:
-            raise JournalError(f"{options.out} has files of {strangers[0]} already, which are not of this batch: "
-                               "choose another --out, or give the job another id")
+            raise JournalError(
+                f"{options.out} has files of {strangers[0]} already, which are not of this batch: "
+                "choose another --out, or give the job another id"
+            )
     return found
 
 
-def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Callable[[Callable], bool],
-             several: bool = False) -> int:
+def followed(
+    journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Callable[[Callable], bool], several: bool = False
+) -> int:
     """Does the work under a progress bar, says what became of it. `work(on_result)` returns: was it cancelled? several:
     there is more than one server, and what fails may be its fault."""
     before = len(jobs) - len(open_jobs)
@@ -333,21 +386,30 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
             code = stopped(error)
     still = begun - ended  # what results have of these is of an earlier try
     counts = Counter(journal.results[job.id]["status"] for job in jobs if job.id not in still)
-    without = ", ".join(f"{counts[status]} {word}" for status, word in WITHOUT_IMAGE.items()
-                        if counts[status] or status == "error")
+    without = ", ".join(
+        f"{counts[status]} {word}" for status, word in WITHOUT_IMAGE.items() if counts[status] or status == "error"
+    )
     say(f"{counts['success']} of {counted(len(jobs), 'job')} done, {without}, {len(still)} still to do. {journal.path}")
     if code is not None:
         return code
     if counts["error"]:
-        say("Correct the rows of failed jobs, or what is wrong with their server, and repeat the command with "
-            "--retry-failed; without it, it runs corrected rows only.")
+        say(
+            "Correct the rows of failed jobs, or what is wrong with their server, and repeat the command with "
+            "--retry-failed; without it, it runs corrected rows only."
+        )
     elif counts["interrupted"] or counts["lost"]:
         say("Repeat the command with --retry-failed to run again what was interrupted or given up.")
     return LEFT if still else DONE if counts["success"] == len(jobs) else FAILED
 
 
-def drive(journal: Journal, urls: list[str], options: Options, jobs: list[Job], prompts: dict[str, Workflow],
-          on_result: Callable[[dict], None]) -> bool:
+def drive(
+    journal: Journal,
+    urls: list[str],
+    options: Options,
+    jobs: list[Job],
+    prompts: dict[str, Workflow],
+    on_result: Callable[[dict], None],
+) -> bool:
     """Runs the batch; Ctrl-C (or SIGTERM) cancels it, a second one ends the program. Returns: was it cancelled?"""
     cancelled = False
 

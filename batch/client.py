@@ -49,8 +49,9 @@ class Run:
 Follower = Callable[[Run, str, dict], Awaitable[None]]
 
 
-async def run_prompt(url: str, prompt: dict, workflow: dict | None = None, follow: Follower | None = None,
-                     timeout: float = 600.0) -> Run:
+async def run_prompt(
+    url: str, prompt: dict, workflow: dict | None = None, follow: Follower | None = None, timeout: float = 600.0
+) -> Run:
     """Queues an API-format prompt and waits for its end.
 
     `workflow` (UI format) is embedded in saved images, so that they can be dragged back into ComfyUI. `follow` is
@@ -63,8 +64,10 @@ async def run_prompt(url: str, prompt: dict, workflow: dict | None = None, follo
 
 async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Follower | None) -> Run:
     client_id, run = uuid.uuid4().hex, Run(str(uuid.uuid4()))
-    async with aiohttp.ClientSession() as session, session.ws_connect(
-            f"{url}/ws?clientId={client_id}", max_msg_size=ANSWER_BYTES) as socket:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"{url}/ws?clientId={client_id}", max_msg_size=ANSWER_BYTES) as socket,
+    ):
         await socket.send_json({"type": "feature_flags", "data": {"supports_preview_metadata": True}})
         body = {"prompt": prompt, "client_id": client_id, "prompt_id": run.prompt_id}
         if workflow is not None:
@@ -91,7 +94,7 @@ async def _follow_to_the_end(socket: aiohttp.ClientWebSocketResponse, run: Run, 
         if message.type == aiohttp.WSMsgType.BINARY:
             kind, metadata_size = struct.unpack(">II", message.data[:8].ljust(8, b"\0"))
             if kind == PREVIEW_WITH_METADATA:
-                run.previews.append(message.data[8 + metadata_size:])
+                run.previews.append(message.data[8 + metadata_size :])
             continue
         if message.type != aiohttp.WSMsgType.TEXT:
             raise aiohttp.ClientConnectionError("ComfyUI closed the connection before the prompt ended")

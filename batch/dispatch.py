@@ -105,8 +105,13 @@ class Lane:
 class Batch:
     """`on_result` is called with the line of every job that ends. `stop()` cancels; `run()` then returns soon."""
 
-    def __init__(self, journal: Journal, urls: list[str], options: Options,
-                 on_result: Callable[[dict[str, Any]], None] = lambda record: None):
+    def __init__(
+        self,
+        journal: Journal,
+        urls: list[str],
+        options: Options,
+        on_result: Callable[[dict[str, Any]], None] = lambda record: None,
+    ):
         self.journal, self.urls, self.options, self.on_result = journal, urls, options, on_result
         self.waiting: deque[Work] = deque()
         self.lanes: list[Lane] = []
@@ -190,8 +195,9 @@ class Batch:
                 if left <= 0 and not self._others(lane):
                     self._give_up()
                     return
-                pause = min(self.options.poll * 2 ** min(lane.failures, 10), self.options.grace,
-                            max(left, self.options.poll))
+                pause = min(
+                    self.options.poll * 2 ** min(lane.failures, 10), self.options.grace, max(left, self.options.poll)
+                )
             self._assign()
             if not lane.given or not lane.up:
                 try:
@@ -297,8 +303,10 @@ class Batch:
             self.waiting.appendleft(lane.given.pop())
         logger.warning("%s is set aside in this batch: %s", lane.server.url, why)
         if all(lane.draining for lane in self.lanes):
-            logger.error("No server is left that can run this workflow. Add what is missing to one, or name another "
-                         "with --server; then the same command goes on.")
+            logger.error(
+                "No server is left that can run this workflow. Add what is missing to one, or name another "
+                "with --server; then the same command goes on."
+            )
 
     def _sent(self, work: Work) -> Workflow:
         """What a server gets of a job. The fingerprint is that without maps."""
@@ -315,10 +323,18 @@ class Batch:
     def _line(self, lane: Lane, work: Work, prompt_id: str, found: Entry) -> dict[str, Any]:
         error = "interrupted by someone else" if found.outcome == "interrupted" else found.error
         return {
-            "id": work.job.id, "status": found.outcome, "overrides": work.job.overrides, "server": lane.server.url,
-            "prompt_id": prompt_id, "attempt": work.attempt, "seconds": round(found.seconds, 3),
-            "files": found.files, "traces": found.traces, "warnings": found.warnings,
-            "error": error, "versions": lane.versions or {},
+            "id": work.job.id,
+            "status": found.outcome,
+            "overrides": work.job.overrides,
+            "server": lane.server.url,
+            "prompt_id": prompt_id,
+            "attempt": work.attempt,
+            "seconds": round(found.seconds, 3),
+            "files": found.files,
+            "traces": found.traces,
+            "warnings": found.warnings,
+            "error": error,
+            "versions": lane.versions or {},
         }
 
     def _end(self, record: dict[str, Any]) -> None:
@@ -345,8 +361,9 @@ class Batch:
         """
         if lane.own:
             where = "go to servers that answer" if self._others(lane) else "wait for a server that answers"
-            logger.warning("%s has not answered for %.0f s. Its jobs (%d) %s.", lane.server.url, silent, lane.own,
-                           where)
+            logger.warning(
+                "%s has not answered for %.0f s. Its jobs (%d) %s.", lane.server.url, silent, lane.own, where
+            )
         for prompt_id in list(lane.sent):
             work = lane.strays[prompt_id] = lane.sent.pop(prompt_id)
             self._again(work, lane, "is silent")
@@ -355,8 +372,11 @@ class Batch:
 
     def _others(self, lane: Lane) -> list[Lane]:
         """The other servers that answer, or may yet."""
-        return [other for other in self.lanes if other is not lane and (other.up or other.unknown)
-                and not (other.draining and not other.own)]
+        return [
+            other
+            for other in self.lanes
+            if other is not lane and (other.up or other.unknown) and not (other.draining and not other.own)
+        ]
 
     def _patience_left(self, begun: float) -> float:
         """Seconds until the batch gives up, if no server answers before."""
@@ -378,8 +398,11 @@ class Batch:
             able = [lane for lane in lanes if lane.up and lane.server.url not in work.refused]
             ready = [lane for lane in able if lane.server.url not in work.lost] or able
             least = min((lane.load for lane in ready), default=0)
-            free = [lane for lane in ready if lane.own < self.options.in_flight
-                    and lane.load <= max(least, self.options.in_flight - 1)]
+            free = [
+                lane
+                for lane in ready
+                if lane.own < self.options.in_flight and lane.load <= max(least, self.options.in_flight - 1)
+            ]
             if free:
                 lane = min(free, key=lambda lane: (lane.load, lane.own))
                 self.waiting.remove(work)
@@ -416,8 +439,9 @@ class Batch:
             logger.warning("%s", error)
 
 
-async def copied(server: Server, copies: list[tuple[dict[str, str], Path]],
-                 replacing: bool = True) -> tuple[list[str], str]:
+async def copied(
+    server: Server, copies: list[tuple[dict[str, str], Path]], replacing: bool = True
+) -> tuple[list[str], str]:
     """Copies files to paths; returns the paths that succeeded, and what is wrong with another. replacing: files that
     are there already; otherwise those must be the same. Raises ServerAwayError."""
     done, error = [], ""

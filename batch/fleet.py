@@ -39,8 +39,17 @@ class FleetError(RuntimeError):
     """Ray is not there, or has given up; the message says why."""
 
 
-def generate_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]],
-             prints: dict[str, str], out: Path, on_result: Callable[[dict[str, Any]], None], maps: bool) -> None:
+def generate_all(
+    journal: Journal,
+    studio: Studio,
+    fleet: Fleet,
+    jobs: list[Job],
+    settings: dict[str, dict[str, Any]],
+    prints: dict[str, str],
+    out: Path,
+    on_result: Callable[[dict[str, Any]], None],
+    maps: bool,
+) -> None:
     """Generates the jobs' images, with maps if wanted; returns when every job has ended. Raises FleetError."""
     if not jobs:
         return
@@ -55,8 +64,13 @@ def generate_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job]
         for job in by_id.values():
             begin(journal, job, prints)
             attempts = counted(fleet.retries + 1, "attempt")
-            record = {"status": "lost", "traces": [], "warnings": [], "seconds": 0.0,
-                      "error": f"given up after {attempts}: the process that ran it died"}
+            record = {
+                "status": "lost",
+                "traces": [],
+                "warnings": [],
+                "seconds": 0.0,
+                "error": f"given up after {attempts}: the process that ran it died",
+            }
             write(journal, job, record, (b"", b""), out, on_result)
     except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
         raise FleetError(f"Ray gave up: {str(error).strip().splitlines()[-1]}") from error
@@ -83,12 +97,16 @@ def started(fleet: Fleet):
         import ray
         import ray.data
     except ImportError as error:
-        raise JobsError(f"--ray needs Ray ({error}): pip install -e \".[ray]\" in this pack's folder") from error
+        raise JobsError(f'--ray needs Ray ({error}): pip install -e ".[ray]" in this pack\'s folder') from error
     given = {"address": fleet.address}
     if fleet.address == LOCAL:
         cpus = max(os.cpu_count() or 1, fleet.actors * fleet.cpus)
-        given |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES,
-                  "_node_ip_address": "127.0.0.1"}  # nobody else may give it work
+        given |= {
+            "num_cpus": cpus,
+            "include_dashboard": False,
+            "object_store_memory": STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }  # nobody else may give it work
     cancel = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **given)
@@ -113,8 +131,13 @@ def rows(ray, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str,
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*ray_remote_args", DeprecationWarning)  # max_task_retries has no other name
         generated = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-            Painter, fn_constructor_args=(studio, maps), batch_size=1, compute=pool,
-            num_cpus=fleet.cpus, num_gpus=fleet.gpus or None, max_task_retries=fleet.retries,
+            Painter,
+            fn_constructor_args=(studio, maps),
+            batch_size=1,
+            compute=pool,
+            num_cpus=fleet.cpus,
+            num_gpus=fleet.gpus or None,
+            max_task_retries=fleet.retries,
         )
     return generated.iter_rows()
 
@@ -124,8 +147,14 @@ def begin(journal: Journal, job: Job, prints: dict[str, str]) -> None:
     journal.write_queued(job.id, prints[job.id], len(journal.queued.get(job.id, ())) + 1, "ray")
 
 
-def write(journal: Journal, job: Job, record: dict[str, Any], images: tuple[bytes, bytes], out: Path,
-          on_result: Callable[[dict[str, Any]], None]) -> None:
+def write(
+    journal: Journal,
+    job: Job,
+    record: dict[str, Any],
+    images: tuple[bytes, bytes],
+    out: Path,
+    on_result: Callable[[dict[str, Any]], None],
+) -> None:
     """The files first, so that a line of the results always has its image. images: PNGs of image and map, empty where
     there is none."""
     entry, path, copies = journal.queued[job.id][-1], out / f"{job.id}.png", []
@@ -136,9 +165,19 @@ def write(journal: Journal, job: Job, record: dict[str, Any], images: tuple[byte
                 copies.append(place)
             except FileInUseError as error:
                 record |= {"status": "error", "error": f"{place} could not be replaced: {error.strerror}"}
-    full = {"id": job.id, "status": record["status"], "overrides": job.overrides, "server": entry["server"],
-            "prompt_id": entry["prompt_id"], "attempt": entry["attempt"], "seconds": record["seconds"], "files": [],
-            "traces": record["traces"], "warnings": record["warnings"], "error": record["error"],
-            "copies": [str(path) for path in copies]}
+    full = {
+        "id": job.id,
+        "status": record["status"],
+        "overrides": job.overrides,
+        "server": entry["server"],
+        "prompt_id": entry["prompt_id"],
+        "attempt": entry["attempt"],
+        "seconds": record["seconds"],
+        "files": [],
+        "traces": record["traces"],
+        "warnings": record["warnings"],
+        "error": record["error"],
+        "copies": [str(path) for path in copies],
+    }
     journal.write_result(full)
     on_result(full)

@@ -96,8 +96,13 @@ def csv_rows(text: str, name: str) -> Iterator[Row]:
         while len(cells) > len(header) and not cells[-1].strip():
             cells.pop()
         if len(cells) != len(header):
-            problems.append((line, f"{counted(len(cells), 'value')} for {counted(len(header), 'column')}, "
-                             f"{', '.join(header)} (a text that contains the separator stands in quotation marks)"))
+            problems.append(
+                (
+                    line,
+                    f"{counted(len(cells), 'value')} for {counted(len(header), 'column')}, "
+                    f"{', '.join(header)} (a text that contains the separator stands in quotation marks)",
+                )
+            )
             continue
         yield line, {column: cell for column, cell in zip(header, cells, strict=True) if cell.strip()}
     if problems:
@@ -149,8 +154,9 @@ def json_row(content: str) -> dict[str, Any]:
     if len(content) > ROW:
         raise JobsError(f"a row of {len(content)} characters; {ROW} is the limit")
     try:
-        row = parse_json(content, object_pairs_hook=without_repetition, parse_constant=refuse_constant,
-                         parse_float=fraction)
+        row = parse_json(
+            content, object_pairs_hook=without_repetition, parse_constant=refuse_constant, parse_float=fraction
+        )
     except json.JSONDecodeError as error:
         raise JobsError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
     except ValueError as error:
@@ -200,11 +206,21 @@ def with_ids(rows: list[Row], name: str) -> list[Job]:
         given = values.pop("id", None)
         job_id = automatic_id(number, values) if given is None else str(given).strip()
         if not ID.fullmatch(job_id) or len(job_id.encode()) > ID_BYTES:
-            problems.append((line, f"the id {job_id!r} may have only letters, digits, _ and - (100 at most, "
-                             f"{ID_BYTES} bytes), because files are named after it"))
+            problems.append(
+                (
+                    line,
+                    f"the id {job_id!r} may have only letters, digits, _ and - (100 at most, "
+                    f"{ID_BYTES} bytes), because files are named after it",
+                )
+            )
         if DEVICE.fullmatch(job_id):
-            problems.append((line, f"the id {job_id!r} is the name of a device on Windows, so it cannot be the name of "
-                             "a file there: add something to it"))
+            problems.append(
+                (
+                    line,
+                    f"the id {job_id!r} is the name of a device on Windows, so it cannot be the name of "
+                    "a file there: add something to it",
+                )
+            )
         first = lines.setdefault(job_id.casefold(), line)  # some file systems do not tell A from a
         if first != line:
             problems.append((line, f"the id {job_id!r} was used on line {first}"))
@@ -224,8 +240,10 @@ def several(problems: list[tuple[int, str]]) -> str:
     lines: dict[str, list[int]] = {}
     for line, problem in problems:
         lines.setdefault(problem, []).append(line)
-    texts = [f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {printable(problem, SHOWN_CHARACTERS)}"
-             for problem, found in lines.items()]
+    texts = [
+        f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {printable(problem, SHOWN_CHARACTERS)}"
+        for problem, found in lines.items()
+    ]
     more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return "\n".join([*texts[:SHOWN], *more])
 

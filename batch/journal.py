@@ -53,8 +53,9 @@ class Lines:
         for number, line in enumerate(lines, 1):
             record = parsed(line)
             if record is None:
-                raise JournalError(f"{self.path}, line {number} is damaged: repair it, or move the file away to begin "
-                                   "a new batch")
+                raise JournalError(
+                    f"{self.path}, line {number} is damaged: repair it, or move the file away to begin a new batch"
+                )
             records.append(record)
         return records
 
@@ -90,8 +91,9 @@ class Journal:
             lock(self._journal.file)
             self._results = Lines(self.path)
         except BlockingIOError as error:
-            raise JournalError(f"another process is writing {self.path}: let it end, or choose other --results"
-                               ) from error
+            raise JournalError(
+                f"another process is writing {self.path}: let it end, or choose other --results"
+            ) from error
         except OSError as error:
             raise JournalError(f"cannot write {self.path}: {error.strerror}") from error
         entries = self._journal.read()
@@ -102,12 +104,16 @@ class Journal:
             raise JournalError(f"{self._journal.path} is not the journal of a batch: choose other --results")
         self.batch = entries[0].get("batch")
         if not isinstance(self.batch, str) or not re.fullmatch("[0-9a-f]{32}", self.batch):
-            raise JournalError(f"{self._journal.path} does not name its batch: repair its first line, or move the file "
-                               "and its results away to begin a new batch")
+            raise JournalError(
+                f"{self._journal.path} does not name its batch: repair its first line, or move the file "
+                "and its results away to begin a new batch"
+            )
         for entry in entries[1:]:
             if not all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items()):
-                raise JournalError(f"{self._journal.path} has a line that says of no job where it is: repair it, or "
-                                   "move the file and its results away to begin a new batch")
+                raise JournalError(
+                    f"{self._journal.path} has a line that says of no job where it is: repair it, or "
+                    "move the file and its results away to begin a new batch"
+                )
             self.queued.setdefault(entry["job"], []).append(without_private(entry))
         for record in self._results.read():
             if not isinstance(record.get("id"), str) or not isinstance(record.get("status"), str):
@@ -127,8 +133,10 @@ class Journal:
         """Jobs that have their image are those of these fingerprints; what has none may be corrected under its id.
         Raises JournalError with those that are not."""
         if others := [job for job, known in prints.items() if self.done(job) and self.changed(job, known)]:
-            raise JournalError(f"{listed(others)}: already in {self.path} with an image of other settings or of "
-                               "another workflow. Give such jobs other ids, or choose other --results")
+            raise JournalError(
+                f"{listed(others)}: already in {self.path} with an image of other settings or of "
+                "another workflow. Give such jobs other ids, or choose other --results"
+            )
 
     def done(self, job: str) -> bool:
         """Does it have its image?"""
@@ -145,8 +153,14 @@ class Journal:
 
     def write_queued(self, job: str, fingerprint: str, attempt: int, server: str) -> None:
         """To be called before the server is asked."""
-        entry = {"job": job, "attempt": attempt, "server": server, "prompt_id": self.prompt_id(job, attempt),
-                 "fingerprint": fingerprint, "time": now()}
+        entry = {
+            "job": job,
+            "attempt": attempt,
+            "server": server,
+            "prompt_id": self.prompt_id(job, attempt),
+            "fingerprint": fingerprint,
+            "time": now(),
+        }
         self._journal.append(entry)
         self.queued.setdefault(job, []).append(entry)
 

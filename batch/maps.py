@@ -25,8 +25,10 @@ def with_maps(workflow: Workflow) -> Workflow:
             changed[node + OVERLAY] = {"class_type": "SpecARAcceptanceMap", "inputs": drawing}
             changed[node + MAP] = {"class_type": "SaveImage", "inputs": saving}
     if len(changed) == len(workflow):
-        raise OverrideError("--maps: no Save Image of the workflow saves an image of one AR sampler, so there is no "
-                            "trace to draw maps from. Add such a Save Image, or leave --maps out")
+        raise OverrideError(
+            "--maps: no Save Image of the workflow saves an image of one AR sampler, so there is no "
+            "trace to draw maps from. Add such a Save Image, or leave --maps out"
+        )
     return changed
 
 
@@ -66,5 +68,15 @@ def check_ids(jobs: list[Job]) -> None:
     """Raises RowsError where a job's image would have the name of another one's map."""
     ids = {job.id.casefold() for job in jobs}
     if taken := [job for job in jobs if (job.id + MAP).casefold() in ids]:
-        raise RowsError(several([(job.line, f"with --maps, the map of {job.id} has the name of the job {job.id}{MAP}: "
-                                  "give that job another id") for job in taken]))
+        raise RowsError(
+            several(
+                [
+                    (
+                        job.line,
+                        f"with --maps, the map of {job.id} has the name of the job {job.id}{MAP}: "
+                        "give that job another id",
+                    )
+                    for job in taken
+                ]
+            )
+        )

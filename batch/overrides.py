@@ -20,9 +20,33 @@ TEXTS = ("text", "prompt")  # what nodes that read a prompt call it
 SEEDS = ("seed", "noise_seed")
 # Inputs of this pack's nodes that are whole numbers. A workflow does not show it: ComfyUI's page saves 2.0 as 2.
 WHOLE = {
-    "batch_size", "depth", "depth_max", "depth_min", "depth_step", "draft_length", "frames", "front_drafts",
-    "head_steps", "height", "hold", "interval", "iterations", "neighbours", "nodes", "picture", "seconds", "seed",
-    "steps", "tokens", "top_k", "trial_seed", "width", "width_max", "width_min", "width_step", "window",
+    "batch_size",
+    "depth",
+    "depth_max",
+    "depth_min",
+    "depth_step",
+    "draft_length",
+    "frames",
+    "front_drafts",
+    "head_steps",
+    "height",
+    "hold",
+    "interval",
+    "iterations",
+    "neighbours",
+    "nodes",
+    "picture",
+    "seconds",
+    "seed",
+    "steps",
+    "tokens",
+    "top_k",
+    "trial_seed",
+    "width",
+    "width_max",
+    "width_min",
+    "width_step",
+    "window",
 }
 SCIENTIFIC = re.compile(r"\s*[+-]?\d+([.,]\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 LONG = 1e11  # from here on spreadsheets show a whole number in scientific notation, and save what they show
@@ -46,8 +70,10 @@ def read_workflow(path: Path) -> Workflow:
         raise OverrideError(f"cannot read the workflow {path}: {error}") from error
     nodes = workflow.values() if isinstance(workflow, dict) else [workflow]
     if not workflow or not all(map(is_node, nodes)):
-        raise OverrideError(f"{path} is not in API format (in ComfyUI: Workflow > Export (API); those of this pack are "
-                            "in workflows/api)")
+        raise OverrideError(
+            f"{path} is not in API format (in ComfyUI: Workflow > Export (API); those of this pack are "
+            "in workflows/api)"
+        )
     return workflow
 
 
@@ -170,8 +196,9 @@ def place_of(workflow: Workflow, name: str) -> Place:
     place = source(workflow, found[0], field)
     if not place:
         own = [key for key in workflow[found[0]]["inputs"] if source(workflow, found[0], key)]
-        raise OverrideError(f"{name}: this node has no {with_hints([field], own)} to set; it has "
-                            f"{', '.join(own) or 'none'}")
+        raise OverrideError(
+            f"{name}: this node has no {with_hints([field], own)} to set; it has {', '.join(own) or 'none'}"
+        )
     return place
 
 
@@ -218,8 +245,9 @@ def names(workflow: Workflow) -> list[str]:
 def with_hints(unknown: list[str], known: Iterable[str]) -> str:
     """Unknown names, and how those are written that differ from a known one in capitals only."""
     written = {name.casefold(): name for name in known}
-    return ", ".join(f"{name} (write {written[name.casefold()]})" if name.casefold() in written else name
-                     for name in unknown)
+    return ", ".join(
+        f"{name} (write {written[name.casefold()]})" if name.casefold() in written else name for name in unknown
+    )
 
 
 def converted(value: Any, current: Any, name: str, whole: bool = False) -> Any:
@@ -267,8 +295,10 @@ def refuse_rounded(value: Any, name: str, whole: bool) -> None:
     except ValueError:
         return  # not a number at all
     if (whole and (scientific or size >= EXACT)) or ("seed" in name.casefold() and size >= LONG):
-        raise OverrideError(f"{name} must be a whole number with all its digits, not {value!r}, as spreadsheets write "
-                            "one that they have rounded: format the column as text, and enter the numbers again")
+        raise OverrideError(
+            f"{name} must be a whole number with all its digits, not {value!r}, as spreadsheets write "
+            "one that they have rounded: format the column as text, and enter the numbers again"
+        )
 
 
 def number(value: Any, name: str) -> int | float:

@@ -124,8 +124,9 @@ class Server:
             answer = object_in(reply)
             found = entry(part(answer, prompt_id, dict), prompt) if prompt_id in answer else None
         hide = self._address.hide_in
-        return found and replace(found, error=hide(found.error), traces=hide(found.traces),
-                                 warnings=hide(found.warnings))
+        return found and replace(
+            found, error=hide(found.error), traces=hide(found.traces), warnings=hide(found.warnings)
+        )
 
     async def cancel(self, prompt_ids: list[str]) -> None:
         """Takes waiting prompts out of the queue, and interrupts the one that runs if it is among these."""
@@ -148,13 +149,23 @@ class Server:
                 raise UnexpectedAnswerError("a page instead of a file")
         return reply.content
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None,
-                       query: dict[str, str] | None = None, most: int = ANSWER_BYTES) -> Reply:
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        query: dict[str, str] | None = None,
+        most: int = ANSWER_BYTES,
+    ) -> Reply:
         try:
             with self._reading(path):
                 async with self._session.request(
-                    method, self._address.base + path, json=body, params=self._address.query | (query or {}),
-                    headers=self._address.headers, allow_redirects=False,
+                    method,
+                    self._address.base + path,
+                    json=body,
+                    params=self._address.query | (query or {}),
+                    headers=self._address.headers,
+                    allow_redirects=False,
                 ) as reply:
                     self._check(reply)
                     return Reply(reply.status, reply.content_type, await body_of(reply, most))
@@ -168,8 +179,11 @@ class Server:
         if reply.status in BUSY_GATEWAY:
             raise ServerAwayError(f"{self.url} answered {reply.status}")
         if reply.status in LOGIN_NEEDED:
-            raise ServerAwayError(f"{self.url} answered {reply.status}: does it need a login? "
-                                  "It is given in the address, --server http://USER:PASSWORD@HOST", unexpected=True)
+            raise ServerAwayError(
+                f"{self.url} answered {reply.status}: does it need a login? "
+                "It is given in the address, --server http://USER:PASSWORD@HOST",
+                unexpected=True,
+            )
         if reply.status // 100 == 3:
             target = self._hidden(said(shown(reply.headers.get("Location", "nowhere"))))
             raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", unexpected=True)
@@ -184,8 +198,11 @@ class Server:
 
     def _away(self, error: Exception) -> ServerAwayError:
         if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
-            return ServerAwayError(f"{self.url}: no ComfyUI answers on port {error.port}. Start it (python main.py in "
-                                   f"its folder: port {PORT}), or name another address with --server.", gone=True)
+            return ServerAwayError(
+                f"{self.url}: no ComfyUI answers on port {error.port}. Start it (python main.py in "
+                f"its folder: port {PORT}), or name another address with --server.",
+                gone=True,
+            )
         if isinstance(error, asyncio.TimeoutError):
             return ServerAwayError(f"{self.url} does not answer in time.")
         text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
@@ -218,8 +235,11 @@ def refused_nodes(answer: dict[str, Any]) -> dict[str, dict]:
 
 def refusal(answer: dict[str, Any]) -> str:
     """Why /prompt refused it. Raises UnexpectedAnswerError where it says nothing of the kind."""
-    problems = [f"{words_in(node, 'class_type')}: {words_in(problem, 'message')} ({words_in(problem, 'details')})"
-                for node in refused_nodes(answer).values() for problem in parts(node, "errors", dict)]
+    problems = [
+        f"{words_in(node, 'class_type')}: {words_in(problem, 'message')} ({words_in(problem, 'details')})"
+        for node in refused_nodes(answer).values()
+        for problem in parts(node, "errors", dict)
+    ]
     error = part(answer, "error", (dict, str), {})
     message = said(error) if isinstance(error, str) else words_in(error, "message")
     if not problems and not message:
@@ -232,9 +252,12 @@ def missing(answer: dict[str, Any], prompt: Workflow) -> list[str]:
     error = part(answer, "error", (dict, str), {})
     if isinstance(error, dict) and words_in(error, "type") in NO_SUCH_NODE:
         return [words_in(error, "message")]
-    names = [(node, words_in(part(problem, "extra_info", dict, {}), "input_name"))
-             for node, about in refused_nodes(answer).items() for problem in parts(about, "errors", dict)
-             if words_in(problem, "type") in NO_SUCH_VALUE]
+    names = [
+        (node, words_in(part(problem, "extra_info", dict, {}), "input_name"))
+        for node, about in refused_nodes(answer).items()
+        for problem in parts(about, "errors", dict)
+        if words_in(problem, "type") in NO_SUCH_VALUE
+    ]
     return [str(prompt[node]["inputs"].get(name)) for node, name in names]
 
 
@@ -264,20 +287,34 @@ def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
     reports = [found for node, output in outputs.items() for found in reports_of(prompt.get(node), output)]
     if len(reports) > REPORTS:
         raise UnexpectedAnswerError(f"{len(reports)} reports of one prompt")
-    notices = dict.fromkeys(said(notice) for _, report in reports
-                            for notice in parts(part(report, "settings", dict), "notices", str))
+    notices = dict.fromkeys(
+        said(notice) for _, report in reports for notice in parts(part(report, "settings", dict), "notices", str)
+    )
     return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), list(notices)[:NOTICES])
 
 
 def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
     """Everything that was saved, with the node that saved it; of workflows that save nothing, what they show. Raises
     UnexpectedAnswerError."""
-    listed = [(node, file) for node, output in outputs.items() for value in output.values() if isinstance(value, list)
-              for file in value if isinstance(file, dict) and "filename" in file]
+    listed = [
+        (node, file)
+        for node, output in outputs.items()
+        for value in output.values()
+        if isinstance(value, list)
+        for file in value
+        if isinstance(file, dict) and "filename" in file
+    ]
     if len(listed) > FILES:
         raise UnexpectedAnswerError(f"{len(listed)} files of one prompt")
-    files = [{"filename": name_in(file, "filename"), "subfolder": name_in(file, "subfolder", ""),
-              "type": name_in(file, "type", "output"), "node": said(node)} for node, file in listed]
+    files = [
+        {
+            "filename": name_in(file, "filename"),
+            "subfolder": name_in(file, "subfolder", ""),
+            "type": name_in(file, "type", "output"),
+            "node": said(node),
+        }
+        for node, file in listed
+    ]
     return [file for file in files if file["type"] == "output"] or files
 
 
@@ -293,6 +330,8 @@ def reports_of(node: dict | None, output: dict) -> list[tuple[str | None, dict]]
 
 def traces_of(reports: list[tuple[str | None, dict]]) -> list[dict[str, Any]]:
     """Sampler, method and totals of every run that Acceptance Map, Compare Runs or Save Trace reported."""
-    found = [{"node": node, "method": words_in(part(report, "settings", dict), "method") or None, **totals_in(report)}
-             for node, report in reports]
+    found = [
+        {"node": node, "method": words_in(part(report, "settings", dict), "method") or None, **totals_in(report)}
+        for node, report in reports
+    ]
     return [trace for number, trace in enumerate(found) if trace not in found[:number]]

@@ -87,10 +87,12 @@ class Studio:
         for job in jobs:
             try:
                 if unknown := [name for name in job.overrides if name not in known]:
-                    raise OverrideError(f"there is no setting {with_hints(unknown, known)}; this method has "
-                                        f"{', '.join(known)}")
-                found[job.id] = {name: typed(name, value, known[name], legal.get(name))
-                                 for name, value in job.overrides.items()}
+                    raise OverrideError(
+                        f"there is no setting {with_hints(unknown, known)}; this method has {', '.join(known)}"
+                    )
+                found[job.id] = {
+                    name: typed(name, value, known[name], legal.get(name)) for name, value in job.overrides.items()
+                }
                 if "prompt" not in job.overrides:
                     raise OverrideError("there is no prompt")
             except ValueError as error:
@@ -119,7 +121,10 @@ class Painter:
     def __init__(self, studio: Studio, maps: bool = False):
         self.studio, self.recipe, self.maps = studio, studio.recipe(), maps
         self.model = api.load_model(
-            find(studio.model), device=studio.device, dtype=DTYPES[studio.dtype], storage=STORAGE.get(studio.dtype),
+            find(studio.model),
+            device=studio.device,
+            dtype=DTYPES[studio.dtype],
+            storage=STORAGE.get(studio.dtype),
             int8_cache=studio.dtype == INT8_CACHE,
         )
         self.decoder = api.load_image_decoder(find(studio.decoder or studio.model), device=studio.device)
@@ -132,16 +137,24 @@ class Painter:
         prompt, negative = (given.pop(name, "") for name in TEXTS)
         sampling = {name: given.pop(name) for name in SAMPLING if name in given}
         out = api.sample(
-            self.model, self.model.encode_prompt(prompt), self.recipe.build(self.drafter, **given),
+            self.model,
+            self.model.encode_prompt(prompt),
+            self.recipe.build(self.drafter, **given),
             # A blank one is none, as in CLIP Text Encode.
-            negative=self.model.encode_prompt(negative) if negative.strip() else None, **sampling,
+            negative=self.model.encode_prompt(negative) if negative.strip() else None,
+            **sampling,
         )
         decoded = self.decoder.decode(out.latent)
         pixels = (decoded[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does
         totals = {"method": out.trace.settings.get("method"), **out.trace.summary()}
         files = {name: getattr(self.studio, name) for name in ("model", "decoder", "drafter")}
-        about = {"settings": settings, "method": out.trace.settings, **files, **conditions(self.model),
-                 "totals": totals}
+        about = {
+            "settings": settings,
+            "method": out.trace.settings,
+            **files,
+            **conditions(self.model),
+            "totals": totals,
+        }
         overlay = png(api.acceptance_map(out.trace, decoded)[0], about) if self.maps else b""
         return png(pixels, about), overlay, totals, out.notices
 

@@ -30,8 +30,26 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "gpu", "launches", "methods", "continuous", "quality", "loading", "storage", "throughput", "previews",
-        "streaming", "soak", "determinism", "same_seed", "fuzz", "faults", "find_fastest", "documents")
+WHAT = (
+    "speed",
+    "gpu",
+    "launches",
+    "methods",
+    "continuous",
+    "quality",
+    "loading",
+    "storage",
+    "throughput",
+    "previews",
+    "streaming",
+    "soak",
+    "determinism",
+    "same_seed",
+    "fuzz",
+    "faults",
+    "find_fastest",
+    "documents",
+)
 
 
 def main(arguments: list[str]) -> None:

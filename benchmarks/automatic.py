@@ -15,9 +15,12 @@ TAKEN = 1.0 * GIB  # of a card's memory before ComfyUI loads a model: desktop, d
 RESERVED = 0.4 * GIB  # that ComfyUI leaves free beside a run on Linux
 LEAST = 1.2 * GIB  # that it leaves free of weights in any case
 MODELS = {
-    "llamagen-xl": "LlamaGen-XL", "janus-pro-1b": "Janus-Pro-1B", "janus-pro-7b": "Janus-Pro-7B",
-    "lumina-mgpt-7b": "Lumina-mGPT-7B, 768 pixels", "emu3-8b": "Emu3-8B, 720 pixels",
-}  # fmt: skip
+    "llamagen-xl": "LlamaGen-XL",
+    "janus-pro-1b": "Janus-Pro-1B",
+    "janus-pro-7b": "Janus-Pro-7B",
+    "lumina-mgpt-7b": "Lumina-mGPT-7B, 768 pixels",
+    "emu3-8b": "Emu3-8B, 720 pixels",
+}
 
 
 def ways(size: str) -> list[Way]:
@@ -25,8 +28,12 @@ def ways(size: str) -> list[Way]:
     dtype = torch.bfloat16
     model = sizes.build(sizes.SIZES[size], dtype, torch.device("meta"))
     return [
-        Way(dtype, storage, model.weight_bytes(dtype, storage),
-            max(LEAST, image_bytes(model, dtype, storage is not None) + RESERVED))
+        Way(
+            dtype,
+            storage,
+            model.weight_bytes(dtype, storage),
+            max(LEAST, image_bytes(model, dtype, storage is not None) + RESERVED),
+        )
         for storage in candidates(None, True)
     ]
 

@@ -29,9 +29,14 @@ def accelerated() -> dict[str, Callable[..., Any]]:
         if path.stem.endswith("_triton"):
             continue
         module = import_module(f"{kernels.__name__}.{path.stem}")
-        found |= {f"{path.stem}.{name}": value for name, value in vars(module).items()
-                  if inspect.isfunction(value) and value.__code__.co_filename == dispatch.__file__
-                  and value.__module__ == module.__name__ and hasattr(value, "__wrapped__")}
+        found |= {
+            f"{path.stem}.{name}": value
+            for name, value in vars(module).items()
+            if inspect.isfunction(value)
+            and value.__code__.co_filename == dispatch.__file__
+            and value.__module__ == module.__name__
+            and hasattr(value, "__wrapped__")
+        }
     return found
 
 
@@ -43,6 +48,7 @@ def triton_kernel(name: str) -> Callable[..., Any]:
 
 def copied(tree: Any) -> Any:
     """The same in memory of its own, with the same strides: slices of a cache stay what they are."""
+
     def copy(t: Tensor) -> Tensor:
         memory = t.untyped_storage().clone()
         return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())

@@ -62,13 +62,19 @@ def cases(drafter) -> list[Case]:
     listed += [Case(f"algorithm 1, {n} drafts", m(drafter, n, mode="prefix")) for n in (4, 8)]
     listed += [Case("exact, 4 drafts", m(drafter, 4, mode="exact"))]
     for cfg in (1.0, 4.0):
-        listed += [Case(f"one token a pass, guidance {cfg:g}", plain(), {"cfg": cfg}),
-                   Case(f"block of 8, guidance {cfg:g}", m(drafter, 8), {"cfg": cfg})]
+        listed += [
+            Case(f"one token a pass, guidance {cfg:g}", plain(), {"cfg": cfg}),
+            Case(f"block of 8, guidance {cfg:g}", m(drafter, 8), {"cfg": cfg}),
+        ]
     for temperature in (0.8, 0.9):
-        listed += [Case(f"one token a pass, temperature {temperature:g}", plain(), {"temperature": temperature}),
-                   Case(f"block of 8, temperature {temperature:g}", m(drafter, 8), {"temperature": temperature})]
-    listed += [Case("one token a pass, DDIM", plain(), {"kind": "ddim"}),
-               Case("block of 8, DDIM", m(drafter, 8), {"kind": "ddim"})]
+        listed += [
+            Case(f"one token a pass, temperature {temperature:g}", plain(), {"temperature": temperature}),
+            Case(f"block of 8, temperature {temperature:g}", m(drafter, 8), {"temperature": temperature}),
+        ]
+    listed += [
+        Case("one token a pass, DDIM", plain(), {"kind": "ddim"}),
+        Case("block of 8, DDIM", m(drafter, 8), {"kind": "ddim"}),
+    ]
     return listed
 
 
@@ -92,11 +98,16 @@ def measure(model, vae, case: Case, batches: int) -> dict[str, Any]:
         summaries.append(out.trace.summary())
         images.append(vae.decode(out.latent))
         backgrounds += [right_background(image, prompt) for image in images[-1]]
-    mean = {name: statistics.fmean(s[name] for s in summaries)
-            for name in ("target_passes", "draft_passes", "acceptance_rate", "mean_square_distance")}
+    mean = {
+        name: statistics.fmean(s[name] for s in summaries)
+        for name in ("target_passes", "draft_passes", "acceptance_rate", "mean_square_distance")
+    }
     return {
-        "name": case.name, **mean, "right_backgrounds": statistics.fmean(backgrounds),
-        "seconds_alone": statistics.median(alone), "seconds_of_8": statistics.median(together),
+        "name": case.name,
+        **mean,
+        "right_backgrounds": statistics.fmean(backgrounds),
+        "seconds_alone": statistics.median(alone),
+        "seconds_of_8": statistics.median(together),
         "images": torch.cat(images),
     }
 
@@ -131,13 +142,17 @@ def compare(model, vae, listed: list[Case], batches: int, say: Callable[[str], N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks continuous", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks continuous",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", default="continuous", help="name of a bundled model, or a file or folder")
     parser.add_argument("--drafter", default="continuous/small", help="drafter, named in the same way")
     parser.add_argument("--size", choices=SIZES, help="widen both to the shapes of this model and of its drafter")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="device (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
+    )
     parser.add_argument("--batches", type=int, default=4, help=f"number of prompts, each with {BATCH} seeds")
     parser.add_argument("--only", nargs="+", help="measure only these cases (and the first, the baseline)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
@@ -160,20 +175,31 @@ def main() -> None:
     length = model.grid[0] * model.grid[1]
     own = {name: measure(one, vae, listed[0], 1) for name, one in (("target", model), ("drafter", drafter))}
     report = {
-        "model": options.model, "drafter": options.drafter, "size": options.size,
-        "parameters": {name: sum(p.numel() for p in m.parameters()) for name, m in
-                       (("target", model), ("drafter", drafter))},
-        "machine": machine(model.device), "commit": commit(), "prompts": PROMPTS[: options.batches],
-        "pictures_per_case": options.batches * BATCH, "defaults": vars(model.defaults), "cases": rows,
-        "draft_cost": {}, "predicted_wall_ratio": {}, "paper": PAPER,
+        "model": options.model,
+        "drafter": options.drafter,
+        "size": options.size,
+        "parameters": {
+            name: sum(p.numel() for p in m.parameters()) for name, m in (("target", model), ("drafter", drafter))
+        },
+        "machine": machine(model.device),
+        "commit": commit(),
+        "prompts": PROMPTS[: options.batches],
+        "pictures_per_case": options.batches * BATCH,
+        "defaults": vars(model.defaults),
+        "cases": rows,
+        "draft_cost": {},
+        "predicted_wall_ratio": {},
+        "paper": PAPER,
     }
     prefill = round(0.05 * length)
     for name, key in (("alone", "seconds_alone"), ("of_8", "seconds_of_8")):
         cost = own["drafter"][key] / own["target"][key]
         report["draft_cost"][name] = cost
         report["predicted_wall_ratio"][name] = {n: predicted_speed(length, n, prefill, cost) for n in LENGTHS}
-        print(f"a draft pass costs {cost:.2f} of a target pass ({name}); predicted wall ratios: "
-              + ", ".join(f"{n}: {predicted_speed(length, n, prefill, cost):.2f}" for n in LENGTHS))
+        print(
+            f"a draft pass costs {cost:.2f} of a target pass ({name}); predicted wall ratios: "
+            + ", ".join(f"{n}: {predicted_speed(length, n, prefill, cost):.2f}" for n in LENGTHS)
+        )
     if options.out:
         write(report, options.out)
         print(f"written to {options.out}")

@@ -26,14 +26,20 @@ from .runs import PROMPTS, Case, cases, chosen, drafter_cases, names_of_cases
 SCHEMA = "specar.determinism/1"
 SEED = 500
 WAYS = {  # name -> what the process that generates in this way is given
-    "another process": [], "one batch": ["--batch"], "two threads": ["--threads", "2"],
-    "two threads, one batch": ["--threads", "2", "--batch"], "on the GPU": ["--device", "cuda"],
-}  # fmt: skip
+    "another process": [],
+    "one batch": ["--batch"],
+    "two threads": ["--threads", "2"],
+    "two threads, one batch": ["--threads", "2", "--batch"],
+    "on the GPU": ["--device", "cuda"],
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks determinism", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks determinism",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--pictures", type=int, default=4, help="images per method, with consecutive seeds")
     parser.add_argument("--only", nargs="+", help="run only these methods")
     parser.add_argument("--out", type=Path, help="JSON report to write")
@@ -50,8 +56,10 @@ def main() -> None:
     selection = ["--pictures", str(options.pictures), *(["--only", *only] if only else [])]
     with tempfile.TemporaryDirectory() as folder:
         reference = drawn(Path(folder, "reference"), [*selection, "--twice"])
-        found = {"again": compare(part(reference, "again"), part(reference, "first")),
-                 "model loaded anew": compare(part(reference, "anew"), part(reference, "first"))}
+        found = {
+            "again": compare(part(reference, "again"), part(reference, "first")),
+            "model loaded anew": compare(part(reference, "anew"), part(reference, "first")),
+        }
         for name, arguments in WAYS.items():
             if "cuda" not in arguments or torch.cuda.is_available():
                 other = drawn(Path(folder, "other"), [*selection, *arguments])
@@ -59,9 +67,14 @@ def main() -> None:
     for name, result in found.items():
         print(f"{name:24} {result['same']} of {result['pictures']} images the same  {result['differing']}")
     report: dict[str, Any] = {
-        "schema": SCHEMA, "machine": machine(torch.device("cpu")), "versions": versions(), "commit": commit(),
-        "methods": len(part(reference, "first")), "pictures_of_each": options.pictures, "ways": found,
-    }  # fmt: skip
+        "schema": SCHEMA,
+        "machine": machine(torch.device("cpu")),
+        "versions": versions(),
+        "commit": commit(),
+        "methods": len(part(reference, "first")),
+        "pictures_of_each": options.pictures,
+        "ways": found,
+    }
     if options.out:
         write(report, options.out)
 
@@ -111,8 +124,9 @@ def images(name: str, options: argparse.Namespace, device: torch.device) -> dict
     def draw(case: Case) -> torch.Tensor:
         if options.batch:
             return specar.sample(model, prompt, case.method, seed=SEED, batch_size=options.pictures).tokens
-        return torch.cat([specar.sample(model, prompt, case.method, seed=SEED + i).tokens
-                          for i in range(options.pictures)])
+        return torch.cat(
+            [specar.sample(model, prompt, case.method, seed=SEED + i).tokens for i in range(options.pictures)]
+        )
 
     chosen = [case for case in listed if not options.only or case.name in options.only]
     return {f"{name}: {case.name}": draw(case).cpu().contiguous() for case in chosen}

@@ -57,56 +57,78 @@ METHODS = (
     ("VVS, every 4th, EAGLE-1 tree", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
 )
 CHOICES = {  # case -> how AR Sampler calls it
-    "next_token": "next token", "sjd coupled w32": "fast, exact", "sjd gumbel w32": "same image as next token",
+    "next_token": "next token",
+    "sjd coupled w32": "fast, exact",
+    "sjd gumbel w32": "same image as next token",
     "SJD coupled, TV budget 0.1, w32": "fastest, may drift",
 }
-SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
-            "window 32 (automatic in fp32 on a CPU: 16); passes: mean of {images} images, of {prompts} prompts. Time, "
-            "next token = 1: these passes at the cost of a round (a pass with its drafts and its sampling), which was "
-            "measured on the same model enlarged to the sizes of LlamaGen-B and -L (87 and {millions} M parameters, "
-            "the same images), in bf16 on {threads} threads of {processors}, -L, front drafts and the TV budget on the "
-            "second only. VVS takes the first drawn path.")
-QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
-           "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
-           "no two methods share seeds, so exact methods differ by chance, and that set of next-token images came out "
-           "low, by 0.01 to 0.02 of log p. Relaxed rules resample from the residual that drifts least, their nodes' "
-           "default; with LANTERN's own, at delta 0.3, the change of log p is 0 and the drift bound 0.20 "
-           "([quality](docs/quality.md#in-short)).")
-HOW_TO_READ = ("Every point is a method or a setting: further left it needs fewer forward passes, further down it "
-               "changes less of that measure. Exact methods are drawn at 0, as they change nothing but by chance; no "
-               "setting is below the dashed steps. SJD's window is 32 if none is named. The vertical scale is a square "
-               "root, the horizontal one a logarithm; points without a name are other settings of *quality*'s tables.")
+SETTINGS = (
+    "Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
+    "window 32 (automatic in fp32 on a CPU: 16); passes: mean of {images} images, of {prompts} prompts. Time, "
+    "next token = 1: these passes at the cost of a round (a pass with its drafts and its sampling), which was "
+    "measured on the same model enlarged to the sizes of LlamaGen-B and -L (87 and {millions} M parameters, "
+    "the same images), in bf16 on {threads} threads of {processors}, -L, front drafts and the TV budget on the "
+    "second only. VVS takes the first drawn path."
+)
+QUALITY = (
+    " Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
+    "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
+    "no two methods share seeds, so exact methods differ by chance, and that set of next-token images came out "
+    "low, by 0.01 to 0.02 of log p. Relaxed rules resample from the residual that drifts least, their nodes' "
+    "default; with LANTERN's own, at delta 0.3, the change of log p is 0 and the drift bound 0.20 "
+    "([quality](docs/quality.md#in-short))."
+)
+HOW_TO_READ = (
+    "Every point is a method or a setting: further left it needs fewer forward passes, further down it "
+    "changes less of that measure. Exact methods are drawn at 0, as they change nothing but by chance; no "
+    "setting is below the dashed steps. SJD's window is 32 if none is named. The vertical scale is a square "
+    "root, the horizontal one a logarithm; points without a name are other settings of *quality*'s tables."
+)
 UNMEASURED = "The [quality](docs/quality.md) of every method's images: not measured yet."
 CHINESE = {
-    "change of log p": "log p的变化", "as asked": "符合提示词", "Quality against forward passes": "质量与前向次数",
+    "change of log p": "log p的变化",
+    "as asked": "符合提示词",
+    "Quality against forward passes": "质量与前向次数",
     QUALITY: " 质量：每种方法{images}张图像（{dtype}），token的平均对数概率与逐token相比的变化"
-             "（每个token，nat），以及完全符合提示词的图像的比例，均附95 %区间；"
-             "各方法的种子互不相同，所以精确的方法之间的差别只是偶然，而且那一组逐token图像的log p碰巧低0.01到0.02。"
-             "放宽的规则按节点的默认设置，从偏移最小的残差分布中重新采样；用LANTERN论文的残差（delta 0.3），"
-             "log p的变化为0，偏移上界为0.20"
-             "（[质量](docs/quality.md#in-short)）。",
+    "（每个token，nat），以及完全符合提示词的图像的比例，均附95 %区间；"
+    "各方法的种子互不相同，所以精确的方法之间的差别只是偶然，而且那一组逐token图像的log p碰巧低0.01到0.02。"
+    "放宽的规则按节点的默认设置，从偏移最小的残差分布中重新采样；用LANTERN论文的残差（delta 0.3），"
+    "log p的变化为0，偏移上界为0.20"
+    "（[质量](docs/quality.md#in-short)）。",
     HOW_TO_READ: "每个点是一种方法或一种设置：越靠左，前向次数越少；越靠下，该指标的变化越小。"
-                 "精确的方法画在0处，因为它们的变化只是偶然；没有任何设置低于虚线。未注明时SJD的窗口为32。"
-                 "纵轴为平方根刻度，横轴为对数刻度；未标名称的点是“质量”一页各表中的其他设置。",
+    "精确的方法画在0处，因为它们的变化只是偶然；没有任何设置低于虚线。未注明时SJD的窗口为32。"
+    "纵轴为平方根刻度，横轴为对数刻度；未标名称的点是“质量”一页各表中的其他设置。",
     UNMEASURED: "各种方法的图像[质量](docs/quality.md)：尚未测量。",
-    "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
-    "time, LlamaGen-B": "时间，LlamaGen-B", "time, LlamaGen-L": "时间，LlamaGen-L", "next token": "逐token",
-    "SJD, coupled (MC-SJD)": "SJD，耦合（MC-SJD）", "SJD, coupled, 4 front drafts": "SJD，耦合，4个前端草稿",
-    "SJD, coupled, TV budget 0.1": "SJD，耦合，TV预算0.1", "SJD, redraw": "SJD，重新采样",
-    "SJD, same seed": "SJD，相同种子", "SJD++ reuse (paper)": "SJD++复用（论文）",
-    "EAGLE-1, 57 drafts": "EAGLE-1，57个草稿token", "EAGLE-2, 58 drafts": "EAGLE-2，58个草稿token",
-    "LANTERN, delta 0.3": "LANTERN，delta 0.3", "LANTERN++, k 10, lambda 2": "LANTERN++，k 10，lambda 2",
-    "Cool-SD, delta 2": "Cool-SD，delta 2", "VVS, every 4th, EAGLE-1 tree": "VVS，每4轮一次，EAGLE-1树",
+    "method": "方法",
+    "node": "节点",
+    "exact": "精确",
+    "yes": "是",
+    "forward passes": "前向次数",
+    "time, LlamaGen-B": "时间，LlamaGen-B",
+    "time, LlamaGen-L": "时间，LlamaGen-L",
+    "next token": "逐token",
+    "SJD, coupled (MC-SJD)": "SJD，耦合（MC-SJD）",
+    "SJD, coupled, 4 front drafts": "SJD，耦合，4个前端草稿",
+    "SJD, coupled, TV budget 0.1": "SJD，耦合，TV预算0.1",
+    "SJD, redraw": "SJD，重新采样",
+    "SJD, same seed": "SJD，相同种子",
+    "SJD++ reuse (paper)": "SJD++复用（论文）",
+    "EAGLE-1, 57 drafts": "EAGLE-1，57个草稿token",
+    "EAGLE-2, 58 drafts": "EAGLE-2，58个草稿token",
+    "LANTERN, delta 0.3": "LANTERN，delta 0.3",
+    "LANTERN++, k 10, lambda 2": "LANTERN++，k 10，lambda 2",
+    "Cool-SD, delta 2": "Cool-SD，delta 2",
+    "VVS, every 4th, EAGLE-1 tree": "VVS，每4轮一次，EAGLE-1树",
     "no, drift bound unknown": "否，偏移上界未知",
     "no, drift bound {:.2f} per token": "否，每个token的偏移上界{:.2f}",
     "no, drift measured {:.2f} per token (not limited in advance)": "否，测得每个token偏移{:.2f}（事先没有限制）",
-    SETTINGS:
-        "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32（在CPU上用fp32时自动取16）；"
-        "前向次数是{prompts}个提示词的{images}张图像的平均值。时间以逐token为1：按这些前向次数和每一轮（一次前向，连同草稿和采样）的代价计算，"
-        "后者在放大到LlamaGen-B和-L大小（8700万和{millions}00万参数，图像相同）的同一模型上、以bf16用{processors}的"
-        "{threads}个线程测得，-L、前端草稿和TV预算只用后者测量。VVS取最先抽取的路径。",
-    "{} and {}": "{}和{}", "{} to {}": "{}至{}",
-}  # fmt: skip
+    SETTINGS: "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32（在CPU上用fp32时自动取16）；"
+    "前向次数是{prompts}个提示词的{images}张图像的平均值。时间以逐token为1：按这些前向次数和每一轮（一次前向，连同草稿和采样）的代价计算，"
+    "后者在放大到LlamaGen-B和-L大小（8700万和{millions}00万参数，图像相同）的同一模型上、以bf16用{processors}的"
+    "{threads}个线程测得，-L、前端草稿和TV预算只用后者测量。VVS取最先抽取的路径。",
+    "{} and {}": "{}和{}",
+    "{} to {}": "{}至{}",
+}
 
 
 def bound_of(case: str) -> float | None:
@@ -172,20 +194,44 @@ def methods(language: str) -> str:
         names = [nodes[node]["display_name"]]
         if choice := CHOICES.get(case):
             names.insert(0, f"{nodes['SpecARSampler']['display_name']}, *{choice}*")
-        rows.append((f"[{word(label)}](docs/methods/{page}.md)", "; ".join(names), exactness(case, word),
-                     f"{passes[case]:.0f}",
-                     *(span(times(case, size), 2, word) for size in TIMED), *quality_tables.brief(images.get(case))))
+        rows.append(
+            (
+                f"[{word(label)}](docs/methods/{page}.md)",
+                "; ".join(names),
+                exactness(case, word),
+                f"{passes[case]:.0f}",
+                *(span(times(case, size), 2, word) for size in TIMED),
+                *quality_tables.brief(images.get(case)),
+            )
+        )
     settings = word(SETTINGS).format(
-        tokens=found.tokens(measured["next_token"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
-        images=count, prompts=prompts, threads=machines[0]["threads"],
+        tokens=found.tokens(measured["next_token"]),
+        guidance=GUIDANCE,
+        temperature=report["settings"]["temperature"],
+        images=count,
+        prompts=prompts,
+        threads=machines[0]["threads"],
         millions=round(found.measured_speed(L, GUIDANCE, TIMED[L][0])["parameters"] / 1e6),
         processors=word("{} and {}").format(*(PROCESSORS[machine["processor"]] for machine in machines)),
-    )  # fmt: skip
+    )
     if images:
         about = quality_tables.model("default")
         settings += word(QUALITY).format(images=about["images"], dtype=about["dtype"].removeprefix("torch."))
-    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time, LlamaGen-B", "time, LlamaGen-L",
-                            "change of log p", "as asked")))
+    head = tuple(
+        map(
+            word,
+            (
+                "method",
+                "node",
+                "exact",
+                "forward passes",
+                "time, LlamaGen-B",
+                "time, LlamaGen-L",
+                "change of log p",
+                "as asked",
+            ),
+        )
+    )
     return grid(head, rows) + f"\n\n{settings}"
 
 
@@ -206,8 +252,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "paired, guidance 2": partial(found.paired, 2.0),
     "speed": partial(found.speed, "default", GUIDANCE, "speed-cpu"),
     "speed, speed-cpu-amd": partial(found.speed, "default", GUIDANCE, "speed-cpu-amd"),
-    **{f"speed, {report}": partial(found.speed, size, GUIDANCE, report)
-       for size, reports in (*TIMED.items(), *LATER.items(), (B, FULL)) for report in reports},
+    **{
+        f"speed, {report}": partial(found.speed, size, GUIDANCE, report)
+        for size, reports in (*TIMED.items(), *LATER.items(), (B, FULL))
+        for report in reports
+    },
     "baselines": partial(found.baselines, "speed-next-token-cpu-fp32-amd", "speed-next-token-cpu-bf16-amd"),
     "loading": found.loading,
     "find fastest": found.find_fastest,
@@ -229,12 +278,19 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality, papers": quality_tables.papers,
     "sampling parameters": quality_tables.sampling,
     **{f"quality, {model}": partial(quality_tables.quality, model) for model in ("default", "continuous")},
-    **{f"distances, {model}, {space}": partial(quality_tables.distances, model, space)
-       for model in ("default", "continuous") for space in quality_tables.SPACES},
-    **{f"quality of {node}, {language}": partial(quality_tables.help_page, node, language)
-       for node in quality_tables.HELP_PAGES for language in quality_tables.HELP},
+    **{
+        f"distances, {model}, {space}": partial(quality_tables.distances, model, space)
+        for model in ("default", "continuous")
+        for space in quality_tables.SPACES
+    },
+    **{
+        f"quality of {node}, {language}": partial(quality_tables.help_page, node, language)
+        for node in quality_tables.HELP_PAGES
+        for language in quality_tables.HELP
+    },
     **{f"published, {row.method}": partial(found.published, row.method) for row in PUBLISHED},
 }
+
 
 def fewer() -> str:
     """How many times fewer passes SJD with coupled refinement needs, as the README says."""
@@ -255,8 +311,15 @@ def faster() -> str:
 
 def exact_trees() -> str:
     """The time of draft trees that are exact, at LlamaGen-B's size in bf16."""
-    return span([time for _, _, node, case in METHODS for time in times(case, B)
-                 if node in ("SpecARDraftTreeSampler", "SpecARADTTreeSampler") and bound_of(case) == 0], 1)
+    return span(
+        [
+            time
+            for _, _, node, case in METHODS
+            for time in times(case, B)
+            if node in ("SpecARDraftTreeSampler", "SpecARADTTreeSampler") and bound_of(case) == 0
+        ],
+        1,
+    )
 
 
 def may_drift(text: str = "{} passes, log p {}") -> str:
@@ -265,11 +328,16 @@ def may_drift(text: str = "{} passes, log p {}") -> str:
     return text.format(f"{row['passes']['value']:.0f}", quality_tables.brief(row)[0]) if row else "not measured yet"
 
 
-NUMBERS = {"may drift": may_drift, "may drift, Chinese": lambda: may_drift("{} 次前向，log p {}"),
-           "fewer passes": fewer, "fewer passes, window 16": fewer_in_fp32, "times faster": faster,
-           "time, exact trees": exact_trees,
-           "times faster, Chinese": lambda: faster().replace(" to ", "至"),
-           "time, exact trees, Chinese": lambda: exact_trees().replace(" to ", "至")}
+NUMBERS = {
+    "may drift": may_drift,
+    "may drift, Chinese": lambda: may_drift("{} 次前向，log p {}"),
+    "fewer passes": fewer,
+    "fewer passes, window 16": fewer_in_fp32,
+    "times faster": faster,
+    "time, exact trees": exact_trees,
+    "times faster, Chinese": lambda: faster().replace(" to ", "至"),
+    "time, exact trees, Chinese": lambda: exact_trees().replace(" to ", "至"),
+}
 
 
 def written(text: str) -> str:
@@ -294,8 +362,9 @@ def chart_of_sizes() -> str:
         precision = found.SHORT[model["dtype"]]
         sizes.append((f"{model['parameters'] / 1e6:.0f} M, {precision}", f"next token {seconds:.2g} s"))
         each.append(found.times(size, GUIDANCE, report, passes))
-    return size_chart(sizes, [(found.said(case), [times[case] for times in each], drift(measured[case]) == 0)
-                              for case in PAYING])
+    return size_chart(
+        sizes, [(found.said(case), [times[case] for times in each], drift(measured[case]) == 0) for case in PAYING]
+    )
 
 
 def quality_points(loss: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Point]:
@@ -317,11 +386,15 @@ def chart_of_quality() -> str | None:
     if model is None:
         return None
     space = model["spaces"][-1]
-    return quality_chart([
-        ("Change of log p per token (nats), up or down", quality_points(lambda row: row["changes"]["log_p"])),
-        (f"Kernel distance from next token's images ({quality_tables.SPACES[space]} features)",
-         quality_points(lambda row: _above_zero(row["distances"][space]["reference"]["kernel"]))),
-    ])
+    return quality_chart(
+        [
+            ("Change of log p per token (nats), up or down", quality_points(lambda row: row["changes"]["log_p"])),
+            (
+                f"Kernel distance from next token's images ({quality_tables.SPACES[space]} features)",
+                quality_points(lambda row: _above_zero(row["distances"][space]["reference"]["kernel"])),
+            ),
+        ]
+    )
 
 
 def _above_zero(distance: dict[str, Any]) -> dict[str, Any]:
@@ -332,8 +405,12 @@ def _above_zero(distance: dict[str, Any]) -> dict[str, Any]:
 def generated() -> dict[Path, str]:
     """The files that follow from the results."""
     shipped = quality_tables.shipped()
-    made = {CHART: chart(), SIZE_CHART: chart_of_sizes(), QUALITY_CHART: chart_of_quality(),
-            SHIPPED: json.dumps(shipped, indent=1) + "\n" if shipped else None}
+    made = {
+        CHART: chart(),
+        SIZE_CHART: chart_of_sizes(),
+        QUALITY_CHART: chart_of_quality(),
+        SHIPPED: json.dumps(shipped, indent=1) + "\n" if shipped else None,
+    }
     return {file: text for file, text in made.items() if text is not None}
 
 
@@ -342,8 +419,9 @@ def files() -> list[Path]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks documents", description=__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks documents", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for file in files():
         file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")
     for file, text in generated().items():

@@ -47,13 +47,73 @@ ENOUGH = 8  # tokens after which a prompt may be interrupted, for its spoiled no
 LONG_RUN = 12  # a batch or a number of passes beyond which a prompt would only be slow
 
 JUNK: dict[str, list[Any]] = {
-    "text": ["", " ", "\0", "nonsense", "ü" * 5000, "../../etc/passwd", None, 3, -1.5, True, [], {}, ["1"],
-             ["999", 0], {"__value__": [1, 2]}, {"a": {"b": []}}, "NaN", "🍎 apple", "[1, 0]"],
-    "number": [-1, 0, 1, -(2**63), 2**31, 2**64, 10**30, 1e308, math.nan, math.inf, -math.inf, 0.5, "5", "abc", "",
-               None, True, [], {}, [1, 2], ["999", 0], {"__value__": "x"}, "NaN", "1e400"],
+    "text": [
+        "",
+        " ",
+        "\0",
+        "nonsense",
+        "ü" * 5000,
+        "../../etc/passwd",
+        None,
+        3,
+        -1.5,
+        True,
+        [],
+        {},
+        ["1"],
+        ["999", 0],
+        {"__value__": [1, 2]},
+        {"a": {"b": []}},
+        "NaN",
+        "🍎 apple",
+        "[1, 0]",
+    ],
+    "number": [
+        -1,
+        0,
+        1,
+        -(2**63),
+        2**31,
+        2**64,
+        10**30,
+        1e308,
+        math.nan,
+        math.inf,
+        -math.inf,
+        0.5,
+        "5",
+        "abc",
+        "",
+        None,
+        True,
+        [],
+        {},
+        [1, 2],
+        ["999", 0],
+        {"__value__": "x"},
+        "NaN",
+        "1e400",
+    ],
     "switch": [None, 0, 2, "true", "", "no", [], {}, math.nan, ["999", 0]],
-    "link": [None, "", 0, True, {}, [], ["999", 0], ["1", 99], ["1", -1], ["1", "x"], [None, 0], [[], 0], "1", 1.5,
-             {"samples": 1}, {"__value__": [1, 2]}, ["1", 0, 0]],
+    "link": [
+        None,
+        "",
+        0,
+        True,
+        {},
+        [],
+        ["999", 0],
+        ["1", 99],
+        ["1", -1],
+        ["1", "x"],
+        [None, 0],
+        [[], 0],
+        "1",
+        1.5,
+        {"samples": 1},
+        {"__value__": [1, 2]},
+        ["1", 0, 0],
+    ],
 }
 
 
@@ -165,8 +225,11 @@ async def queue(url: str, fault: Fault, seen: Seen) -> None:
         kind = f"{run.error['node_type']}: {run.error['exception_type'].rsplit('.', 1)[-1]}"
         seen.raised[kind] += 1
         seen.messages.setdefault(f"{fault.node}.{fault.name} = {fault.value}", run.message()[:300])
-        seen.unnamed["names the input or value" if fault.name in run.message() or fault.value.strip("'\"")[:20] in
-                     run.message() else "names something else"] += 1
+        seen.unnamed[
+            "names the input or value"
+            if fault.name in run.message() or fault.value.strip("'\"")[:20] in run.message()
+            else "names something else"
+        ] += 1
 
 
 async def sound(url: str, prompt: dict, seed: int, seen: Seen) -> None:
@@ -213,8 +276,9 @@ def bundled() -> dict[str, dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks faults", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=15, help="duration (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the changes (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON report to write")
@@ -228,15 +292,24 @@ def main() -> None:
     for counts in seen.outcomes.values():
         total.update(counts)
     report = {
-        "schema": SCHEMA, "minutes": options.minutes, "seed": options.seed, "spoiled_prompts": total.total(),
-        "server_alive_at_the_end": alive, "outcomes": dict(total),
+        "schema": SCHEMA,
+        "minutes": options.minutes,
+        "seed": options.seed,
+        "spoiled_prompts": total.total(),
+        "server_alive_at_the_end": alive,
+        "outcomes": dict(total),
         "outcomes_by_kind": {kind: dict(counts) for kind, counts in sorted(seen.outcomes.items())},
-        "raised": dict(seen.raised.most_common()), "errors": dict(seen.unnamed), "defects": seen.defects,
-        "sound_prompts": seen.sounds, "pictures_per_seed": [len(kinds) for kinds in seen.sound.values()],
-        "slowest_seconds": round(seen.slowest, 1), "some_messages": {
+        "raised": dict(seen.raised.most_common()),
+        "errors": dict(seen.unnamed),
+        "defects": seen.defects,
+        "sound_prompts": seen.sounds,
+        "pictures_per_seed": [len(kinds) for kinds in seen.sound.values()],
+        "slowest_seconds": round(seen.slowest, 1),
+        "some_messages": {
             what: text.replace(str(server.base), "BASE") for what, text in list(seen.messages.items())[:60]
         },
-        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")), "versions": versions(),
+        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "versions": versions(),
         "commit": commit(),
     }
     print(json.dumps(report, indent=1))

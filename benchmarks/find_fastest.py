@@ -31,24 +31,48 @@ def measure(name: str, dtype: torch.dtype, device: torch.device, seconds: float)
     request, began = model.model.request(conditioning), time.perf_counter()
     tried, layout = fastest.search(request, model, None, 0.0, TOKENS, seconds)
     return {
-        "model": name, "dtype": str(dtype).removeprefix("torch."), "asked": seconds,
-        "took": round(time.perf_counter() - began, 2), "image_tokens": request.layout.drawn,
-        "trial_tokens": layout.drawn, "cfg": request.params.cfg,
-        "trials": [{"method": trial.method.name, "by_hand": trial.method.by_hand, "note": trial.note,
-                    "ms_per_token": [round(1000 * each, 2) for each in trial.seconds]} for trial in tried],
-    }  # fmt: skip
+        "model": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "asked": seconds,
+        "took": round(time.perf_counter() - began, 2),
+        "image_tokens": request.layout.drawn,
+        "trial_tokens": layout.drawn,
+        "cfg": request.params.cfg,
+        "trials": [
+            {
+                "method": trial.method.name,
+                "by_hand": trial.method.by_hand,
+                "note": trial.note,
+                "ms_per_token": [round(1000 * each, 2) for each in trial.seconds],
+            }
+            for trial in tried
+        ],
+    }
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks find_fastest", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="device (default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"),
-                        help="precision of the models (default: %(default)s)")
-    parser.add_argument("--models", nargs="+", default=["llamagen-xl", "janus-pro-1b", "lumina-mgpt-7b"],
-                        choices=sizes.SIZES, help="shapes (default: an XL, a 1B and a 7B model)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks find_fastest",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16"),
+        help="precision of the models (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["llamagen-xl", "janus-pro-1b", "lumina-mgpt-7b"],
+        choices=sizes.SIZES,
+        help="shapes (default: an XL, a 1B and a 7B model)",
+    )
     parser.add_argument("--seconds", type=int, default=60, help="that it is asked for (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()

@@ -36,8 +36,24 @@ LARGEST_FILE = 3 << 30  # bytes
 MOST_SECONDS = 10  # of the processor
 PATIENCE = 120  # seconds of the clock before a case counts as one that never ends
 PATIENCE_AT_FIRST = 1200  # the same before the first case: the process imports everything and writes its seeds first
-WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "socket.", "shutil.",
-           "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "ctypes.dlopen", "urllib.")
+WATCHED = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.",
+    "shutil.",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "ctypes.dlopen",
+    "urllib.",
+)
 
 
 class Watch:
@@ -105,26 +121,55 @@ def work(seed: int, numbers: range, only: str) -> None:
         elif problem is None and seconds > MOST_SECONDS:
             problem = "took too long"
         watch.seen.clear()
-        lines.write(json.dumps({"error": outcome.error, "message": outcome.message, "problem": problem,
-                                "seconds": round(seconds, 2), "megabytes": used >> 20}) + "\n")
+        lines.write(
+            json.dumps(
+                {
+                    "error": outcome.error,
+                    "message": outcome.message,
+                    "problem": problem,
+                    "seconds": round(seconds, 2),
+                    "megabytes": used >> 20,
+                }
+            )
+            + "\n"
+        )
         lines.flush()
 
 
 def command(options: argparse.Namespace, first: int) -> list[str]:
     """What runs the cases from ``first`` on."""
-    return [sys.executable, "-m", "benchmarks.fuzz", "--work", str(first), "--seed", str(options.seed),
-            "--only", options.only]
+    return [
+        sys.executable,
+        "-m",
+        "benchmarks.fuzz",
+        "--work",
+        str(first),
+        "--seed",
+        str(options.seed),
+        "--only",
+        options.only,
+    ]
 
 
 class Worker:
     """A process that runs the cases from ``first`` on."""
 
     def __init__(self, options: argparse.Namespace, first: int, folder: str):
-        environment = os.environ | {"FUZZ_FOLDER": folder, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1",
-                                    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {
+            "FUZZ_FOLDER": folder,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self.errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8")
-        self.process = subprocess.Popen(command(options, first), stdout=subprocess.PIPE, stderr=self.errors,
-                                        env=environment, cwd=Path(__file__).resolve().parent.parent)
+        self.process = subprocess.Popen(
+            command(options, first),
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=environment,
+            cwd=Path(__file__).resolve().parent.parent,
+        )
         self.buffer, self.closed = b"", False
 
     def line(self, patience: float) -> dict[str, Any] | None:
@@ -182,12 +227,15 @@ class Tally:
 
         problems = [case["problem"] for case in self.problems]
         return {
-            "cases": self.cases, "outcomes": dict(self.outcomes.most_common()),
+            "cases": self.cases,
+            "outcomes": dict(self.outcomes.most_common()),
             "deaths": sum(text.startswith(("killed", "never", "ends")) for text in problems),
             "executed": sum(text.startswith(("ran", "did ")) for text in problems),
             "families": {name: dict(count) for name, count in sorted(self.families.items())},
             "mutations": {name: dict(count) for name, count in sorted(self.mutations.items())},
-            "slowest": brief(self.slowest), "largest": brief(self.largest), "problems": [*map(brief, self.problems)],
+            "slowest": brief(self.slowest),
+            "largest": brief(self.largest),
+            "problems": [*map(brief, self.problems)],
         }
 
 
@@ -218,8 +266,11 @@ def run(options: argparse.Namespace, folder: str) -> Tally:
         if outcome["problem"]:
             shown[outcome["problem"][:60]] += 1
             if shown[outcome["problem"][:60]] <= 3:
-                print(f"{case['number']}: {case['seed']}: {case['mutation']}\n    {outcome['problem']}\n    "
-                      f"{outcome['error']}: {outcome['message'][:300]}", flush=True)
+                print(
+                    f"{case['number']}: {case['seed']}: {case['mutation']}\n    {outcome['problem']}\n    "
+                    f"{outcome['error']}: {outcome['message'][:300]}",
+                    flush=True,
+                )
         number += 1
         if tally.cases % 500 == 0:
             print(f"{tally.cases} cases, {dict(tally.outcomes)}", flush=True)
@@ -231,8 +282,9 @@ def run(options: argparse.Namespace, folder: str) -> Tally:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks fuzz", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=20, help="duration (default: %(default)s)")
     parser.add_argument("--cases", type=int, help="run this many cases instead, without a time limit")
     parser.add_argument("--seed", type=int, default=0, help="seed of all cases (default: %(default)s)")

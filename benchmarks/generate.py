@@ -24,8 +24,15 @@ def block_weights(layer) -> dict[str, Tensor]:
     q, k, v = attention.wqkv.weight.split(rows)
     gate, up = feed.w1_w3.weight.chunk(2)
     found = {
-        "q": q, "k": k, "v": v, "o": attention.wo.weight, "gate": gate, "up": up,
-        "down": feed.w2.weight, "attention_norm": layer.attention_norm.weight, "ffn_norm": layer.ffn_norm.weight,
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": attention.wo.weight,
+        "gate": gate,
+        "up": up,
+        "down": feed.w2.weight,
+        "attention_norm": layer.attention_norm.weight,
+        "ffn_norm": layer.ffn_norm.weight,
     }
     for part, norm, heads in (("q", attention.q_norm, attention.heads), ("k", attention.k_norm, attention.kv_heads)):
         found |= {f"{part}_norm.{kind}": tensor.expand(heads, -1) for kind, tensor in norm.named_parameters()}
@@ -41,24 +48,43 @@ def counterpart_class(family: str, sizes: dict[str, Any]) -> tuple[type, Any]:
     if family in ("lumina-mgpt", "anole"):
         vq = {"resolution": 16, "channel_multiplier": [1], "base_channels": 32, "num_res_blocks": 1}
         return t.ChameleonForConditionalGeneration, t.ChameleonConfig(
-            **sizes, vq_config=vq, vocabulary_map={"<image>": 0})  # fmt: skip
+            **sizes, vq_config=vq, vocabulary_map={"<image>": 0}
+        )
     return t.LlamaForCausalLM, t.LlamaConfig(**sizes)
 
 
 def counterpart(model):
     """The transformers model of a DiscreteModel's shapes and weights (shared, not copied)."""
     backbone, config = model.backbone, model.backbone.config
-    kind, settings = counterpart_class(model.family, {
-        "vocab_size": config.vocab, "hidden_size": config.dim, "intermediate_size": config.ffn_dim,
-        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.cached_heads, "rms_norm_eps": config.norm_eps, "max_position_embeddings": 16384,
-        "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0,
-    })  # fmt: skip
+    kind, settings = counterpart_class(
+        model.family,
+        {
+            "vocab_size": config.vocab,
+            "hidden_size": config.dim,
+            "intermediate_size": config.ffn_dim,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.cached_heads,
+            "rms_norm_eps": config.norm_eps,
+            "max_position_embeddings": 16384,
+            "bos_token_id": 0,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        },
+    )
     with torch.device("meta"):
         made = kind(settings).eval()
-    names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-             "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-             "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    names = {
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
     weights = {"model.norm.weight": backbone.norm.weight}
     for i, layer in enumerate(backbone.layers):
         for name, tensor in block_weights(layer).items():
@@ -96,9 +122,15 @@ def generate(made, rows: int, prompt: int, tokens: int, params, cache: str) -> l
     ids = torch.zeros((rows, prompt), dtype=torch.int64, device=device)
     stamps = Stamps()
     made.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=params.temperature > 0,
-        temperature=params.temperature or None, top_k=params.top_k, top_p=params.top_p,
-        cache_implementation="static" if cache == "static" else None, stopping_criteria=StoppingCriteriaList([stamps]),
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=params.temperature > 0,
+        temperature=params.temperature or None,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        cache_implementation="static" if cache == "static" else None,
+        stopping_criteria=StoppingCriteriaList([stamps]),
     )
     return stamps.at
 

@@ -134,8 +134,10 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
 
     with ExitStack() as stack:
         for where, name, instead in (
-            (JITFunction, "run", launch), (dispatch, "runs_triton", lambda device: True),
-            (dispatch, "_chosen", Chosen()), (torch.cuda, "current_device", lambda: 0),
+            (JITFunction, "run", launch),
+            (dispatch, "runs_triton", lambda device: True),
+            (dispatch, "_chosen", Chosen()),
+            (torch.cuda, "current_device", lambda: 0),
             (FakeTensorMode, "avoid_device_init", True),  # whatever other kinds of devices there are
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
         ):
@@ -202,8 +204,19 @@ def chain_round(case: Case) -> Iterator[Any]:
     drafter_state = drafter.start(model_state, *case.prompt, case.layout, method.draft_width, True)
     record = Record.empty(case.layout.length, 1, GPU, round_fields=ROUND)
     step = RoundStep(
-        case.model, model_state, drafter, drafter_state, method.structure, method.rule, None, case.params, None,
-        case.layout.length, case.forcing, method.max_drafter_inputs, record,
+        case.model,
+        model_state,
+        drafter,
+        drafter_state,
+        method.structure,
+        method.rule,
+        None,
+        case.params,
+        None,
+        case.layout.length,
+        case.forcing,
+        method.max_drafter_inputs,
+        record,
     )
     strength = torch.ones((1, case.layout.length), device=GPU)
     state = step.begin(start, stream, case.layout, strength, None)
@@ -249,12 +262,15 @@ def mar_head(model: MaskedModel, state: MaskedState) -> Iterator[Any]:
 
 
 CASES = {
-    "llamagen-xl, next token": ("llamagen-xl", next_token_pass), "llamagen-xl, sjd 32": ("llamagen-xl", sjd_pass),
+    "llamagen-xl, next token": ("llamagen-xl", next_token_pass),
+    "llamagen-xl, sjd 32": ("llamagen-xl", sjd_pass),
     "llamagen-xl, chain of 5": ("llamagen-xl", chain_round),
     "janus-pro-1b, next token": ("janus-pro-1b", next_token_pass),
     "lumina-mgpt-7b, next token": ("lumina-mgpt-7b", next_token_pass),
-    "lumina-mgpt-7b, sjd 32": ("lumina-mgpt-7b", sjd_pass), "emu3-8b, next token": ("emu3-8b", next_token_pass),
-    "mar-b, backbone": ("mar-b", mar_pass), "mar-b, head": ("mar-b", mar_head),
+    "lumina-mgpt-7b, sjd 32": ("lumina-mgpt-7b", sjd_pass),
+    "emu3-8b, next token": ("emu3-8b", next_token_pass),
+    "mar-b, backbone": ("mar-b", mar_pass),
+    "mar-b, head": ("mar-b", mar_head),
 }
 
 
@@ -277,8 +293,9 @@ def table() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks launches", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks launches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", choices=CASES, help="count only this entry, and list its launches by operation")
     options = parser.parse_args()
     if options.case:

@@ -51,10 +51,17 @@ def language_model(root: str, dim: int, ffn: int, layers: int, keys: int, words:
             found[f"{layer}self_attn.{part}_proj.weight"] = (height, dim)
             if biased:
                 found[f"{layer}self_attn.{part}_proj.bias"] = (height,)
-        found |= {f"{layer}{name}.weight": shape for name, shape in (
-            ("self_attn.o_proj", (dim, dim)), ("mlp.gate_proj", (ffn, dim)), ("mlp.up_proj", (ffn, dim)),
-            ("mlp.down_proj", (dim, ffn)), ("input_layernorm", (dim,)), ("post_attention_layernorm", (dim,)),
-        )}
+        found |= {
+            f"{layer}{name}.weight": shape
+            for name, shape in (
+                ("self_attn.o_proj", (dim, dim)),
+                ("mlp.gate_proj", (ffn, dim)),
+                ("mlp.up_proj", (ffn, dim)),
+                ("mlp.down_proj", (dim, ffn)),
+                ("input_layernorm", (dim,)),
+                ("post_attention_layernorm", (dim,)),
+            )
+        }
     return found
 
 
@@ -63,10 +70,14 @@ def janus(dim: int = 2048, ffn: int = 5632, layers: int = 24, words: int = 10240
     found = language_model("language_model.model.", dim, ffn, layers, dim, words, biased=False)
     found |= {"language_model.lm_head.weight": (words, dim), "gen_embed.weight": (codes, 8)}
     for name, outer, inner in (
-        ("gen_aligner.layers.0", dim, 8), ("gen_aligner.layers.2", dim, dim), ("gen_head.vision_head", codes, dim),
-        ("gen_head.output_mlp_projector", dim, dim), ("aligner.layers.0", dim, 1024), ("aligner.layers.2", dim, dim),
+        ("gen_aligner.layers.0", dim, 8),
+        ("gen_aligner.layers.2", dim, dim),
+        ("gen_head.vision_head", codes, dim),
+        ("gen_head.output_mlp_projector", dim, dim),
+        ("aligner.layers.0", dim, 1024),
+        ("aligner.layers.2", dim, dim),
         *((f"vision_model.vision_tower.blocks.{i}.mlp", 1024, 12 * 1024) for i in range(layers)),
-    ):  # fmt: skip
+    ):
         found |= {f"{name}.weight": (outer, inner), f"{name}.bias": (outer,)}
     with torch.device("meta"):
         decoder = VQModel(VQConfig(codebook_size=codes)).state_dict()
@@ -80,8 +91,10 @@ def simplear(dim: int = 1536, ffn: int = 8960, layers: int = 28, words: int = 21
 
 MODELS: dict[str, tuple[Shapes, dict[str, Any]]] = {  # name -> shapes, config.json
     "janus-pro-1b": (janus(), {"model_type": "multi_modality", "language_config": {"num_attention_heads": 16}}),
-    "janus-pro-7b": (janus(4096, 11008, 30),
-                     {"model_type": "multi_modality", "language_config": {"num_attention_heads": 32}}),
+    "janus-pro-7b": (
+        janus(4096, 11008, 30),
+        {"model_type": "multi_modality", "language_config": {"num_attention_heads": 32}},
+    ),
     "simplear-1.5b": (simplear(), {"model_type": "qwen2", "num_attention_heads": 12, "tie_word_embeddings": True}),
 }
 
@@ -155,8 +168,11 @@ def measure(folder: Path, dtype: str, storage: str | None, threads: int) -> dict
     held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     read = dict(line.split(": ") for line in Path("/proc/self/io").read_text("utf-8").splitlines())["read_bytes"]
     weights, used = sum(held.values()), sum(tensor.numel() for tensor in model.parameters())
-    return {"dtype": dtype, "storage": storage, "parameters": used, "weights": weights, "read": int(read)} | costs | {
-        "first token": round(first_token(model), 2)}
+    return (
+        {"dtype": dtype, "storage": storage, "parameters": used, "weights": weights, "read": int(read)}
+        | costs
+        | {"first token": round(first_token(model), 2)}
+    )
 
 
 def first_token(model: Any) -> float:
@@ -203,12 +219,23 @@ def runs(folder: Path, threads: int, cases: Sequence[str]) -> Iterator[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks loading", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", choices=MODELS, nargs="+", default=["janus-pro-1b", "simplear-1.5b"],
-                        help="models to load (default: %(default)s)")
-    parser.add_argument("--cases", choices=(names := [storage or dtype for dtype, storage in CASES]), nargs="+",
-                        default=names, help="precisions, or that of weights stored in fewer bits (default: all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks loading", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models",
+        choices=MODELS,
+        nargs="+",
+        default=["janus-pro-1b", "simplear-1.5b"],
+        help="models to load (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cases",
+        choices=(names := [storage or dtype for dtype, storage in CASES]),
+        nargs="+",
+        default=names,
+        help="precisions, or that of weights stored in fewer bits (default: all)",
+    )
     parser.add_argument("--folder", type=Path, help="folder for the temporary checkpoints, of 3 to 5 GB each (7B: 15)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument("--note", help="remark to store in the report")
@@ -226,8 +253,11 @@ def main() -> None:
                 report["models"][name]["runs"].append(run)
                 case = f"{run['dtype']}{', stored as ' + run['storage'] if run['storage'] else ''}"
                 sizes = ", ".join(f"{key} {run[key] / 1e9:.2f}" for key in ("weights", "read", *COSTS))
-                print(f"  {case}, cached {run['cached']}: {run['seconds']} s, first token "
-                      f"{run['first token']} s; GB: {sizes}", flush=True)
+                print(
+                    f"  {case}, cached {run['cached']}: {run['seconds']} s, first token "
+                    f"{run['first token']} s; GB: {sizes}",
+                    flush=True,
+                )
     if options.out:
         save(report, options.out)
         print(f"written to {options.out}")

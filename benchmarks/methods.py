@@ -1,7 +1,7 @@
 """Measure every method on a model: forward passes, step compression, wall time against next-token and ``generate``.
 
-    python -m benchmarks methods [--model default] [--cfg 1 2] [--windows 16 32] [--seeds 2] [--out FILE]
-                                 [--eagle default/eagle --small default/small]
+python -m benchmarks methods [--model default] [--cfg 1 2] [--windows 16 32] [--seeds 2] [--out FILE]
+                             [--eagle default/eagle --small default/small]
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from .runs import PROMPTS, cases, chosen, compare, drafter_cases
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks methods", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks methods", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="default", help="name of a bundled model, or a file or folder")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="device (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
+    )
     parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 2.0], help="guidance scales (default: 1 2)")
-    parser.add_argument("--windows", type=int, nargs="+", default=[16, 32],
-                        help="windows of Jacobi decoding (default: 16 32)")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[16, 32], help="windows of Jacobi decoding (default: 16 32)"
+    )
     parser.add_argument("--eagle", default="default/eagle", help="EAGLE drafter: bundled name, or a file or folder")
     parser.add_argument("--small", default="default/small", help="small model as drafter, named in the same way")
     parser.add_argument("--only", nargs="+", help="measure only these methods (and next_token, the baseline)")
@@ -56,9 +59,7 @@ def main() -> None:
     }
     for cfg in options.cfg:
         print(f"guidance {cfg:g}, temperature 1, no top-k, no top-p")
-        rows = compare(
-            model, vae, listed, PROMPTS, options.seeds, print, cfg=cfg, temperature=1.0, top_k=0, top_p=1.0
-        )
+        rows = compare(model, vae, listed, PROMPTS, options.seeds, print, cfg=cfg, temperature=1.0, top_k=0, top_p=1.0)
         generate = seconds_of_generate(model, guided=cfg != 1)
         print(f"{'transformers generate':36s} passes {model.layout().length:6.1f}                  {generate:6.2f} s")
         report["runs"].append({"cfg": cfg, "transformers_generate_seconds": generate, "methods": rows})

@@ -167,10 +167,18 @@ class Sampler:
     def output(self, seed: int, callback: Callable[[Any], None] | None = None) -> Output:
         """The images of one run."""
         return specar.sample(
-            self.staged, self.conditioning, self.method, cfg=self.params.cfg, temperature=self.params.temperature,
-            top_k=self.params.top_k, top_p=self.params.top_p, seed=seed, batch_size=self.batch,
-            layout=self.stretch.drawn, callback=callback,
-        )  # fmt: skip
+            self.staged,
+            self.conditioning,
+            self.method,
+            cfg=self.params.cfg,
+            temperature=self.params.temperature,
+            top_k=self.params.top_k,
+            top_p=self.params.top_p,
+            seed=seed,
+            batch_size=self.batch,
+            layout=self.stretch.drawn,
+            callback=callback,
+        )
 
     def __call__(self, seed: int) -> Run:
         device, first, passes = self.staged.device, None, 0
@@ -222,8 +230,17 @@ class Baseline:
         return Run(ended - begun, len(moments) - 1, 1e3 * (ended - moments[0]) / passes)
 
 
-def sampler(name: str, method: Callable[[Span], Any], model, conditioning, stretch: Stretch, params, batch: int = 1,
-            most: int = 0, span: Span | None = None) -> Sampler:
+def sampler(
+    name: str,
+    method: Callable[[Span], Any],
+    model,
+    conditioning,
+    stretch: Stretch,
+    params,
+    batch: int = 1,
+    most: int = 0,
+    span: Span | None = None,
+) -> Sampler:
     """A method (made of a span, which its drafter shares) on a model. Without ``span`` its parts are timed."""
     clock = Clock()
     span = span or clock.span
@@ -236,8 +253,7 @@ def baselines(model, conditioning, stretch: Stretch, params, tokens: int, plain:
     made, rows = counterpart(model), 1 + (params.cfg != 1)
     prompt = conditioning[0][0].shape[1] + stretch.behind
     found = [
-        Baseline(f"generate, {cache} cache", model.device,
-                 partial(generate, made, rows, prompt, tokens, params, cache))
+        Baseline(f"generate, {cache} cache", model.device, partial(generate, made, rows, prompt, tokens, params, cache))
         for cache in ("static", "dynamic")
     ]
     if plain:

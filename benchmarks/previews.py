@@ -124,23 +124,40 @@ def measure(model: Any, conditioning: Any, how: str, method: Callable[..., Any])
         timed, start, computing = Timed(report), time.perf_counter(), time.thread_time()
         method().sample(replace(request, callback=timed))
         seconds, computing = time.perf_counter() - start, time.thread_time() - computing
-    return {"previews": how, "seconds": seconds, "passes": timed.passes, "in_callback": timed.seconds,
-            "share": timed.seconds / seconds, "share_of_processor": timed.computing / computing,
-            "shown": timed.shown, "decoded": timed.decoded, "before": start - began}
+    return {
+        "previews": how,
+        "seconds": seconds,
+        "passes": timed.passes,
+        "in_callback": timed.seconds,
+        "share": timed.seconds / seconds,
+        "share_of_processor": timed.computing / computing,
+        "shown": timed.shown,
+        "decoded": timed.decoded,
+        "before": start - began,
+    }
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks previews", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="device (default: %(default)s)")
-    parser.add_argument("--models", nargs="+", default=["default", "llamagen-b"], choices=["default", *sizes.SIZES],
-                        help="models to run (default: default llamagen-b)")
-    parser.add_argument("--previews", nargs="+", default=PREVIEWS, choices=PREVIEWS,
-                        help="preview methods (default: all)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(),
-                        help="CPU threads (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks previews", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["default", "llamagen-b"],
+        choices=["default", *sizes.SIZES],
+        help="models to run (default: default llamagen-b)",
+    )
+    parser.add_argument(
+        "--previews", nargs="+", default=PREVIEWS, choices=PREVIEWS, help="preview methods (default: all)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="JSON report to write")
     chosen = parser.parse_args()
     sys.argv[1:] = []  # ComfyUI reads them, too
@@ -156,10 +173,13 @@ def main() -> None:
             for how in chosen.previews:
                 run = {"model": name, "method": method.__name__, **measure(model, conditioning, how, method)}
                 report["runs"].append(run)
-                print(f"{name:12} {run['method']:10} {how:10} {run['seconds']:7.2f} s, {run['passes']:4} passes, "
-                      f"callback {run['share']:6.2%} of the time, {run['share_of_processor']:6.2%} of the "
-                      f"processor's, {run['shown']} previews ({run['decoded']} decoded), "
-                      f"before {run['before']:.2f} s", flush=True)
+                print(
+                    f"{name:12} {run['method']:10} {how:10} {run['seconds']:7.2f} s, {run['passes']:4} passes, "
+                    f"callback {run['share']:6.2%} of the time, {run['share_of_processor']:6.2%} of the "
+                    f"processor's, {run['shown']} previews ({run['decoded']} decoded), "
+                    f"before {run['before']:.2f} s",
+                    flush=True,
+                )
                 if chosen.out:
                     write(report, chosen.out)
 

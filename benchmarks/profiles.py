@@ -94,8 +94,11 @@ def synchronisations(contestant: Sampler, device: torch.device) -> dict[str, Any
     events = prof.events()
     found = between_polls((event.time_range.start, event.name) for event in events)
     polls = [event.time_range.start for event in events if event.name == POLL]
-    launched = (event.time_range.start for event in events
-                if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+    launched = (
+        event.time_range.start
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    )
     return found | {"passes": ran.passes, "launches": per_pass(polls, launched)}
 
 

@@ -43,30 +43,51 @@ ALARM_RATE = 0.01  # probability that the check fails although every lossless me
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks quality", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="bundled models (default: both)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: both)")
-    parser.add_argument("--images", type=int, default=PROMPTS,
-                        help=f"per method, each of another prompt, at most {PROMPTS} (default: %(default)s)")
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=PROMPTS,
+        help=f"per method, each of another prompt, at most {PROMPTS} (default: %(default)s)",
+    )
     parser.add_argument("--batch", type=int, default=16, help="images generated together (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="draw only these cases, or points of the map")
     parser.add_argument("--cfg", type=float, default=2.0, help="guidance of the discrete model (default: %(default)s)")
-    parser.add_argument("--map", action="store_true", help="instead of the methods: next token at other guidances, "
-                        "temperatures, top-k and top-p, and the passes of SJD there; of the discrete model only")
+    parser.add_argument(
+        "--map",
+        action="store_true",
+        help="instead of the methods: next token at other guidances, "
+        "temperatures, top-k and top-p, and the passes of SJD there; of the discrete model only",
+    )
     parser.add_argument("--sheet", type=Path, help="instead of measuring: the picture of docs/quality.md")
-    parser.add_argument("--without-imagenet", action="store_true",
-                        help="compare in the classifier's features only: those of ImageNet need two packages")
-    parser.add_argument("--folder", type=Path, default=Path("runs/quality"),
-                        help="where the images are kept (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="device (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
-                        help="precision of the models, for the images and their likelihood (default: %(default)s)")
+    parser.add_argument(
+        "--without-imagenet",
+        action="store_true",
+        help="compare in the classifier's features only: those of ImageNet need two packages",
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/quality"), help="where the images are kept (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="precision of the models, for the images and their likelihood (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
-    parser.add_argument("--out", type=Path,
-                        help="JSON report to write, or to add to: rows of cases that are drawn here replace or join "
-                        "those in the file, if everything else is equal")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON report to write, or to add to: rows of cases that are drawn here replace or join "
+        "those in the file, if everything else is equal",
+    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -74,8 +95,11 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     chosen = ["default"] if options.map or options.sheet else options.models
     models = [ModelUnderTest.load(name, options.cfg, device, dtype, options.folder) for name in chosen]
-    names = [name for tested in models for name in (
-        quality_map.points(tested.parameters) if options.map else [case.name for case in tested.cases])]
+    names = [
+        name
+        for tested in models
+        for name in (quality_map.points(tested.parameters) if options.map else [case.name for case in tested.cases])
+    ]
     if options.sheet:
         quality_sheet.sheet(models[0]).save(options.sheet, quality=85, method=6)
         return

@@ -19,16 +19,39 @@ FLOOR = ", other seeds"  # after the name of the reference: what two sets of one
 
 # Besides the README's methods. Lossless ones for the check, then relaxed ones.
 MORE = (
-    "sjd threshold_exact w32", "chain of 5, blocks", "static tree, small model", "ADT-Tree, sampled",
-    "LANTERN delta 0.1", "ADT-Tree, LANTERN delta 0.3", "UniformRSD delta 2", "Cool-SD delta 1.1", "grouped",
-    "TV-metered 0.05", "SJD coupled, Cool-SD delta 2, w32", "sjd coupled w32, 4 front drafts",
+    "sjd threshold_exact w32",
+    "chain of 5, blocks",
+    "static tree, small model",
+    "ADT-Tree, sampled",
+    "LANTERN delta 0.1",
+    "ADT-Tree, LANTERN delta 0.3",
+    "UniformRSD delta 2",
+    "Cool-SD delta 1.1",
+    "grouped",
+    "TV-metered 0.05",
+    "SJD coupled, Cool-SD delta 2, w32",
+    "sjd coupled w32, 4 front drafts",
     "sjd coupled w32, settling 0.05",
 )
 CONTINUOUS = (
-    "MAR's schedule, 32 passes", "MAR's schedule, 16 passes", "MAR's schedule, 8 passes", "block of 4", "block of 8",
-    "block of 16", "block of 32", "block of 8, own noises", "block of 8, prefill 0%", "block of 8, prefill 15%",
-    "block of 8, drafts seen", "block of 8, tolerance 0.5", "block of 8, tolerance 1", "block of 8, tolerance 2",
-    "block of 8, Sigma paper", "block of 8, Sigma official", "algorithm 1, 4 drafts", "exact, 4 drafts",
+    "MAR's schedule, 32 passes",
+    "MAR's schedule, 16 passes",
+    "MAR's schedule, 8 passes",
+    "block of 4",
+    "block of 8",
+    "block of 16",
+    "block of 32",
+    "block of 8, own noises",
+    "block of 8, prefill 0%",
+    "block of 8, prefill 15%",
+    "block of 8, drafts seen",
+    "block of 8, tolerance 0.5",
+    "block of 8, tolerance 1",
+    "block of 8, tolerance 2",
+    "block of 8, Sigma paper",
+    "block of 8, Sigma official",
+    "algorithm 1, 4 drafts",
+    "exact, 4 drafts",
 )
 
 
@@ -74,12 +97,16 @@ def published(eagle) -> list[Case]:
         Case("LANTERN++ k 10, lambda 2, as published", m.LanternPP(eagle, redraw="paper")),
         Case("Cool-SD delta 1.1, as published", m.CoolSD(eagle, tree, delta=1.1, decay=0.7, floor=False)),
         Case("Cool-SD delta 2, as published", m.CoolSD(eagle, tree, delta=2.0, decay=0.7, floor=False)),
-        Case("VVS every 4th, as published", m.VVS(eagle, rule=r.Lantern(delta=0.2, **lantern), interval=4,
-                                                  refresh=False)),
-        Case("VVS every 2nd, as published", m.VVS(eagle, rule=r.Lantern(delta=0.1, **lantern), interval=2,
-                                                  refresh=False)),
-        Case("SJD++ reuse (paper), window 96", m.SJD(window=96, reuse="threshold_paper", threshold=0.5,
-                                                    initial="uniform")),
+        Case(
+            "VVS every 4th, as published", m.VVS(eagle, rule=r.Lantern(delta=0.2, **lantern), interval=4, refresh=False)
+        ),
+        Case(
+            "VVS every 2nd, as published", m.VVS(eagle, rule=r.Lantern(delta=0.1, **lantern), interval=2, refresh=False)
+        ),
+        Case(
+            "SJD++ reuse (paper), window 96",
+            m.SJD(window=96, reuse="threshold_paper", threshold=0.5, initial="uniform"),
+        ),
     ]
 
 

@@ -44,8 +44,9 @@ class Box(NamedTuple):
         return min(max(x, self.left), self.right), min(max(y, self.top), self.bottom)
 
     def meets(self, other: Box) -> bool:
-        return (self.left < other.right and other.left < self.right
-                and self.top < other.bottom and other.top < self.bottom)
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
 
 
 def front(points: Sequence[Point]) -> list[Point]:
@@ -61,18 +62,26 @@ def front(points: Sequence[Point]) -> list[Point]:
 def quality_chart(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
     """panels: what is lost, and the points, of which at least one is not exact or none is."""
     height = TOP + len(panels) * (PANEL + GAP) + 28
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
-             "<title>Quality against forward passes</title>", STYLE]  # fmt: skip
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        "<title>Quality against forward passes</title>",
+        STYLE,
+    ]
     for number, (title, points) in enumerate(panels):
         parts += Panel(title, points, TOP + number * (PANEL + GAP)).drawn()
     y = height - 46
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{y}" text-anchor="end">forward passes per image</text>')
     y = height - 14
-    for x, kind, text in ((LEFT, "exact", "exact: differs by chance"),
-                          (LEFT + 170, "drifts", "may drift, with 95 % interval")):
+    for x, kind, text in (
+        (LEFT, "exact", "exact: differs by chance"),
+        (LEFT + 170, "drifts", "may drift, with 95 % interval"),
+    ):
         parts += [f'<circle class="{kind}" cx="{x}" cy="{y - 4}" r="5"/>', f'<text x="{x + 10}" y="{y}">{text}</text>']
-    parts += [f'<path class="front" d="M{LEFT + 390} {y - 4}h28"/>',
-              f'<text x="{LEFT + 424}" y="{y}">the front: best of all</text>', "</svg>"]  # fmt: skip
+    parts += [
+        f'<path class="front" d="M{LEFT + 390} {y - 4}h28"/>',
+        f'<text x="{LEFT + 424}" y="{y}">the front: best of all</text>',
+        "</svg>",
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -96,8 +105,10 @@ class Panel:
         parts = [f'<text class="title" x="{LEFT}" y="{self.top - 10}">{escape(self.title)}</text>', *self.axes()]
         best = front(self.points)
         steps = f"M{self.x(best[0].passes):.1f} {self.top}"
-        steps += "".join(f"V{self.y(point.loss):.1f}H{self.x(after.passes):.1f}"
-                         for point, after in zip(best, best[1:], strict=False))
+        steps += "".join(
+            f"V{self.y(point.loss):.1f}H{self.x(after.passes):.1f}"
+            for point, after in zip(best, best[1:], strict=False)
+        )
         parts.append(f'<path class="front" d="{steps}V{self.y(best[-1].loss):.1f}H{WIDTH - RIGHT}"/>')
         for point in self.points:
             x, kind = self.x(point.passes), "exact" if point.exact else "drifts"
@@ -112,12 +123,16 @@ class Panel:
         for passes in (8, 16, 32, 48, 64, 96, 128, 192, 256):
             if self.least <= math.log(passes) <= self.most:
                 x = self.x(passes)
-                parts += [f'<path class="axis" d="M{x:.1f} {self.floor}v4"/>',
-                          f'<text x="{x:.1f}" y="{self.floor + 17}" text-anchor="middle">{passes}</text>']  # fmt: skip
+                parts += [
+                    f'<path class="axis" d="M{x:.1f} {self.floor}v4"/>',
+                    f'<text x="{x:.1f}" y="{self.floor + 17}" text-anchor="middle">{passes}</text>',
+                ]
         for loss in self.ticks():
             y = self.y(loss)
-            parts += [f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>',
-                      f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{loss:g}</text>']  # fmt: skip
+            parts += [
+                f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>',
+                f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{loss:g}</text>',
+            ]
         return parts
 
     def ticks(self) -> list[float]:
@@ -135,11 +150,16 @@ class Panel:
         is no other room."""
         dots = [(self.x(point.passes), self.y(point.loss)) for point in self.points]
         taken = [Box(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
-        lines = [Box(self.x(p.passes) - 1, self.y(p.interval[1]), self.x(p.passes) + 1, self.y(p.interval[0]))
-                  for p in self.points if not p.exact]  # fmt: skip
+        lines = [
+            Box(self.x(p.passes) - 1, self.y(p.interval[1]), self.x(p.passes) + 1, self.y(p.interval[0]))
+            for p in self.points
+            if not p.exact
+        ]
         above = (self.worst, *(point.loss for point in best))  # the front's line above each point on it
-        lines += [Box(self.x(p.passes) - 1, self.y(loss), self.x(p.passes) + 1, self.y(p.loss))
-                  for p, loss in zip(best, above, strict=False)]  # fmt: skip
+        lines += [
+            Box(self.x(p.passes) - 1, self.y(loss), self.x(p.passes) + 1, self.y(p.loss))
+            for p, loss in zip(best, above, strict=False)
+        ]
         parts: list[str] = []
         others = sorted((point for point in self.points if point not in best), key=lambda point: not point.listed)
         for point in (*reversed(best), *others):
@@ -158,8 +178,9 @@ class Panel:
                 down = self.top - 4 <= box.top and box.bottom <= self.floor
                 leader = Box(x, y, left - 2, base - 4) if base < y - 7 else None
                 free = not any(box.meets(other) for other in obstacles)
-                own = leader or math.dist((x, y), box.nearest((x, y))) <= min(math.dist(dot, box.nearest(dot))
-                                                                              for dot in dots)
+                own = leader or math.dist((x, y), box.nearest((x, y))) <= min(
+                    math.dist(dot, box.nearest(dot)) for dot in dots
+                )
                 if across and down and free and own and not (leader and crosses(leader, taken)):
                     taken.append(box)
                     if leader:

@@ -56,8 +56,16 @@ def file_of(folder: Path, case: Case) -> Path:
 
 def origin(case: Case, model, weights: Path, parameters: dict[str, Any]) -> str:
     """What a file's images depend on besides their prompts and seeds, as JSON. weights: the model's file."""
-    return json.dumps({"case": case.name, "settings": settings_of(case, model), "parameters": parameters,
-                       "dtype": str(model.dtype), "weights": zlib.crc32(weights.read_bytes())}, sort_keys=True)
+    return json.dumps(
+        {
+            "case": case.name,
+            "settings": settings_of(case, model),
+            "parameters": parameters,
+            "dtype": str(model.dtype),
+            "weights": zlib.crc32(weights.read_bytes()),
+        },
+        sort_keys=True,
+    )
 
 
 def read(file: Path, wanted: str) -> Drawn | None:
@@ -67,8 +75,10 @@ def read(file: Path, wanted: str) -> Drawn | None:
     with safe_open(file, "pt") as stored:
         found = stored.metadata()["origin"]
         if found != wanted:
-            raise ValueError(f"{file} has images of another origin ({found}) than is asked for ({wanted}). Remove it, "
-                             "or choose another --folder.")
+            raise ValueError(
+                f"{file} has images of another origin ({found}) than is asked for ({wanted}). Remove it, "
+                "or choose another --folder."
+            )
         return Drawn(*(stored.get_tensor(name) for name in ("content", "passes", "tv_bound")))
 
 
@@ -93,16 +103,23 @@ def drawn_of(out: Output, model) -> Drawn:
     return Drawn(images.cpu().to(CONTENT[model.continuous]).contiguous(), passes, bound)
 
 
-def draw(case: Case, model, prompts: Sequence[Prompt], batch: int, file: Path, about: str,
-         parameters: dict[str, Any]) -> Drawn:
+def draw(
+    case: Case, model, prompts: Sequence[Prompt], batch: int, file: Path, about: str, parameters: dict[str, Any]
+) -> Drawn:
     """An image for each prompt, in batches: those of the file, and what it lacks."""
     drawn = read(file, about)
     begun = 0 if drawn is None else len(drawn)
     with tqdm(total=len(prompts), initial=min(begun, len(prompts)), desc=case.name, unit="image") as bar:
         for at in range(begun, len(prompts), batch):
             few = prompts[at : at + batch]
-            out = specar.sample(model, conditioning(model, few), case.method, seed=first_seed(case.name) + at,
-                                batch_size=len(few), **parameters)
+            out = specar.sample(
+                model,
+                conditioning(model, few),
+                case.method,
+                seed=first_seed(case.name) + at,
+                batch_size=len(few),
+                **parameters,
+            )
             new = drawn_of(out, model)
             drawn = new if drawn is None else drawn + new
             write(drawn, file, about)

@@ -17,11 +17,19 @@ from .quality_draw import Drawn
 from .quality_model import ModelUnderTest, in_words
 
 AXES: dict[str, Sequence[Any]] = {
-    "cfg": (1.0, 2.0, 3.0, 5.0), "temperature": (0.7, 0.85, 1.0), "top_k": (100, 400), "top_p": (0.8, 0.95),
+    "cfg": (1.0, 2.0, 3.0, 5.0),
+    "temperature": (0.7, 0.85, 1.0),
+    "top_k": (100, 400),
+    "top_p": (0.8, 0.95),
     "entropy": ((2.5, 3.0, 0.6), (1.0, 1.0, 0.6)),  # the paper's, and one that cools what is less certain than 0.9 nats
 }
-WORDS = {"cfg": "guidance", "temperature": "temperature", "top_k": "top-k", "top_p": "top-p",
-         "entropy": "entropy temperature"}
+WORDS = {
+    "cfg": "guidance",
+    "temperature": "temperature",
+    "top_k": "top-k",
+    "top_p": "top-p",
+    "entropy": "entropy temperature",
+}
 OWN = {"temperature": 0.9, "top_p": 0.9}  # the bundled model's own and the templates', beside its guidance of 2
 PLAIN, FAST = "next_token", "sjd coupled w32"  # whose images are measured; whose passes are counted
 

@@ -47,8 +47,9 @@ def log_probs(model, prompts: Sequence[Prompt], tokens: Tensor, cfg: float) -> T
     return torch.where(free.to(p.device), p.double().log(), 0).sum(1).cpu() / free.sum(1)
 
 
-def look(drawn: Drawn, file: Path, model, decoder, prompts: Sequence[Prompt], spaces: Spaces, cfg: float | None,
-         name: str) -> dict[str, Tensor]:
+def look(
+    drawn: Drawn, file: Path, model, decoder, prompts: Sequence[Prompt], spaces: Spaces, cfg: float | None, name: str
+) -> dict[str, Tensor]:
     """Spaces.features of every image [N, ...], and of models of token ids its ``log_p`` [N]; read from ``file`` if they
     are there."""
     of = _checksums(drawn, decoder, spaces, cfg)
@@ -75,8 +76,13 @@ def look(drawn: Drawn, file: Path, model, decoder, prompts: Sequence[Prompt], sp
 def _checksums(drawn: Drawn, decoder, spaces: Spaces, cfg: float | None) -> dict[str, str]:
     """Of everything that ``look`` depends on; that images are of the model says their own file."""
     content, weights = (_crc(tensors) for tensors in ([drawn.content], decoder.module.state_dict().values()))
-    return {"content": content, "decoder": weights, "classifier": spaces.checksum, "spaces": " ".join(spaces.names),
-            "cfg": str(cfg)}
+    return {
+        "content": content,
+        "decoder": weights,
+        "classifier": spaces.checksum,
+        "spaces": " ".join(spaces.names),
+        "cfg": str(cfg),
+    }
 
 
 def _crc(tensors: Iterable[Tensor]) -> str:
@@ -105,8 +111,13 @@ class Measurement:
     scale does not depend on the network.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seen: dict[str, dict[str, Tensor]], sources: dict[str, Tensor],
-                 vocab: int | None):
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        seen: dict[str, dict[str, Tensor]],
+        sources: dict[str, Tensor],
+        vocab: int | None,
+    ):
         self.prompts, self.seen, self.vocab = prompts, seen, vocab
         self.reference = next(iter(seen))
         self.scale = {space: features.double().square().mean().sqrt() for space, features in sources.items()}
@@ -119,20 +130,27 @@ class Measurement:
         """Everything that is reported of a case."""
         seen, bound = self.seen[case], float(drawn.tv_bound.mean()) / drawn.content[0].numel()
         return {
-            "name": case, "lossless": lossless, "images": len(drawn),
-            "passes": bootstrap(drawn.passes), "tv_bound_per_token": None if math.isnan(bound) else bound,
+            "name": case,
+            "lossless": lossless,
+            "images": len(drawn),
+            "passes": bootstrap(drawn.passes),
+            "tv_bound_per_token": None if math.isnan(bound) else bound,
             **({"log_p": self.likelihood(seen["log_p"], drawn.content)} if "log_p" in seen else {}),
             "agreement": agreement(seen["shown"], self.prompts),
             "distances": {space: self.distances(case, space) for space in self.sources},
-            **({"changes": {}, "p_values": {}} if case == self.reference else
-               {"changes": self.changes(case), "p_values": self.tests(case)}),
+            **(
+                {"changes": {}, "p_values": {}}
+                if case == self.reference
+                else {"changes": self.changes(case), "p_values": self.tests(case)}
+            ),
         }
 
     def likelihood(self, log_p: Tensor, tokens: Tensor) -> dict[str, Any]:
         """Per token: mean and distribution over images; and the entropy of the codes in all of them."""
         tokens = tokens.long()
         return {
-            **bootstrap(log_p), "std": float(log_p.std()),
+            **bootstrap(log_p),
+            "std": float(log_p.std()),
             "quantiles": dict(zip(map(str, QUANTILES), log_p.quantile(log_p.new_tensor(QUANTILES)).tolist())),
             "token_entropy": jackknife(lambda index: entropy(tokens[index], self.vocab), len(tokens)),
         }
@@ -149,7 +167,8 @@ class Measurement:
             found[name] = {
                 "frechet": jackknife(partial(_frechet, own, other), len(own)),
                 "kernel": jackknife(partial(_kernel, terms), len(own)),
-                "precision": precision, "recall": recall,
+                "precision": precision,
+                "recall": recall,
             }
         return found
 
@@ -167,9 +186,12 @@ class Measurement:
     def tests(self, case: str) -> dict[str, float]:
         """How probable each difference from the reference is, if image and reference of a prompt are of one
         distribution."""
-        found = {f"kernel, {space}": exchange_test(kernel_terms(self.features(case, space),
-                                                                self.features(self.reference, space)))
-                 for space in self.sources}
+        found = {
+            f"kernel, {space}": exchange_test(
+                kernel_terms(self.features(case, space), self.features(self.reference, space))
+            )
+            for space in self.sources
+        }
         found |= {name: paired_test(values) for name, values in self.differences(case).items()}
         return found
 

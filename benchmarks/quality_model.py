@@ -78,8 +78,9 @@ class ModelUnderTest:
         found = read(self.file(case), self.origin(case))
         return None if found is None or len(found) < count else found.first(count)
 
-    def look(self, case: Case, drawn: Drawn, wanted: Sequence[Prompt], spaces: Spaces,
-             cfg: float | None) -> dict[str, Tensor]:
+    def look(
+        self, case: Case, drawn: Drawn, wanted: Sequence[Prompt], spaces: Spaces, cfg: float | None
+    ) -> dict[str, Tensor]:
         """What is measured of each image. cfg: the guidance at which the model says how likely its tokens are."""
         file = self.file(case, "seen")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,22 +89,29 @@ class ModelUnderTest:
     def check_drawn(self, case: Case, count: int) -> None:
         """Raises ValueError unless so many images of the reference ``case`` were drawn."""
         if self.drawn(case, count) is None:
-            raise ValueError(f"There are no {count} images of {case.name!r} in {self.file(case)}, which the others are "
-                             "compared with. Draw them, or ask for fewer --images.")
+            raise ValueError(
+                f"There are no {count} images of {case.name!r} in {self.file(case)}, which the others are "
+                "compared with. Draw them, or ask for fewer --images."
+            )
 
     def weights(self) -> dict[str, int]:
         """Checksums of the model's files, those of its drafters among them."""
         folder = find(self.name)
-        return {file.relative_to(folder).as_posix(): zlib.crc32(file.read_bytes())
-                for file in sorted(folder.rglob("*.safetensors"))}
+        return {
+            file.relative_to(folder).as_posix(): zlib.crc32(file.read_bytes())
+            for file in sorted(folder.rglob("*.safetensors"))
+        }
 
     def conditions(self, wanted: Sequence[Prompt], spaces: Spaces) -> dict[str, Any]:
         """What all rows of a report on the model have in common."""
         return {
-            "weights": self.weights(), "dtype": str(self.model.dtype), "images": len(wanted),
-            "prompts": zlib.crc32("\n".join(prompt.text for prompt in wanted).encode()), "settings": self.settings,
+            "weights": self.weights(),
+            "dtype": str(self.model.dtype),
+            "images": len(wanted),
+            "prompts": zlib.crc32("\n".join(prompt.text for prompt in wanted).encode()),
+            "settings": self.settings,
             "spaces": spaces.names,
-        }  # fmt: skip
+        }
 
     def measure(self, wanted: Sequence[Prompt], spaces: Spaces) -> dict[str, Any]:
         """The report on the cases of which enough images were drawn. Raises ValueError without those of the
@@ -116,8 +124,14 @@ class ModelUnderTest:
         settings = {case.name: settings_of(case, self.model) for case in self.cases}
         return self.report(settings, {case.name: found for case, found in drawn.items()}, seen, wanted, spaces)
 
-    def report(self, cases: dict[str, dict[str, Any]], drawn: dict[str, Drawn],
-               seen: dict[str, dict[str, Tensor]], wanted: Sequence[Prompt], spaces: Spaces) -> dict[str, Any]:
+    def report(
+        self,
+        cases: dict[str, dict[str, Any]],
+        drawn: dict[str, Drawn],
+        seen: dict[str, dict[str, Tensor]],
+        wanted: Sequence[Prompt],
+        spaces: Spaces,
+    ) -> dict[str, Any]:
         """cases: settings of all of them, those not ``drawn`` as well; the first is the reference."""
         sources = quality_sources.read(spaces, len(wanted))
         vocab = None if self.model.continuous else self.model.vocab
@@ -126,8 +140,12 @@ class ModelUnderTest:
         for case, found in drawn.items():
             rows.append(table.row(case, found, cases[case].get("lossless", False)))
             print(line(rows[-1]), flush=True)
-        return {"reference": table.reference, "sources": {"agreement": agreement(sources["shown"], wanted)},
-                "cases": cases, "rows": rows}
+        return {
+            "reference": table.reference,
+            "sources": {"agreement": agreement(sources["shown"], wanted)},
+            "cases": cases,
+            "rows": rows,
+        }
 
 
 def line(row: dict[str, Any]) -> str:

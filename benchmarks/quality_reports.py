@@ -70,9 +70,11 @@ def checked(model: dict[str, Any], alarm_rate: float) -> dict[str, Any]:
 
 def _same(what: str, earlier: Any, new: Any) -> None:
     if earlier != new:
-        raise ValueError(f"The report that is there has other conditions: {what} is {_short(earlier)} there, and "
-                         f"{_short(new)} now. Measure everything again, into another --out, or take it out of the "
-                         "report.")
+        raise ValueError(
+            f"The report that is there has other conditions: {what} is {_short(earlier)} there, and "
+            f"{_short(new)} now. Measure everything again, into another --out, or take it out of the "
+            "report."
+        )
 
 
 def _short(value: Any) -> str:

@@ -14,8 +14,14 @@ from .quality_draw import pixels
 from .quality_model import ModelUnderTest
 from .results_tables import said
 
-CASES = ("next_token", "sjd coupled w32", "SJD coupled, TV budget 0.1, w32", "SJD coupled, entropy rule, w32",
-         "LANTERN delta 0.3", "VVS every 4th, EAGLE-1")
+CASES = (
+    "next_token",
+    "sjd coupled w32",
+    "SJD coupled, TV budget 0.1, w32",
+    "SJD coupled, entropy rule, w32",
+    "LANTERN delta 0.3",
+    "VVS every 4th, EAGLE-1",
+)
 COLUMNS = 8
 SIDE, GAP, LABEL = 128, 4, 256  # pixels: of an image, between images, for the names beside them
 LINES = 19, 15, 15  # font sizes of a name and of the lines below it
@@ -38,8 +44,10 @@ def below(row: dict | None) -> tuple[str, ...]:
     if row is None:
         return ()
     change, asked = quality_tables.brief(row)
-    return (f"{row['passes']['value']:.0f} forward passes",
-            f"log p {change}" if row["changes"].get("log_p") else f"{asked} as asked")
+    return (
+        f"{row['passes']['value']:.0f} forward passes",
+        f"log p {change}" if row["changes"].get("log_p") else f"{asked} as asked",
+    )
 
 
 def arranged(rows: Sequence[tuple[tuple[str, ...], Tensor]]) -> Image.Image:

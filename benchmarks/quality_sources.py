@@ -48,8 +48,11 @@ def read(spaces: Spaces, count: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality_sources", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality_sources",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered images")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
     options = parser.parse_args()

@@ -33,14 +33,19 @@ HELP_PAGES = {  # node -> the cases that its help page shows, the default first
     "SpecARRuleEntropy": ("SJD coupled, entropy rule, w32",),
 }
 HELP = {  # language -> a line, what the lines show, and that there are none
-    "en": ("* {}: {} forward passes, log p {} per token, {} as asked",
-           "Bundled model, {images} images each at guidance 2 and temperature 1: how a token's mean log-probability "
-           "(nats) differs from next token's, and the fraction of images that show all that was asked for, ± half a "
-           "95 % interval. Another model may lose more or less.", "Not measured yet."),
-    "zh": ("* {}：前向 {} 次，每个 token 的 log p {}，{} 符合提示词",
-           "内置模型，每项 {images} 张图像，引导 2，温度 1：每个 token 的平均对数概率（nat）与逐 token 的差，"
-           "以及完全符合提示词的图像所占的比例，± 为 95 % 区间的一半。其他模型的损失可能更大或更小。",
-           "尚未测量。"),
+    "en": (
+        "* {}: {} forward passes, log p {} per token, {} as asked",
+        "Bundled model, {images} images each at guidance 2 and temperature 1: how a token's mean log-probability "
+        "(nats) differs from next token's, and the fraction of images that show all that was asked for, ± half a "
+        "95 % interval. Another model may lose more or less.",
+        "Not measured yet.",
+    ),
+    "zh": (
+        "* {}：前向 {} 次，每个 token 的 log p {}，{} 符合提示词",
+        "内置模型，每项 {images} 张图像，引导 2，温度 1：每个 token 的平均对数概率（nat）与逐 token 的差，"
+        "以及完全符合提示词的图像所占的比例，± 为 95 % 区间的一半。其他模型的损失可能更大或更小。",
+        "尚未测量。",
+    ),
 }
 
 
@@ -68,11 +73,28 @@ def quality(name: str) -> str:
     rows = []
     for row in found["rows"]:
         log_p = row.get("log_p")
-        rows.append((said(row["name"]), f"{row['passes']['value']:.0f}", drift(row),
-                     interval(log_p, 2) if log_p else "", *_agreement(row), inside(row)))
+        rows.append(
+            (
+                said(row["name"]),
+                f"{row['passes']['value']:.0f}",
+                drift(row),
+                interval(log_p, 2) if log_p else "",
+                *_agreement(row),
+                inside(row),
+            )
+        )
     rows.append(("source images", "", "", "", *_agreement(found["sources"]), ""))
-    head = ("method", "passes", "drift per token", "log p per token", "as asked, %", "subject", "style", "background",
-            "indistinguishable")
+    head = (
+        "method",
+        "passes",
+        "drift per token",
+        "log p per token",
+        "as asked, %",
+        "subject",
+        "style",
+        "background",
+        "indistinguishable",
+    )
     return f"{grid(head, rows)}\n\n{how_many(found)}"
 
 
@@ -87,12 +109,27 @@ def distances(name: str, space: str) -> str:
         apart = row["distances"][space]
         sources, reference = apart["sources"], apart.get("reference")
         both = sources, reference
-        rows.append((said(row["name"]), *(interval(each["frechet"], 2) if each else "" for each in both),
-                     *(interval(each["kernel"], 1, 1e3) if each else "" for each in both),
-                     f"{sources['precision']:.2f}", f"{sources['recall']:.2f}", inside(row)))
+        rows.append(
+            (
+                said(row["name"]),
+                *(interval(each["frechet"], 2) if each else "" for each in both),
+                *(interval(each["kernel"], 1, 1e3) if each else "" for each in both),
+                f"{sources['precision']:.2f}",
+                f"{sources['recall']:.2f}",
+                inside(row),
+            )
+        )
     other = said(found["reference"])
-    head = ("method", "Frechet, sources", f"Frechet, {other}", "kernel, sources", f"kernel, {other}", "precision",
-            "recall", "indistinguishable")
+    head = (
+        "method",
+        "Frechet, sources",
+        f"Frechet, {other}",
+        "kernel, sources",
+        f"kernel, {other}",
+        "precision",
+        "recall",
+        "indistinguishable",
+    )
     return f"{grid(head, rows)}\n\n{how_many(found)}"
 
 
@@ -102,11 +139,23 @@ def sampling() -> str:
     if found is None:
         return NONE.replace("quality`", "quality --map`")
     space = found["spaces"][-1]
-    rows = [(row["name"], interval(row["passes"], 1), interval(row["log_p"], 2),
-             interval(row["agreement"]["all"], 1, 100), interval(row["distances"][space]["sources"]["kernel"], 1, 1e3))
-            for row in found["rows"]]
-    head = ("sampling parameters", "SJD's passes", "log p per token", "as asked, %",
-            f"kernel, {SPACES[space]}, sources")
+    rows = [
+        (
+            row["name"],
+            interval(row["passes"], 1),
+            interval(row["log_p"], 2),
+            interval(row["agreement"]["all"], 1, 100),
+            interval(row["distances"][space]["sources"]["kernel"], 1, 1e3),
+        )
+        for row in found["rows"]
+    ]
+    head = (
+        "sampling parameters",
+        "SJD's passes",
+        "log p per token",
+        "as asked, %",
+        f"kernel, {SPACES[space]}, sources",
+    )
     return f"{grid(head, rows)}\n\n{how_many(found)}"
 
 
@@ -121,8 +170,16 @@ def papers() -> str:
             ours = (f"{base['passes']['value'] / row['passes']['value']:.2f}x", *brief(row))
         scores = ", ".join(f"{name} {own} ({plain})" for name, (own, plain) in paper.scores.items())
         rows.append((said(paper.case), *ours, paper.model, paper.fewer, scores, paper.source))
-    head = ("setting", "fewer passes, ours", "change of log p", "as asked", "paper's model", "fewer passes, paper",
-            "paper (next token)", "source")
+    head = (
+        "setting",
+        "fewer passes, ours",
+        "change of log p",
+        "as asked",
+        "paper's model",
+        "fewer passes, paper",
+        "paper (next token)",
+        "source",
+    )
     sources = [f"* **{source}**: {CONDITIONS[source]}" for source in dict.fromkeys(paper.source for paper in SCORES)]
     return "\n".join([grid(head, rows), "", *sources])
 
@@ -143,8 +200,10 @@ def help_page(node: str, language: str) -> str:
     wanted = [rows[name] for name in HELP_PAGES[node] if name in rows]
     if not wanted:
         return none
-    lines = [line.format(said(row["name"]), f"{row['passes']['value']:.0f}", *brief(row))
-             for row in (found["rows"][0], *wanted)]
+    lines = [
+        line.format(said(row["name"]), f"{row['passes']['value']:.0f}", *brief(row))
+        for row in (found["rows"][0], *wanted)
+    ]
     return "\n".join([*lines, "", about.format(images=found["images"])])
 
 
@@ -157,11 +216,19 @@ def shipped() -> list[dict[str, Any]]:
         if one not in [other["class"] for other in rows]:
             change = row["changes"].get("log_p", {"value": 0.0, "interval": [0.0, 0.0]})  # the reference has none
             low, high = change["interval"]
-            rows.append({"name": row["name"], "class": one, "quality": {
-                "images": row["images"], "loss": 0.0 - change["value"], "error": float(f"{(high - low) / 2:.5g}"),
-                "agreement": row["agreement"]["all"]["value"],
-                "plain_agreement": found["rows"][0]["agreement"]["all"]["value"],
-            }})  # fmt: skip
+            rows.append(
+                {
+                    "name": row["name"],
+                    "class": one,
+                    "quality": {
+                        "images": row["images"],
+                        "loss": 0.0 - change["value"],
+                        "error": float(f"{(high - low) / 2:.5g}"),
+                        "agreement": row["agreement"]["all"]["value"],
+                        "plain_agreement": found["rows"][0]["agreement"]["all"]["value"],
+                    },
+                }
+            )
     return rows
 
 

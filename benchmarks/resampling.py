@@ -18,10 +18,12 @@ def bootstrap(values: Tensor) -> dict[str, Any]:
     """The mean of values [N] and its 95 % interval by the bootstrap's percentiles."""
     values = values.double()
     generator = torch.Generator().manual_seed(0)
-    means = torch.cat([
-        values[torch.randint(len(values), (CHUNK, len(values)), generator=generator)].mean(1)
-        for _ in range(-(-REPEATS // CHUNK))
-    ])
+    means = torch.cat(
+        [
+            values[torch.randint(len(values), (CHUNK, len(values)), generator=generator)].mean(1)
+            for _ in range(-(-REPEATS // CHUNK))
+        ]
+    )
     low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return {"value": float(values.mean()), "interval": [low, high]}
 
@@ -69,8 +71,9 @@ def rejected(p_values: Sequence[float], alarm_rate: float) -> list[bool]:
     ``alarm_rate`` at most, whatever the tests have to do with each other. Raises ValueError for more tests than
     permutations can tell apart."""
     if len(p_values) > alarm_rate * (REPEATS + 1):
-        raise ValueError(f"{len(p_values)} tests with a false-alarm rate of {alarm_rate} need more than {REPEATS} "
-                         "permutations.")
+        raise ValueError(
+            f"{len(p_values)} tests with a false-alarm rate of {alarm_rate} need more than {REPEATS} permutations."
+        )
     found = [False] * len(p_values)
     for passed, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         if p_values[index] > alarm_rate / (len(p_values) - passed):

@@ -94,8 +94,10 @@ def drafter_cases(eagle, small) -> list[Case]:
         Case("grouped", m.DraftTree(eagle, tree, r.Grouped())),
         Case("TV-metered 0.05", m.DraftTree(eagle, tree, r.TVMetered(0.05))),
         Case("VVS every 4th, LANTERN delta 0.3", m.VVS(eagle, rule=r.Lantern(delta=0.3), interval=4)),
-        Case("VVS dynamic 0.7, LANTERN delta 0.3",
-             m.VVS(eagle, rule=r.Lantern(delta=0.3), schedule="dynamic", threshold=0.7)),
+        Case(
+            "VVS dynamic 0.7, LANTERN delta 0.3",
+            m.VVS(eagle, rule=r.Lantern(delta=0.3), schedule="dynamic", threshold=0.7),
+        ),
         Case("VVS every 4th, EAGLE-1", m.VVS(eagle, tree, r.Exact(), interval=4, path="first")),
         Case("VVS every 3rd, Cool-SD delta 1.1", m.VVS(eagle, tree, r.CoolSD(), interval=3, path="first")),
         Case("SJD coupled, Cool-SD delta 2, w32", m.SJD(window=32, rule=r.CoolSD(2.0))),
@@ -115,8 +117,10 @@ def measure(model, vae, case: Case, prompts: Sequence[str], seeds: int, **parame
             summaries.append(out.trace.summary())
             tokens.append(out.tokens.flatten())
             backgrounds.append(right_background(vae.decode(out.latent)[0], prompt))
-    mean = {name: statistics.fmean(s[name] for s in summaries)
-            for name in ("draft_passes", "acceptance_rate", "accepted_length", "mean_log_p")}
+    mean = {
+        name: statistics.fmean(s[name] for s in summaries)
+        for name in ("draft_passes", "acceptance_rate", "accepted_length", "mean_log_p")
+    }
     bounds = [s["tv_bound"] for s in summaries]  # of one method: all known or none
     mean["tv_bound"] = None if None in bounds else statistics.fmean(bounds)
     passes = [s["target_passes"] for s in summaries]
@@ -150,8 +154,15 @@ def histogram_distance(a: torch.Tensor, b: torch.Tensor, vocab: int) -> float:
     return float((count[0] / count[0].sum() - count[1] / count[1].sum()).abs().sum() / 2)
 
 
-def compare(model, vae, listed: Sequence[Case], prompts: Sequence[str], seeds: int, say: Callable[[str], None],
-            **parameters: Any) -> list[dict[str, Any]]:
+def compare(
+    model,
+    vae,
+    listed: Sequence[Case],
+    prompts: Sequence[str],
+    seeds: int,
+    say: Callable[[str], None],
+    **parameters: Any,
+) -> list[dict[str, Any]]:
     """Rows of all cases, the first being the baseline of the ratios."""
     measure(model, vae, listed[0], prompts[:1], 1, **parameters)  # warm up
     rows = []

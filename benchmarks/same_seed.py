@@ -29,16 +29,21 @@ BATCH = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks same_seed", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default",
-                        help="name of a bundled model, or a file or folder of a text model")
-    parser.add_argument("--shapes", choices=SIZES,
-                        help="widen the model to the shapes of a released one (see widen.py)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="device (default: %(default)s)")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"],
-                        help="precisions (default: fp32 bf16)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks same_seed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="default", help="name of a bundled model, or a file or folder of a text model"
+    )
+    parser.add_argument(
+        "--shapes", choices=SIZES, help="widen the model to the shapes of a released one (see widen.py)"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"], help="precisions (default: fp32 bf16)"
+    )
     parser.add_argument("--images", type=int, default=64, help="number of images (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
     parser.add_argument("--out", type=Path, help="JSON report to write")
@@ -47,17 +52,25 @@ def main() -> None:
         torch.set_num_threads(options.threads)
 
     report: dict[str, Any] = {
-        "model": options.model, "shapes": options.shapes, "machine": machine(torch.device(options.device)),
-        "versions": versions(), "commit": commit(), "images": options.images, "dtypes": {},
-    }  # fmt: skip
+        "model": options.model,
+        "shapes": options.shapes,
+        "machine": machine(torch.device(options.device)),
+        "versions": versions(),
+        "commit": commit(),
+        "images": options.images,
+        "dtypes": {},
+    }
     for name in options.dtype:
         model = specar.load_model(find(options.model), options.device, DTYPES[name])
         if options.shapes:
             model = widen(model, SIZES[options.shapes].config)
         report["dtypes"][name] = found = compared(model, options.images)
         for way, row in found.items():
-            print(f"{name} {way:24} {row['same images']} of {row['images']} images the same, "
-                  f"{row['same tokens']:.2%} of the tokens, {row['ms per pass']:.1f} ms per pass", flush=True)
+            print(
+                f"{name} {way:24} {row['same images']} of {row['images']} images the same, "
+                f"{row['same tokens']:.2%} of the tokens, {row['ms per pass']:.1f} ms per pass",
+                flush=True,
+            )
         if options.out:
             write(report, options.out)
 
@@ -86,8 +99,11 @@ def compare(runs: Iterator[tuple[Tensor, float, int]], reference: list[Tensor]) 
             same = (image == reference[images][0]).float().mean().item()
             whole, equal, images = whole + (same == 1.0), equal + same, images + 1
     return {
-        "images": images, "same images": whole, "same tokens": equal / images, "ms per pass": 1e3 * seconds / passes,
-    }  # fmt: skip
+        "images": images,
+        "same images": whole,
+        "same tokens": equal / images,
+        "ms per pass": 1e3 * seconds / passes,
+    }
 
 
 def drawn(model: Any, method: Any, images: int, batch: int) -> Iterator[tuple[Tensor, float, int]]:

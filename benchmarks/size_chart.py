@@ -26,21 +26,30 @@ def size_chart(sizes: Sequence[tuple[str, str]], lines: Sequence[tuple[str, Sequ
     def height(time: float) -> float:
         return floor - time / most * (floor - TOP)
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-             "<title>Time per image against model size</title>", STYLE]  # fmt: skip
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
+        "<title>Time per image against model size</title>",
+        STYLE,
+    ]
     for half in range(int(2 * most) + 1):
         y, kind = height(half / 2), "one" if half == 2 else "grid"
-        parts += [f'<path class="{kind}" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>',
-                  f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{half / 2:g}</text>']  # fmt: skip
+        parts += [
+            f'<path class="{kind}" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>',
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{half / 2:g}</text>',
+        ]
     for x, texts in zip(columns, sizes, strict=True):
-        parts += [f'<text x="{x:.1f}" y="{floor + 20 + LINE * down}" text-anchor="middle">{escape(text)}</text>'
-                  for down, text in enumerate(texts)]
+        parts += [
+            f'<text x="{x:.1f}" y="{floor + 20 + LINE * down}" text-anchor="middle">{escape(text)}</text>'
+            for down, text in enumerate(texts)
+        ]
     for _, times, exact in lines:
         kind, points = "exact" if exact else "drifts", [*zip(columns, map(height, times), strict=True)]
         parts.append(f'<path class="{kind}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>')
         parts += [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in points]
-    labels = [*((height(times[-1]), f"{name}: {times[-1]:.2f}") for name, times, _ in lines),
-              (height(1.0), "next token: 1")]
+    labels = [
+        *((height(times[-1]), f"{name}: {times[-1]:.2f}") for name, times, _ in lines),
+        (height(1.0), "next token: 1"),
+    ]
     below = float("-inf")
     for y, text in sorted(labels):
         below = max(y, below + LINE)

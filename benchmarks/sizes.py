@@ -47,8 +47,12 @@ class Size:
 
 
 def _llamagen(dim: int, layers: int, heads: int, ffn: int, side: int) -> Size:
-    return Size("llamagen-t2i", BackboneConfig(dim, layers, heads, ffn, 16384), (side, side),
-                SamplingParams(cfg=7.5, top_k=1000))
+    return Size(
+        "llamagen-t2i",
+        BackboneConfig(dim, layers, heads, ffn, 16384),
+        (side, side),
+        SamplingParams(cfg=7.5, top_k=1000),
+    )
 
 
 def _janus(dim: int, layers: int, heads: int, ffn: int) -> Size:
@@ -56,13 +60,24 @@ def _janus(dim: int, layers: int, heads: int, ffn: int) -> Size:
 
 
 def _lumina(dim: int, layers: int, heads: int, ffn: int, side: int) -> Size:
-    return Size("lumina-mgpt", BackboneConfig(dim, layers, heads, ffn, 8192 + 2, head_norms=1), (side, side),
-                SamplingParams(cfg=3.0, top_k=2000), (True, 1))
+    return Size(
+        "lumina-mgpt",
+        BackboneConfig(dim, layers, heads, ffn, 8192 + 2, head_norms=1),
+        (side, side),
+        SamplingParams(cfg=3.0, top_k=2000),
+        (True, 1),
+    )
 
 
 def _emu3(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, side: int) -> Size:
-    return Size("emu3", BackboneConfig(dim, layers, heads, ffn, 32768 + 4, kv_heads=kv_heads), (side, side),
-                SamplingParams(cfg=3.0, top_k=2048), (True, 3), theta=1e6)
+    return Size(
+        "emu3",
+        BackboneConfig(dim, layers, heads, ffn, 32768 + 4, kv_heads=kv_heads),
+        (side, side),
+        SamplingParams(cfg=3.0, top_k=2048),
+        (True, 3),
+        theta=1e6,
+    )
 
 
 SIZES = {
@@ -94,9 +109,7 @@ def built_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build(
-    size: Size, dtype: torch.dtype, device: torch.device, storage: torch.dtype | None = None
-) -> DiscreteModel:
+def build(size: Size, dtype: torch.dtype, device: torch.device, storage: torch.dtype | None = None) -> DiscreteModel:
     """A model with random weights, as the loaders would build it; storage: of the matrices of its layers, as theirs."""
     config = size.config
     with built_as(dtype, device):
@@ -105,11 +118,20 @@ def build(
             backbone.tok_embeddings = CodeEmbedding(size.codes, 8, config.dim, nn)
             backbone.output = CodeHead(config.dim, config.dim, size.codes, nn)
         grid_like = size.family.startswith("llamagen")
-        prefix = (CaptionPrefix(CAPTION, PROMPT, config.dim) if grid_like
-                  else TextPrefix(WORDS, config.dim, lambda features, _grid: features))
+        prefix = (
+            CaptionPrefix(CAPTION, PROMPT, config.dim)
+            if grid_like
+            else TextPrefix(WORDS, config.dim, lambda features, _grid: features)
+        )
     model = DiscreteModel(
-        backbone, prefix, size.family, size.grid, size.defaults, MissingEncoder("Random weights read no prompts."),
-        positions=GridPositions() if grid_like else SequencePositions(size.theta), row_ends=size.specials[0],
+        backbone,
+        prefix,
+        size.family,
+        size.grid,
+        size.defaults,
+        MissingEncoder("Random weights read no prompts."),
+        positions=GridPositions() if grid_like else SequencePositions(size.theta),
+        row_ends=size.specials[0],
         endings=size.specials[1],
     )
     model.device, model.dtype = device, dtype

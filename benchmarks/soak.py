@@ -66,11 +66,13 @@ class Seen:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=500, help="number of prompts (default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=2,
-                        help="prompts queued or running at any time (default: %(default)s)")
+    parser.add_argument(
+        "--clients", type=int, default=2, help="prompts queued or running at any time (default: %(default)s)"
+    )
     parser.add_argument("--only", nargs="*", help="workflows to use (default: all)")
     parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
@@ -88,8 +90,11 @@ def main() -> None:
             seen = asyncio.run(soak(server.url, server.process.pid, jobs, options.clients, progress=options.prompts))
             seconds = time.monotonic() - began
             report = result(seen, server, before, log) | {"seconds": round(seconds), "clients": options.clients}
-    report |= {"machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-               "versions": versions(), "commit": commit()}
+    report |= {
+        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "versions": versions(),
+        "commit": commit(),
+    }
     print(json.dumps(report, indent=1))
     if options.out:
         write(report, options.out)
@@ -195,8 +200,11 @@ async def memory(url: str, pid: int) -> dict[str, float]:
 
 
 def files_below(folder: Path) -> set[Path]:
-    return {path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
-            and not path.is_relative_to(folder / "custom_nodes")}
+    return {
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and not path.is_relative_to(folder / "custom_nodes")
+    }
 
 
 def growth(values: list[float]) -> dict[str, float]:
@@ -207,18 +215,28 @@ def growth(values: list[float]) -> dict[str, float]:
     slope, intercept = statistics.linear_regression(places, settled)
     rest = [y - slope * x - intercept for x, y in zip(places, settled, strict=True)]
     error = (sum(r * r for r in rest) / max(len(rest) - 2, 1)) ** 0.5 / (statistics.pstdev(places) * len(rest) ** 0.5)
-    numbers = {"first": settled[0], "last": settled[-1], "largest": max(values), "per_100_prompts": 100 * slope,
-               "standard_error": 100 * error}
+    numbers = {
+        "first": settled[0],
+        "last": settled[-1],
+        "largest": max(values),
+        "per_100_prompts": 100 * slope,
+        "standard_error": 100 * error,
+    }
     return {name: round(number, 2) for name, number in numbers.items()}
 
 
 def result(seen: Seen, server: ComfyServer, before: set[Path], log: Path) -> dict[str, Any]:
     """The report. Call it while the server still runs."""
     history, queue = (asyncio.run(get_json(server.url, path)) for path in ("/history", "/queue"))
-    listed = {(server.output if file.parts[0] == "output" else server.base / "temp") / Path(*file.parts[1:])
-            for file in seen.files}
-    left = [str(path.relative_to(server.base)) for path in files_below(server.base) - before - listed
-            if not path.is_relative_to(server.base / "user")]  # ComfyUI's own database
+    listed = {
+        (server.output if file.parts[0] == "output" else server.base / "temp") / Path(*file.parts[1:])
+        for file in seen.files
+    }
+    left = [
+        str(path.relative_to(server.base))
+        for path in files_below(server.base) - before - listed
+        if not path.is_relative_to(server.base / "user")
+    ]  # ComfyUI's own database
     steady = {key: len(kinds) for key, kinds in seen.images.items() if key[0] not in VARYING}
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines()
     return {

@@ -46,8 +46,16 @@ SCHEMA = "specar.speed/1"
 PARTS = ("methods", "widths", "sizes", "batches", "kernels", "trace")
 MODELS = {
     "cpu": ["default", "default@llamagen-b", "llamagen-b:int8", "janus-small", "chameleon-small", "emu3-small"],
-    "cuda": ["default", "llamagen-xl", "lumina-mgpt-7b", "janus-pro-1b", "llamagen-xl:int8", "llamagen-xl:fp8",
-             "lumina-mgpt-7b:int8", "lumina-mgpt-7b:fp8"],
+    "cuda": [
+        "default",
+        "llamagen-xl",
+        "lumina-mgpt-7b",
+        "janus-pro-1b",
+        "llamagen-xl:int8",
+        "llamagen-xl:fp8",
+        "lumina-mgpt-7b:int8",
+        "lumina-mgpt-7b:fp8",
+    ],
 }
 TOKENS = {"cpu": 64, "cuda": 1024}  # that random weights generate
 PASSES = {"cpu": 10, "cuda": 0}  # after which they are stopped (a GPU would lose its graphs by it)
@@ -128,8 +136,9 @@ def methods(case: Subject, names: list[str], entry: dict, options, report: Repor
 def beside_the_floor(case: Subject, row: dict[str, Any], bytes_per_second: float) -> dict[str, Any]:
     """What a pass must move, how long copying that much takes, and what share of a pass that is."""
     drafter = case.drafter(row["name"])
-    moved = bytes_of_a_pass(case.model, drafter, case.stretch, case.prompt, case.rows,
-                            row["draft_passes"] / row["passes"])
+    moved = bytes_of_a_pass(
+        case.model, drafter, case.stretch, case.prompt, case.rows, row["draft_passes"] / row["passes"]
+    )
     floor = 1e3 * moved / bytes_per_second
     return {"bytes": int(moved), "floor_ms": round(floor, 4), "of_floor": round(floor / row["pass_ms"]["median"], 4)}
 
@@ -165,8 +174,10 @@ def widths(case: Subject, options) -> list[dict[str, Any]]:
                 model.set_attention_length(state, middle + width)
                 found[width] += timed(runs[width], model.device, 1)
     narrow = spread(found[WIDTHS[0]])["median"]
-    return [{"tokens": width, "ms": (ms := spread(found[width])), "ratio": round(ms["median"] / narrow, 3)}
-            for width in WIDTHS]
+    return [
+        {"tokens": width, "ms": (ms := spread(found[width])), "ratio": round(ms["median"] / narrow, 3)}
+        for width in WIDTHS
+    ]
 
 
 def curve(case: Subject, stretches: list[tuple[dict, Stretch, int]], options, report: Report) -> Iterator[dict]:
@@ -183,8 +194,10 @@ def curve(case: Subject, stretches: list[tuple[dict, Stretch, int]], options, re
         for seed in range(1, max(options.repetitions // 2, 1) + 1):
             for contestant in contestants:
                 runs[contestant.name].append(contestant(seed))
-        yield about | {"ms": {name: spread([run.pass_ms for run in runs[name]]) for name in CURVES},
-                       "seconds": {name: spread([run.seconds for run in runs[name]]) for name in CURVES}}
+        yield about | {
+            "ms": {name: spread([run.pass_ms for run in runs[name]]) for name in CURVES},
+            "seconds": {name: spread([run.seconds for run in runs[name]]) for name in CURVES},
+        }
 
 
 def image_sizes(case: Subject, options, report: Report) -> Iterator[dict]:
@@ -211,12 +224,16 @@ def measure(name: str, cfg: float | None, options, report: Report, passes: dict[
     case = subject(name, cfg, device, getattr(torch, options.dtype), options.tokens, options.passes)
     weights = weights_read(case.model.backbone)
     entry: dict[str, Any] = {
-        "name": name, "dtype": options.dtype, "parameters": sum(p.numel() for p in case.model.backbone.parameters()),
-        "weights_read": weights, "copy_bytes_per_second": int(bandwidth(device, weights)),
-        "settings": asdict(case.params), "random_weights": not case.whole,
-        "picture_tokens": case.stretch.layout.length, "drawn": {"behind": case.stretch.behind,
-                                                                "tokens": case.stretch.tokens},
-    }  # fmt: skip
+        "name": name,
+        "dtype": options.dtype,
+        "parameters": sum(p.numel() for p in case.model.backbone.parameters()),
+        "weights_read": weights,
+        "copy_bytes_per_second": int(bandwidth(device, weights)),
+        "settings": asdict(case.params),
+        "random_weights": not case.whole,
+        "picture_tokens": case.stretch.layout.length,
+        "drawn": {"behind": case.stretch.behind, "tokens": case.stretch.tokens},
+    }
     report.content["models"].append(entry)
     listed = [n for n in (*METHODS, *SMALL) if n in case.cases(lambda _: None)]
     full = full and not case.narrow
@@ -258,26 +275,43 @@ def only_on_a_gpu(case: Subject, names: list[str], entry: dict, options, report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks speed", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--dtype", help="precision (default: float32 on a CPU, bfloat16 on a GPU)")
-    parser.add_argument("--models", nargs="+",
-                        help=f"default, a size ({', '.join(SIZES)}), or default@size; append :int8 or :fp8")
-    parser.add_argument("--methods", nargs="+",
-                        help="names, also those of the documents' tables; a wrong one lists all (default: one of each "
-                        "kind)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS),
-                        help="parts of the report (default: all)")
-    parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 2.0],
-                        help="guidance scales of the bundled model; all methods run at the last, a few (or those of "
-                        "--methods) at the others")
-    parser.add_argument("--prompts", type=int, default=1, choices=range(1, len(PROMPTS) + 1),
-                        help="prompts of the bundled model, in turns; every repetition runs all (default: %(default)s)")
-    parser.add_argument("--tokens", type=int,
-                        help="tokens to generate with random weights (default: 64 on a CPU, 1024 on a GPU)")
-    parser.add_argument("--passes", type=int,
-                        help="passes after which these stop (default: 10 on a CPU; 0, no limit, on a GPU)")
+    parser.add_argument(
+        "--models", nargs="+", help=f"default, a size ({', '.join(SIZES)}), or default@size; append :int8 or :fp8"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        help="names, also those of the documents' tables; a wrong one lists all (default: one of each kind)",
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the report (default: all)"
+    )
+    parser.add_argument(
+        "--cfg",
+        type=float,
+        nargs="+",
+        default=[1.0, 2.0],
+        help="guidance scales of the bundled model; all methods run at the last, a few (or those of "
+        "--methods) at the others",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=1,
+        choices=range(1, len(PROMPTS) + 1),
+        help="prompts of the bundled model, in turns; every repetition runs all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, help="tokens to generate with random weights (default: 64 on a CPU, 1024 on a GPU)"
+    )
+    parser.add_argument(
+        "--passes", type=int, help="passes after which these stop (default: 10 on a CPU; 0, no limit, on a GPU)"
+    )
     parser.add_argument("--warm-up", type=int, default=1, help="untimed runs (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="timed runs (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=20, help="start no new measurement after this time")
@@ -310,11 +344,20 @@ def run(options) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     here = device.type != "cuda" or torch.cuda.is_available()
-    report = Report({
-        "schema": SCHEMA, "machine": machine(device) if here else {"gpu": None}, "versions": versions(),
-        "commit": commit(), "note": options.note, "device": options.device, "warm_up": options.warm_up,
-        "repetitions": options.repetitions,
-    }, options.out, 60 * options.minutes)  # fmt: skip
+    report = Report(
+        {
+            "schema": SCHEMA,
+            "machine": machine(device) if here else {"gpu": None},
+            "versions": versions(),
+            "commit": commit(),
+            "note": options.note,
+            "device": options.device,
+            "warm_up": options.warm_up,
+            "repetitions": options.repetitions,
+        },
+        options.out,
+        60 * options.minutes,
+    )
     passes: dict[str, float] = {}
     if not here:
         for name in options.models:

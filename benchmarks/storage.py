@@ -21,24 +21,31 @@ from .runs import PROMPTS
 
 FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.uint4
 CASES = {  # name -> dtype that is computed in, storage of the large matrices, whether keys and values are in int8
-    "bf16": (torch.bfloat16, None, False), "fp16": (torch.float16, None, False),
-    "fp8, computed in fp32": (torch.float32, FP8, False), "fp8, computed in bf16": (torch.bfloat16, FP8, False),
-    "int8, computed in fp32": (torch.float32, INT8, False), "int8, computed in bf16": (torch.bfloat16, INT8, False),
-    "int4, computed in fp32": (torch.float32, INT4, False), "int4, computed in bf16": (torch.bfloat16, INT4, False),
+    "bf16": (torch.bfloat16, None, False),
+    "fp16": (torch.float16, None, False),
+    "fp8, computed in fp32": (torch.float32, FP8, False),
+    "fp8, computed in bf16": (torch.bfloat16, FP8, False),
+    "int8, computed in fp32": (torch.float32, INT8, False),
+    "int8, computed in bf16": (torch.bfloat16, INT8, False),
+    "int4, computed in fp32": (torch.float32, INT4, False),
+    "int4, computed in bf16": (torch.bfloat16, INT4, False),
     "KV cache in int8, computed in fp32": (torch.float32, None, True),
     "KV cache in int8, computed in bf16": (torch.bfloat16, None, True),
     "int8 and KV cache in int8, computed in fp32": (torch.float32, INT8, True),
     "int8 and KV cache in int8, computed in bf16": (torch.bfloat16, INT8, True),
-}  # fmt: skip
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks storage", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default",
-                        help="name of a bundled model, or a file or folder of a text model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="device (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks storage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="default", help="name of a bundled model, or a file or folder of a text model"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
+    )
     parser.add_argument("--pictures", type=int, default=2, help="images per prompt")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
     parser.add_argument("--out", type=Path, help="JSON report to write")
@@ -48,20 +55,29 @@ def main() -> None:
 
     path, device = find(options.model), torch.device(options.device)
     model = specar.load_model(path, device, torch.float32)
-    drawn = {prompt: specar.sample(model, model.encode_prompt(prompt), batch_size=options.pictures).tokens
-             for prompt in PROMPTS}
+    drawn = {
+        prompt: specar.sample(model, model.encode_prompt(prompt), batch_size=options.pictures).tokens
+        for prompt in PROMPTS
+    }
     exact = probs(model, drawn)
     report: dict[str, Any] = {
-        "model": options.model, "machine": machine(device), "versions": versions(), "commit": commit(),
-        "pictures": len(PROMPTS) * options.pictures, "tokens": exact.shape[0], "bytes in fp32": weight_bytes(model),
+        "model": options.model,
+        "machine": machine(device),
+        "versions": versions(),
+        "commit": commit(),
+        "pictures": len(PROMPTS) * options.pictures,
+        "tokens": exact.shape[0],
+        "bytes in fp32": weight_bytes(model),
         "cases": {},
-    }  # fmt: skip
+    }
     for name, (dtype, storage, int8_cache) in CASES.items():
         other = specar.load_model(path, device, dtype, storage=storage, int8_cache=int8_cache)
         found = compare(probs(other, drawn), exact) | {"bytes": weight_bytes(other)}
         report["cases"][name] = found
-        print(f"{name:44} mean {found['mean']:.4f}  99 % below {found['99 %']:.4f}  max {found['max']:.4f}  "
-              f"likeliest token the same {found['top 1']:.2%}  {found['bytes'] / 2**20:.1f} MiB")
+        print(
+            f"{name:44} mean {found['mean']:.4f}  99 % below {found['99 %']:.4f}  max {found['max']:.4f}  "
+            f"likeliest token the same {found['top 1']:.2%}  {found['bytes'] / 2**20:.1f} MiB"
+        )
     if options.out:
         write(report, options.out)
 

@@ -49,8 +49,13 @@ class Link:
 
 def streamed(model: nn.Module) -> list[nn.Module]:
     """Layers that ComfyUI left in main memory when it loaded a model partially."""
-    return [layer for layer in model.modules() if any(True for _ in layer.parameters(recurse=False))
-            and hasattr(layer, "comfy_cast_weights") and not getattr(layer, "comfy_patched_weights", False)]
+    return [
+        layer
+        for layer in model.modules()
+        if any(True for _ in layer.parameters(recurse=False))
+        and hasattr(layer, "comfy_cast_weights")
+        and not getattr(layer, "comfy_patched_weights", False)
+    ]
 
 
 @contextmanager
@@ -89,16 +94,27 @@ def measure(choice: str, dtype: str, prompts: tuple[str, ...] = PROMPTS) -> dict
                 out = specar.sample(model, conditioning, method, seed=seed, cfg=2.0)
             passes.append(out.trace.summary()["target_passes"])
             copied.append(link.copied)
-        rows.append({"method": name, "passes": statistics.fmean(passes), "copied": statistics.fmean(copied),
-                     "seconds, calculated": statistics.fmean(copied) / LINK})
+        rows.append(
+            {
+                "method": name,
+                "passes": statistics.fmean(passes),
+                "copied": statistics.fmean(copied),
+                "seconds, calculated": statistics.fmean(copied) / LINK,
+            }
+        )
     left = [weight for layer in streamed(model) for weight in layer.parameters(recurse=False)]
-    return {"dtype": dtype, "weights": loaded.patcher.model_size(),
-            "streamed": sum(weight.numel() * weight.element_size() for weight in left), "rows": rows}
+    return {
+        "dtype": dtype,
+        "weights": loaded.patcher.model_size(),
+        "streamed": sum(weight.numel() * weight.element_size() for weight in left),
+        "rows": rows,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks streaming", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks streaming", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
     sys.path.insert(0, os.environ["COMFYUI_PATH"])
@@ -108,8 +124,16 @@ def main() -> None:
     from comfyui_specar.nodes.comfy_runtime.folders import register_folders
 
     register_folders()
-    report = {"schema": SCHEMA, "machine": machine(torch.device("cpu")), "versions": versions(), "commit": commit(),
-              "link, bytes per second": LINK, "images": len(PROMPTS), "guidance": 2.0, "loaded": []}  # fmt: skip
+    report = {
+        "schema": SCHEMA,
+        "machine": machine(torch.device("cpu")),
+        "versions": versions(),
+        "commit": commit(),
+        "link, bytes per second": LINK,
+        "images": len(PROMPTS),
+        "guidance": 2.0,
+        "loaded": [],
+    }
     for dtype in STORAGES:
         found = measure("default (bundled)", dtype)
         report["loaded"].append(found)

@@ -19,9 +19,22 @@ from .widen import widen, widen_eagle, widen_small
 BASE = "next_token"
 CURVES = (BASE, "sjd coupled w16", "sjd coupled w32")
 METHODS = (  # those of the README's table (documents.METHODS) among them
-    *CURVES, "sjd resample w32", "sjd gumbel w32", "sjd threshold_paper w32", "sjd coupled w32, 4 front drafts",
-    "SJD coupled, TV budget 0.1, w32", "chain of 5", "EAGLE-1, 25 drafts", "EAGLE-1, 57 drafts", "EAGLE-2", "ADT-Tree",
-    "LANTERN delta 0.3", "LANTERN++ k 10, lambda 2", "Cool-SD delta 1.1", "Cool-SD delta 2", "VVS every 4th, EAGLE-1",
+    *CURVES,
+    "sjd resample w32",
+    "sjd gumbel w32",
+    "sjd threshold_paper w32",
+    "sjd coupled w32, 4 front drafts",
+    "SJD coupled, TV budget 0.1, w32",
+    "chain of 5",
+    "EAGLE-1, 25 drafts",
+    "EAGLE-1, 57 drafts",
+    "EAGLE-2",
+    "ADT-Tree",
+    "LANTERN delta 0.3",
+    "LANTERN++ k 10, lambda 2",
+    "Cool-SD delta 1.1",
+    "Cool-SD delta 2",
+    "VVS every 4th, EAGLE-1",
 )
 SMALL = ("chain of 5, small model",)  # of the bundled model, which has a small one
 ONLY_BASELINES = ("janus-small", "chameleon-small", "emu3-small")
@@ -74,8 +87,17 @@ class Subject:
         return found and getattr(found.method, "drafter", None)
 
     def sampler(self, name: str, stretch: Stretch | None = None, batch: int = 1, span: Span | None = None) -> Sampler:
-        return sampler(name, self.method(name), self.model, self.conditioning, stretch or self.stretch, self.params,
-                       batch, self.most, span)
+        return sampler(
+            name,
+            self.method(name),
+            self.model,
+            self.conditioning,
+            stretch or self.stretch,
+            self.params,
+            batch,
+            self.most,
+            span,
+        )
 
     @property
     def narrow(self) -> bool:
@@ -87,8 +109,14 @@ class Subject:
         if self.narrow:
             return []
         tokens = self.stretch.tokens if self.whole else min(self.stretch.tokens, 1 + (self.most or BASELINE_TOKENS))
-        return baselines(self.model, self.conditioning, self.stretch, self.params, tokens,
-                         plain=self.model.family.startswith("llamagen"))
+        return baselines(
+            self.model,
+            self.conditioning,
+            self.stretch,
+            self.params,
+            tokens,
+            plain=self.model.family.startswith("llamagen"),
+        )
 
 
 def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dtype, tokens: int, most: int) -> Subject:
@@ -102,8 +130,15 @@ def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dty
     if name_of_model in sizes.SIZES:
         model = sizes.build(sizes.SIZES[name_of_model], dtype, device, STORAGES[storage] if storage else None)
         params = model.defaults if cfg is None else replace(model.defaults, cfg=cfg)
-        return Subject(name, model, sizes.prompt(model), params, Stretch.middle(model.layout(), tokens),
-                       sizes.eagle(model), most=most)
+        return Subject(
+            name,
+            model,
+            sizes.prompt(model),
+            params,
+            Stretch.middle(model.layout(), tokens),
+            sizes.eagle(model),
+            most=most,
+        )
     bundled, _, size = name_of_model.partition("@")
     model = specar.load_model(find(bundled), device=device, dtype=dtype)
     eagle, small = (specar.load_drafter(find(f"{bundled}/{drafter}"), model) for drafter in ("eagle", "small"))

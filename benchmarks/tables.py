@@ -11,21 +11,23 @@ from .report import spread
 from .runs import PROMPTS
 
 OTHERS = ("generate, static cache", "generate, dynamic cache", "plain loop")
-LEGEND = "\n".join((
-    "* **ms per pass**: median, and in brackets least and quartiles; a round of a drafter's method counts as one pass. "
-    "The prompt's pass is left out.",
-    "* **model, drafter, sampling, host**: shares of a pass: the model's and the drafter's passes, the sampler's "
-    "arithmetic, and Python between torch's operations (on a GPU: the time in which the device has nothing to do).",
-    "* **floor**: weights and cache that a pass must read (with those of the drafter's passes), over the bandwidth of "
-    "copying on this machine; wide passes also have to compute, which on a CPU takes longer than reading.",
-    "* **cost**: a pass over a pass of next-token, the median of neighbouring runs; **fewer passes**: of next-token "
-    "over those of the method, which with random weights are those of the bundled model (at the highest guidance "
-    "measured); **faster** is one over the other, measured for whole images of the bundled model and predicted "
-    "elsewhere. **quotient**: *faster* over *fewer passes*, the share of the saved passes that is saved time.",
-    "* With several prompts, *cost* and the time of an image relative to next-token's are their means.",
-    "* **x static, x dynamic, x loop**: milliseconds per pass of `generate` of transformers with static and dynamic "
-    "cache, and of a plain loop like the published ones, over ours.",
-))
+LEGEND = "\n".join(
+    (
+        "* **ms per pass**: median, and in brackets least and quartiles; a round of a drafter's method counts as one pass. "
+        "The prompt's pass is left out.",
+        "* **model, drafter, sampling, host**: shares of a pass: the model's and the drafter's passes, the sampler's "
+        "arithmetic, and Python between torch's operations (on a GPU: the time in which the device has nothing to do).",
+        "* **floor**: weights and cache that a pass must read (with those of the drafter's passes), over the bandwidth of "
+        "copying on this machine; wide passes also have to compute, which on a CPU takes longer than reading.",
+        "* **cost**: a pass over a pass of next-token, the median of neighbouring runs; **fewer passes**: of next-token "
+        "over those of the method, which with random weights are those of the bundled model (at the highest guidance "
+        "measured); **faster** is one over the other, measured for whole images of the bundled model and predicted "
+        "elsewhere. **quotient**: *faster* over *fewer passes*, the share of the saved passes that is saved time.",
+        "* With several prompts, *cost* and the time of an image relative to next-token's are their means.",
+        "* **x static, x dynamic, x loop**: milliseconds per pass of `generate` of transformers with static and dynamic "
+        "cache, and of a plain loop like the published ones, over ours.",
+    )
+)
 
 
 def row_of(name: str, runs: dict[str, list[Run]], memory: int, base: str, prompts: int = 1) -> dict[str, Any]:
@@ -44,15 +46,18 @@ def row_of(name: str, runs: dict[str, list[Run]], memory: int, base: str, prompt
         "seconds": spread([run.seconds for run in own]),
         "memory": memory,
         "shares": shares,
-    }  # fmt: skip
+    }
     compared = [other for other in (base, *OTHERS) if other in runs]
     for key, of in (("ms_over", lambda run: run.pass_ms), ("seconds_over", lambda run: run.seconds)):
-        row[key] = {other: _rounded(statistics.harmonic_mean(_paired(runs[other], own, of, prompts)))
-                    for other in compared}
+        row[key] = {
+            other: _rounded(statistics.harmonic_mean(_paired(runs[other], own, of, prompts))) for other in compared
+        }
     if prompts > 1:
         faster = _paired(runs[base], own, lambda run: run.seconds, prompts)
-        row["by_prompt"] = [{"passes": statistics.fmean(run.passes for run in own[prompt::prompts]),
-                             "seconds_over": _rounded(ratio)} for prompt, ratio in enumerate(faster)]
+        row["by_prompt"] = [
+            {"passes": statistics.fmean(run.passes for run in own[prompt::prompts]), "seconds_over": _rounded(ratio)}
+            for prompt, ratio in enumerate(faster)
+        ]
     return row
 
 
@@ -69,10 +74,16 @@ def _rounded(ratio: float) -> float:
 def table(report: dict[str, Any]) -> str:
     """The whole report as Markdown."""
     about = report["machine"]
-    machine = ", ".join(str(part) for part in (
-        about.get("gpu") or about.get("processor"), about.get("threads") and f"{about['threads']} threads",
-        *(f"{name} {found}" for name, found in report["versions"].items()), f"commit {report['commit']}",
-    ) if part)  # fmt: skip
+    machine = ", ".join(
+        str(part)
+        for part in (
+            about.get("gpu") or about.get("processor"),
+            about.get("threads") and f"{about['threads']} threads",
+            *(f"{name} {found}" for name, found in report["versions"].items()),
+            f"commit {report['commit']}",
+        )
+        if part
+    )
     turns = f"{report['warm_up']} warm-up, {report['repetitions']} repetitions, in turns."
     parts = [f"# Speed, {report['device']}", f"{machine}. {turns} {report.get('note') or ''}".strip(), LEGEND]
     for model in report["models"]:
@@ -97,39 +108,66 @@ def _model(model: dict[str, Any]) -> list[str]:
     if model.get("rows"):
         found.append(_methods(model))
     if model.get("prompts", 1) > 1:
-        found += ["*Faster*, by prompt:", grid(
-            ("method", *PROMPTS[: model["prompts"]]),
-            [(row["name"], *(f"{one['seconds_over']:.2f}" for one in row["by_prompt"])) for row in model["rows"]],
-        )]  # fmt: skip
+        found += [
+            "*Faster*, by prompt:",
+            grid(
+                ("method", *PROMPTS[: model["prompts"]]),
+                [(row["name"], *(f"{one['seconds_over']:.2f}" for one in row["by_prompt"])) for row in model["rows"]],
+            ),
+        ]
     if model.get("widths"):
-        found += ["A pass of the model alone, by its tokens:", grid(
-            ("tokens", *(str(w["tokens"]) for w in model["widths"])),
-            [("ms", *(w["ms"]["median"] for w in model["widths"])), ("ratio", *(w["ratio"] for w in model["widths"]))],
-        )]  # fmt: skip
+        found += [
+            "A pass of the model alone, by its tokens:",
+            grid(
+                ("tokens", *(str(w["tokens"]) for w in model["widths"])),
+                [
+                    ("ms", *(w["ms"]["median"] for w in model["widths"])),
+                    ("ratio", *(w["ratio"] for w in model["widths"])),
+                ],
+            ),
+        ]
     for part, keys, title in (
         ("sizes", ("tokens", "place"), "Milliseconds of a pass, by the image's tokens:"),
         ("batches", ("pictures",), "Milliseconds of a pass for each of the images generated together:"),
     ):
         if model.get(part):
             names = list(model[part][0]["ms"])
-            rows = [(*(point[key] for key in keys),
-                     *(f"{point['ms'][name]['median'] / point.get('pictures', 1):.4g}" for name in names))
-                    for point in model[part]]
+            rows = [
+                (
+                    *(point[key] for key in keys),
+                    *(f"{point['ms'][name]['median'] / point.get('pictures', 1):.4g}" for name in names),
+                )
+                for point in model[part]
+            ]
             found += [title, grid((*keys, *names), rows)]
     if model.get("batches") and model["batches"][0]["whole"]:
         names = list(model["batches"][0]["seconds"])
-        rows = [(point["pictures"], *(round(point["seconds"][name]["median"] / point["pictures"], 3) for name in names))
-                for point in model["batches"]]
+        rows = [
+            (point["pictures"], *(round(point["seconds"][name]["median"] / point["pictures"], 3) for name in names))
+            for point in model["batches"]
+        ]
         found += ["Seconds per image:", grid(("pictures", *names), rows)]
     if model.get("trace"):
         rows = [(t["name"], t["passes"], t["polls"], t["between"] or "none") for t in model["trace"]]
-        found += ["Synchronisations between the first poll and the last:",
-                  grid(("method", "passes", "polls", "others between"), rows)]
+        found += [
+            "Synchronisations between the first poll and the last:",
+            grid(("method", "passes", "polls", "others between"), rows),
+        ]
     if model.get("kernels"):
-        rows = [(k["kernel"], ", ".join(k["inputs"]), k["reference_ms"], k.get("triton_ms", ""),
-                 k.get("failed") or k["agree"]) for k in model["kernels"]]
-        found += ["Triton kernels beside their torch references, on what the methods first called them with:",
-                  grid(("kernel", "inputs", "torch, ms", "Triton, ms", "agree"), rows)]
+        rows = [
+            (
+                k["kernel"],
+                ", ".join(k["inputs"]),
+                k["reference_ms"],
+                k.get("triton_ms", ""),
+                k.get("failed") or k["agree"],
+            )
+            for k in model["kernels"]
+        ]
+        found += [
+            "Triton kernels beside their torch references, on what the methods first called them with:",
+            grid(("kernel", "inputs", "torch, ms", "Triton, ms", "agree"), rows),
+        ]
     return found
 
 
@@ -144,20 +182,49 @@ def _methods(model: dict[str, Any]) -> str:
         fewer = None if baseline or not row["pictures_passes"] else base["pictures_passes"] / row["pictures_passes"]
         faster = row["seconds_over"][base["name"]] if not model["random_weights"] else fewer and fewer / cost
         shares = row["shares"]
-        rows.append((
-            row["name"], f"{row['pictures_passes']:.0f}" if fewer else "",
-            f"{ms['median']:g} ({ms['min']:g}; {ms['quartile_1']:g} to {ms['quartile_3']:g})",
-            row["passes_per_second"],
-            *(f"{shares[part]:.0%}" if part in shares else "" for part in ("forward", "drafter", "sampling", "host")),
-            f"{row['floor_ms']:.3g} ({row['of_floor']:.0%})", f"{row['memory'] / 1e6:.0f}",
-            f"{row['seconds']['median']:.3g}" if not model["random_weights"] else "",
-            f"{cost:.2f}", f"{fewer:.2f}" if fewer else "", f"{faster:.2f}" if faster else "",
-            f"{faster / fewer:.2f}" if faster and fewer else "",
-            *("" if baseline or other not in over else f"{over[other]:.2f}" for other in OTHERS),
-        ))  # fmt: skip
-    return grid(("method", "passes", "ms per pass", "passes/s", "model", "drafter", "sampling", "host",
-                  "floor, ms (share)", "peak MB", "seconds", "cost", "fewer passes", "faster", "quotient",
-                  "x static", "x dynamic", "x loop"), rows)  # fmt: skip
+        rows.append(
+            (
+                row["name"],
+                f"{row['pictures_passes']:.0f}" if fewer else "",
+                f"{ms['median']:g} ({ms['min']:g}; {ms['quartile_1']:g} to {ms['quartile_3']:g})",
+                row["passes_per_second"],
+                *(
+                    f"{shares[part]:.0%}" if part in shares else ""
+                    for part in ("forward", "drafter", "sampling", "host")
+                ),
+                f"{row['floor_ms']:.3g} ({row['of_floor']:.0%})",
+                f"{row['memory'] / 1e6:.0f}",
+                f"{row['seconds']['median']:.3g}" if not model["random_weights"] else "",
+                f"{cost:.2f}",
+                f"{fewer:.2f}" if fewer else "",
+                f"{faster:.2f}" if faster else "",
+                f"{faster / fewer:.2f}" if faster and fewer else "",
+                *("" if baseline or other not in over else f"{over[other]:.2f}" for other in OTHERS),
+            )
+        )
+    return grid(
+        (
+            "method",
+            "passes",
+            "ms per pass",
+            "passes/s",
+            "model",
+            "drafter",
+            "sampling",
+            "host",
+            "floor, ms (share)",
+            "peak MB",
+            "seconds",
+            "cost",
+            "fewer passes",
+            "faster",
+            "quotient",
+            "x static",
+            "x dynamic",
+            "x loop",
+        ),
+        rows,
+    )
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -48,8 +48,9 @@ class Worker:
         return statistics.fmean(out.trace.totals["passes_per_image"])
 
 
-def work(index: int, model: str, device: str, threads: int, points: list[tuple[str, int]], images: int, together,
-         answers) -> None:
+def work(
+    index: int, model: str, device: str, threads: int, points: list[tuple[str, int]], images: int, together, answers
+) -> None:
     """One process of a layout: every point at the same time as the others."""
     try:
         worker = Worker(model, device, threads)
@@ -71,14 +72,19 @@ def rounds(images: int, batch: int) -> int:
     return -(-images // batch)
 
 
-def measure(layout: str, model: str, device: str, points: list[tuple[str, int]], images: int
-            ) -> Iterator[dict[str, Any]]:
+def measure(
+    layout: str, model: str, device: str, points: list[tuple[str, int]], images: int
+) -> Iterator[dict[str, Any]]:
     """A row for every point (method, batch): what an image takes when all processes of the layout generate."""
     processes, threads = (int(number) for number in layout.split("x"))
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(processes), context.Queue()
-    started = [context.Process(target=work, args=(index, model, device, threads, points, images, together, answers),
-                               daemon=True) for index in range(processes)]
+    started = [
+        context.Process(
+            target=work, args=(index, model, device, threads, points, images, together, answers), daemon=True
+        )
+        for index in range(processes)
+    ]
     for process in started:
         process.start()
     found: dict[tuple[str, int], list] = {point: [] for point in points}
@@ -98,7 +104,10 @@ def row(layout: str, method: str, batch: int, images: int, measured: Sequence[Se
     begun, ended, passes = zip(*measured, strict=True)
     drawn, wall = len(measured) * rounds(images, batch) * batch, max(ended) - min(begun)
     return {
-        "layout": layout, "method": method, "batch": batch, "pictures": drawn,
+        "layout": layout,
+        "method": method,
+        "batch": batch,
+        "pictures": drawn,
         "seconds_per_picture": float(f"{wall / drawn:.4g}"),
         "seconds_until_there": float(f"{wall / rounds(images, batch):.4g}"),
         "passes": round(statistics.fmean(passes), 1),
@@ -127,33 +136,60 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks throughput", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default",
-                        help="name of a bundled model, or a folder that contains eagle/ and small/")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-                        help="device (default: %(default)s)")
-    parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2"], metavar="PROCESSESxTHREADS",
-                        help="processes and threads of each (default: 1x1 2x1 1x2)")
-    parser.add_argument("--methods", nargs="+", default=METHODS,
-                        help="names, also those of the documents' tables; a wrong one lists all (default: %(default)s)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16],
-                        help="batch sizes (default: 1 2 4 8 16)")
-    parser.add_argument("--pictures", type=int, default=4,
-                        help="images that each process generates at least per measurement")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", default="default", help="name of a bundled model, or a folder that contains eagle/ and small/"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=["1x1", "2x1", "1x2"],
+        metavar="PROCESSESxTHREADS",
+        help="processes and threads of each (default: 1x1 2x1 1x2)",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=METHODS,
+        help="names, also those of the documents' tables; a wrong one lists all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="batch sizes (default: 1 2 4 8 16)"
+    )
+    parser.add_argument(
+        "--pictures", type=int, default=4, help="images that each process generates at least per measurement"
+    )
     parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
     options.methods = chosen(options.methods, names_of_cases())
 
     device = torch.device(options.device)
-    report = {"schema": SCHEMA, "device": options.device, "machine": machine(device), "versions": versions(),
-              "commit": commit(), "model": options.model, "prompts": PROMPTS, "rows": []}
+    report = {
+        "schema": SCHEMA,
+        "device": options.device,
+        "machine": machine(device),
+        "versions": versions(),
+        "commit": commit(),
+        "model": options.model,
+        "prompts": PROMPTS,
+        "rows": [],
+    }
     points = list(itertools.product(options.methods, options.batches))
     for layout in options.layouts:
         for found in measure(layout, options.model, options.device, points, options.pictures):
             report["rows"].append(found)
-            print(f"{layout}  {found['method']:20s} batch {found['batch']:2d}  {found['seconds_per_picture']:6.2f} s "
-                  f"per image, there after {found['seconds_until_there']:6.2f} s", flush=True)
+            print(
+                f"{layout}  {found['method']:20s} batch {found['batch']:2d}  {found['seconds_per_picture']:6.2f} s "
+                f"per image, there after {found['seconds_until_there']:6.2f} s",
+                flush=True,
+            )
             if options.out:
                 write(report, options.out)
                 options.out.with_suffix(".md").write_text(table(report), encoding="utf-8")

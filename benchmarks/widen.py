@@ -36,7 +36,11 @@ def config_of(shapes: BackboneConfig, own: BackboneConfig) -> BackboneConfig:
             f"columns; it can be widened to at least as much, in whole heads, but not to {shapes}."
         )
     return replace(
-        own, dim=shapes.dim, layers=shapes.layers, heads=shapes.dim // own.head_dim, ffn_dim=shapes.ffn_dim,
+        own,
+        dim=shapes.dim,
+        layers=shapes.layers,
+        heads=shapes.dim // own.head_dim,
+        ffn_dim=shapes.ffn_dim,
         norm_eps=own.norm_eps * own.dim / shapes.dim,
     )
 
@@ -50,8 +54,14 @@ def widen(model: DiscreteModel, shapes: BackboneConfig) -> DiscreteModel:
     with built_as(model.dtype, model.device):
         prefix = CaptionPrefix(model.prefix.uncond_embedding.shape[1], model.prefix.slots, config.dim)
         large = DiscreteModel(
-            Backbone(config), prefix, model.family, model.grid, model.defaults, model.prompt_encoder,
-            model.pixels_per_token, positions=model.positions,
+            Backbone(config),
+            prefix,
+            model.family,
+            model.grid,
+            model.defaults,
+            model.prompt_encoder,
+            model.pixels_per_token,
+            positions=model.positions,
         )
     prefix.uncond_embedding.copy_(model.prefix.uncond_embedding)
     large.device, large.dtype = model.device, model.dtype
@@ -64,7 +74,11 @@ def widen_eagle(drafter: EagleDrafter, model: DiscreteModel) -> EagleDrafter:
     """An EAGLE drafter of a model at the sizes of the widened ``model``."""
     own, shapes = drafter.module.config, model.backbone.config
     config = replace(
-        own, dim=shapes.dim, heads=shapes.heads, kv_heads=0, ffn_dim=shapes.ffn_dim,
+        own,
+        dim=shapes.dim,
+        heads=shapes.heads,
+        kv_heads=0,
+        ffn_dim=shapes.ffn_dim,
         norm_eps=own.norm_eps * own.dim / shapes.dim,
     )
     with built_as(drafter.dtype, drafter.device):
@@ -80,8 +94,10 @@ def widen_small(drafter: ModelDrafter, small: BackboneConfig, model: DiscreteMod
     """
     own, (factor, rest) = drafter.module.backbone.config, divmod(model.backbone.config.dim, small.dim)
     if rest:
-        raise ValueError(f"A small model can be widened by whole numbers, but not from {small.dim} to "
-                         f"{model.backbone.config.dim} channels.")
+        raise ValueError(
+            f"A small model can be widened by whole numbers, but not from {small.dim} to "
+            f"{model.backbone.config.dim} channels."
+        )
     return ModelDrafter(widen(drafter.module, replace(own, dim=factor * own.dim, ffn_dim=factor * own.ffn_dim)))
 
 

@@ -59,13 +59,24 @@ def widen(model: MaskedModel, shapes: Shapes) -> MaskedModel:
     """A text-conditional MAR, on its device and in its dtypes, at the sizes of ``shapes``, whose widths are multiples
     of its own."""
     own = model.backbone.config
-    config = replace(own, dim=shapes.dim, heads=own.heads * shapes.dim // own.dim, encoder_layers=shapes.layers,
-                     decoder_layers=shapes.layers)
+    config = replace(
+        own,
+        dim=shapes.dim,
+        heads=own.heads * shapes.dim // own.dim,
+        encoder_layers=shapes.layers,
+        decoder_layers=shapes.layers,
+    )
     with built_as(model.dtype, model.device):
         backbone = MAR(config)
     with built_as(model.head.dtype, model.device):
-        head = DiffusionHead(own.channels, config.dim, shapes.head_width, shapes.head_depth, model.head.schedule.steps,
-                             first=model.head.first)
+        head = DiffusionHead(
+            own.channels,
+            config.dim,
+            shapes.head_width,
+            shapes.head_depth,
+            model.head.schedule.steps,
+            first=model.head.first,
+        )
     head.dtype = model.head.dtype
     large = copy(model)  # its prompts, defaults and units
     large._modules = dict(model._modules)

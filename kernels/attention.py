@@ -15,14 +15,23 @@ FEW = 128  # tokens; torch's fused kernels are for longer prompts
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The additive form of a boolean mask (true: visible): 0 or minus infinity. Made once for all layers of a pass."""
-    return None if mask is None else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        ~mask, -torch.inf
+    return (
+        None
+        if mask is None
+        else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
     )
 
 
 def attend_cached(
-    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
-    mask: Tensor, arrived: Tensor,
+    qkv: Tensor,
+    factors: Tensor,
+    halves: bool,
+    norms: Norms | None,
+    buffer: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    mask: Tensor,
+    arrived: Tensor,
 ) -> Tensor:
     """Attention of new tokens to a cache, and to each other where the mask allows it.
 
@@ -38,8 +47,15 @@ def attend_cached(
 
 
 def _copied(
-    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
-    mask: Tensor, arrived: Tensor,
+    qkv: Tensor,
+    factors: Tensor,
+    halves: bool,
+    norms: Norms | None,
+    buffer: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    mask: Tensor,
+    arrived: Tensor,
 ) -> tuple:
     """A trial of ``attend_few``."""
     return qkv, factors, halves, norms, buffer.clone(), rows, slots, mask, arrived.clone()
@@ -47,8 +63,15 @@ def _copied(
 
 @accelerated(trial=_copied)
 def attend_few(
-    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
-    mask: Tensor, arrived: Tensor,
+    qkv: Tensor,
+    factors: Tensor,
+    halves: bool,
+    norms: Norms | None,
+    buffer: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    mask: Tensor,
+    arrived: Tensor,
 ) -> Tensor:
     """``attend_cached`` for up to FEW tokens. All arguments are dense in their last dimension.
 
@@ -62,8 +85,15 @@ def attend_few(
 
 
 def attend_int8(
-    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, scales: Tensor, rows: Tensor,
-    slots: Tensor, mask: Tensor,
+    qkv: Tensor,
+    factors: Tensor,
+    halves: bool,
+    norms: Norms | None,
+    buffer: Tensor,
+    scales: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    mask: Tensor,
 ) -> Tensor:
     """``attend_cached`` to a cache in int8. buffer [R, 2 Hkv, N, d] (int8); scales [R, 2 Hkv, N, 1], in qkv's dtype.
 
@@ -79,9 +109,7 @@ def attend_int8(
     return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
 
 
-def _prepared(
-    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, cached: int
-) -> tuple[Tensor, Tensor]:
+def _prepared(qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, cached: int) -> tuple[Tensor, Tensor]:
     """New tokens normalised and rotated: queries [R, T, H, d], and the ``cached`` keys and values [R, T, 2 Hkv, d]."""
     heads = qkv.shape[2]
     qkv = qkv.clone()

@@ -30,8 +30,15 @@ TILE = 8192  # bytes of keys held at once: with queries, values and prefetched t
 
 
 def attend_few(
-    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
-    mask: Tensor, arrived: Tensor,
+    qkv: Tensor,
+    factors: Tensor,
+    halves: bool,
+    norms: Norms | None,
+    buffer: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    mask: Tensor,
+    arrived: Tensor,
 ) -> Tensor:
     """See attention.attend_few."""
     batch, count, heads, dim = qkv.shape
@@ -58,22 +65,90 @@ def attend_few(
         biases = (query_bias, key_bias) if centred else (query_weight, key_weight)  # unused without biases
         weights = tuple(each.contiguous() for each in (query_weight, biases[0], key_weight, biases[1]))
     _attend[(batch * key_heads, tiles, parts)](
-        qkv, *qkv.stride()[:3], factors, factors.stride(0) if len(factors) > 1 else 0, factors.stride(1), *weights,
-        buffer, *buffer.stride()[:3], slots, *slots.stride(), mask, mask.stride(0), mask.stride(2), out, partial,
-        scales, scales[0].numel(), arrived, dim**-0.5, eps, key_heads, count, reach, SHARED=shared, DIM=dim,
-        HALVES=halves, NORMED=norms is not None, CENTRED=centred, ONE_NORM=one_norm, WHOLE=parts == 1, PART=part,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=3,
+        qkv,
+        *qkv.stride()[:3],
+        factors,
+        factors.stride(0) if len(factors) > 1 else 0,
+        factors.stride(1),
+        *weights,
+        buffer,
+        *buffer.stride()[:3],
+        slots,
+        *slots.stride(),
+        mask,
+        mask.stride(0),
+        mask.stride(2),
+        out,
+        partial,
+        scales,
+        scales[0].numel(),
+        arrived,
+        dim**-0.5,
+        eps,
+        key_heads,
+        count,
+        reach,
+        SHARED=shared,
+        DIM=dim,
+        HALVES=halves,
+        NORMED=norms is not None,
+        CENTRED=centred,
+        ONE_NORM=one_norm,
+        WHOLE=parts == 1,
+        PART=part,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        num_warps=4,
+        num_stages=3,
     )
     return out
 
 
 @triton.jit
 def _attend(
-    qkv, qkv_row, qkv_token, qkv_head, factors, factors_row, factors_token, query_weight, query_bias,
-    key_weight, key_bias, buffer, buffer_row, buffer_head, buffer_slot, slots, slots_row, slots_token, mask, mask_row,
-    mask_token, out, partial, scales, second, arrived, scale, eps, key_heads, count, reach, SHARED: tl.constexpr,
-    DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, CENTRED: tl.constexpr, ONE_NORM: tl.constexpr,
-    WHOLE: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    qkv,
+    qkv_row,
+    qkv_token,
+    qkv_head,
+    factors,
+    factors_row,
+    factors_token,
+    query_weight,
+    query_bias,
+    key_weight,
+    key_bias,
+    buffer,
+    buffer_row,
+    buffer_head,
+    buffer_slot,
+    slots,
+    slots_row,
+    slots_token,
+    mask,
+    mask_row,
+    mask_token,
+    out,
+    partial,
+    scales,
+    second,
+    arrived,
+    scale,
+    eps,
+    key_heads,
+    count,
+    reach,
+    SHARED: tl.constexpr,
+    DIM: tl.constexpr,
+    HALVES: tl.constexpr,
+    NORMED: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ONE_NORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """BLOCK_M queries of one key head, and PART slots. WHOLE: there is one part. NORMED: heads get a
     LayerNorm (CENTRED) or an RMSNorm, which has no bias. ONE_NORM: all heads share one.
@@ -93,8 +168,17 @@ def _attend(
     factors += row * factors_row
     norm = tl.zeros_like(head) if ONE_NORM else head
     x = _rotated(
-        qkv + token * qkv_token + head * qkv_head, factors + token * factors_token, query_weight + norm * DIM,
-        query_bias + norm * DIM, asked, eps, DIM, HALVES, NORMED, CENTRED, BLOCK_D,
+        qkv + token * qkv_token + head * qkv_head,
+        factors + token * factors_token,
+        query_weight + norm * DIM,
+        query_bias + norm * DIM,
+        asked,
+        eps,
+        DIM,
+        HALVES,
+        NORMED,
+        CENTRED,
+        BLOCK_D,
     )
     keys = buffer + row * buffer_row + key_head * buffer_head
     values = keys + key_heads * buffer_head
@@ -106,8 +190,17 @@ def _attend(
         mine = (new < count) & (tl.minimum(slot // PART, tl.num_programs(2) - 1) == part)
         key_norm = tl.zeros_like(new) if ONE_NORM else tl.zeros_like(new) + key_head
         key = _rotated(
-            qkv + new * qkv_token + own_key * qkv_head, factors + new * factors_token, key_weight + key_norm * DIM,
-            key_bias + key_norm * DIM, mine, eps, DIM, HALVES, NORMED, CENTRED, BLOCK_D,
+            qkv + new * qkv_token + own_key * qkv_head,
+            factors + new * factors_token,
+            key_weight + key_norm * DIM,
+            key_bias + key_norm * DIM,
+            mine,
+            eps,
+            DIM,
+            HALVES,
+            NORMED,
+            CENTRED,
+            BLOCK_D,
         )
         there = mine[:, None] & (d < DIM)[None, :]
         value = tl.load(qkv + new[:, None] * qkv_token + own_value * qkv_head + d[None, :], there)
@@ -125,9 +218,7 @@ def _attend(
             mask + token[:, None] * mask_token + n[None, :], asked[:, None] & (n < reach)[None, :], float("-inf")
         ).to(tl.float32)
         seen = tl.max(bias, 0) > float("-inf")
-        k = tl.load(
-            keys + n[None, :].to(tl.int64) * buffer_slot + d[:, None], seen[None, :] & (d < DIM)[:, None], 0.0
-        )
+        k = tl.load(keys + n[None, :].to(tl.int64) * buffer_slot + d[:, None], seen[None, :] & (d < DIM)[:, None], 0.0)
         v = tl.load(
             values + n[:, None].to(tl.int64) * buffer_slot + d[None, :], seen[:, None] & (d < DIM)[None, :], 0.0
         )
@@ -185,8 +276,17 @@ def _finite(maximum):
 
 @triton.jit
 def _rotated(
-    x, factors, weight, bias, wanted, eps, DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr,
-    CENTRED: tl.constexpr, BLOCK_D: tl.constexpr,
+    x,
+    factors,
+    weight,
+    bias,
+    wanted,
+    eps,
+    DIM: tl.constexpr,
+    HALVES: tl.constexpr,
+    NORMED: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """The heads at x [M], normalised and rotated: [M, BLOCK_D]. A channel is loaded with the other one of its pair."""
     d = tl.arange(0, BLOCK_D)

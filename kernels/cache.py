@@ -15,7 +15,13 @@ def _own_slots(slots: Tensor, *rest: Tensor | int | None) -> tuple:
 
 @accelerated(trial=_own_slots)
 def open_slots(
-    slots: Tensor, lengths: Tensor, columns: Tensor, tree_mask: Tensor | None, count: int, uncommitted: int, reach: int,
+    slots: Tensor,
+    lengths: Tensor,
+    columns: Tensor,
+    tree_mask: Tensor | None,
+    count: int,
+    uncommitted: int,
+    reach: int,
     like: Tensor,
 ) -> Tensor:
     """Write the slots of a forward pass's ``count`` tokens to the first columns of slots [rows, capacity], in place.

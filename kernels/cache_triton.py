@@ -10,7 +10,13 @@ BLOCK = 256
 
 
 def open_slots(
-    slots: Tensor, lengths: Tensor, columns: Tensor, tree_mask: Tensor | None, count: int, uncommitted: int, reach: int,
+    slots: Tensor,
+    lengths: Tensor,
+    columns: Tensor,
+    tree_mask: Tensor | None,
+    count: int,
+    uncommitted: int,
+    reach: int,
     like: Tensor,
 ) -> Tensor:
     """See cache.open_slots."""
@@ -18,16 +24,39 @@ def open_slots(
     mask = like.new_empty((rows, 1, count, reach))
     tree = slots[..., None] if tree_mask is None else tree_mask  # never read if there is none
     _open_slots[(rows * count, triton.cdiv(reach, BLOCK))](
-        slots, slots.stride(0), lengths.contiguous(), tree, *tree.stride(), mask, count, uncommitted, reach, capacity,
-        TREE=tree_mask is not None, BLOCK=BLOCK, num_warps=4,
+        slots,
+        slots.stride(0),
+        lengths.contiguous(),
+        tree,
+        *tree.stride(),
+        mask,
+        count,
+        uncommitted,
+        reach,
+        capacity,
+        TREE=tree_mask is not None,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
     return mask
 
 
 @triton.jit
 def _open_slots(
-    slots, slots_row, lengths, tree, tree_row, tree_token, tree_column, mask, count, uncommitted, reach, capacity,
-    TREE: tl.constexpr, BLOCK: tl.constexpr,
+    slots,
+    slots_row,
+    lengths,
+    tree,
+    tree_row,
+    tree_token,
+    tree_column,
+    mask,
+    count,
+    uncommitted,
+    reach,
+    capacity,
+    TREE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """A block of one token's mask; the program of the first block stores the token's slot."""
     i = tl.program_id(0)
@@ -53,15 +82,40 @@ def keep_path(buffer: Tensor, lengths: Tensor, path: Tensor) -> None:
     """See cache.keep_path. The last dimension of the buffer must be dense."""
     layers, rows, heads, capacity, dim = buffer.shape
     _keep_path[(layers * rows * heads,)](
-        buffer, *buffer.stride()[:4], lengths.contiguous(), path, *path.stride(), rows, heads, capacity, path.shape[1],
-        dim, BLOCK_P=triton.next_power_of_2(path.shape[1]), BLOCK_D=triton.next_power_of_2(dim), num_warps=4,
+        buffer,
+        *buffer.stride()[:4],
+        lengths.contiguous(),
+        path,
+        *path.stride(),
+        rows,
+        heads,
+        capacity,
+        path.shape[1],
+        dim,
+        BLOCK_P=triton.next_power_of_2(path.shape[1]),
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=4,
     )
 
 
 @triton.jit
 def _keep_path(
-    buffer, layer_stride, row_stride, head_stride, slot_stride, lengths, path, path_row, path_column, rows, heads,
-    capacity, count, dim, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    buffer,
+    layer_stride,
+    row_stride,
+    head_stride,
+    slot_stride,
+    lengths,
+    path,
+    path_row,
+    path_column,
+    rows,
+    heads,
+    capacity,
+    count,
+    dim,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """One head of one row of one layer. Everything is read before anything is written: sources and targets overlap."""
     i = tl.program_id(0)

@@ -28,7 +28,19 @@ def _log_sigma(p_path, q_path, row, inside, sign):
 
 @triton.jit
 def _log_ratio(
-    x, p_mean, p_log_std, p_path, q_mean, q_log_std, q_path, out, count, channels, narrow, sign, ROWS: tl.constexpr,
+    x,
+    p_mean,
+    p_log_std,
+    p_path,
+    q_mean,
+    q_log_std,
+    q_path,
+    out,
+    count,
+    channels,
+    narrow,
+    sign,
+    ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -36,9 +48,13 @@ def _log_ratio(
     place = row[:, None] * channels + channel
     inside = (row[:, None] < count) & (channel < channels)
     ratio = _exponents(
-        tl.load(x + place, mask=inside, other=0.0), tl.load(p_mean + place, mask=inside, other=0.0),
-        tl.load(p_log_std + place, mask=inside, other=0.0), tl.load(q_mean + place, mask=inside, other=0.0),
-        tl.load(q_log_std + place, mask=inside, other=0.0), inside, narrow,
+        tl.load(x + place, mask=inside, other=0.0),
+        tl.load(p_mean + place, mask=inside, other=0.0),
+        tl.load(p_log_std + place, mask=inside, other=0.0),
+        tl.load(q_mean + place, mask=inside, other=0.0),
+        tl.load(q_log_std + place, mask=inside, other=0.0),
+        inside,
+        narrow,
     )
     ratio += _log_sigma(p_path, q_path, row, row < count, sign)
     tl.store(out + row, ratio, mask=row < count)
@@ -63,8 +79,25 @@ def _full(gaussian: Gaussian, shape: torch.Size) -> tuple[Tensor, ...]:
 
 @triton.jit
 def _redraw(
-    normal, normal_try, normal_row, accept, accept_try, accept_row, p_mean, p_log_std, p_path, q_mean, q_log_std,
-    q_path, out, number, tries, channels, sign, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    normal,
+    normal_try,
+    normal_row,
+    accept,
+    accept_try,
+    accept_row,
+    p_mean,
+    p_log_std,
+    p_path,
+    q_mean,
+    q_log_std,
+    q_path,
+    out,
+    number,
+    tries,
+    channels,
+    sign,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     normal += row * normal_row
@@ -101,7 +134,19 @@ def redraw(normal: Tensor, accept: Tensor, p: Gaussian, q: Gaussian, sign: float
     normal, accept = normal.reshape(tries, number.numel(), shape[-1]), accept.reshape(tries, number.numel())
     normal = normal if normal.stride(2) == 1 else normal.contiguous()
     _redraw[(number.numel(),)](
-        normal, normal.stride(0), normal.stride(1), accept, *accept.stride(), *_full(p, torch.Size(shape)),
-        *_full(q, torch.Size(shape)), out, number, tries, shape[-1], sign, ROWS, triton.next_power_of_2(shape[-1]),
+        normal,
+        normal.stride(0),
+        normal.stride(1),
+        accept,
+        *accept.stride(),
+        *_full(p, torch.Size(shape)),
+        *_full(q, torch.Size(shape)),
+        out,
+        number,
+        tries,
+        shape[-1],
+        sign,
+        ROWS,
+        triton.next_power_of_2(shape[-1]),
     )
     return out, number

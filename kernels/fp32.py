@@ -30,8 +30,13 @@ Product = Callable[[Tensor, Tensor], Tensor]  # of rows [M, K] and a matrix [N, 
 
 def applies(layer: nn.Linear, x: Tensor) -> bool:
     """Whether ``linear`` is to be used for layer(x), x [..., K] on a CPU, if the layer's weight may be read."""
-    return (x.dtype == torch.float32 and x.numel() <= MOST_ROWS * x.shape[-1] and layer.bias is None
-            and not torch.is_grad_enabled() and not torch.compiler.is_compiling())
+    return (
+        x.dtype == torch.float32
+        and x.numel() <= MOST_ROWS * x.shape[-1]
+        and layer.bias is None
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -72,7 +72,8 @@ def put(places: Any, state: Any) -> None:
     memory = {place.untyped_storage()._cdata for place in there}
     copy_together(
         (place, value.clone() if value.untyped_storage()._cdata in memory else value)
-        for place, value in zip(there, here, strict=True) if place is not value
+        for place, value in zip(there, here, strict=True)
+        if place is not value
     )
 
 
@@ -220,6 +221,7 @@ class Graphs:
 
     def _capture(self, step: Callable[[T], T], places: T) -> _Graph:
         """Record the launches of a step, and of the copies of its results."""
+
         def in_place() -> T:
             after = step(places)
             put(places, after)
@@ -236,7 +238,8 @@ class Graphs:
         try:
             # Other threads may use the GPU during the capture. One that fails does not restore the current stream.
             with (
-                torch.cuda.stream(torch.cuda.current_stream()), capturing(),
+                torch.cuda.stream(torch.cuda.current_stream()),
+                capturing(),
                 torch.cuda.graph(graph, self._pool, capture_stream(self.device), capture_error_mode="thread_local"),
             ):
                 return graph, run()

@@ -16,16 +16,40 @@ def mean_probs(rows: Tensor, known: Tensor, position: Tensor, stride: int) -> Te
     count = position.shape[1]
     probs = torch.empty((batch, count, vocab), device=rows.device)
     _mean_probs[(batch * count, triton.cdiv(vocab, BLOCK))](
-        rows, rows.stride(0), rows.stride(1), known, known.stride(0), position, *position.stride(), probs, stride,
-        slots, count, vocab, BLOCK=BLOCK, num_warps=4,
+        rows,
+        rows.stride(0),
+        rows.stride(1),
+        known,
+        known.stride(0),
+        position,
+        *position.stride(),
+        probs,
+        stride,
+        slots,
+        count,
+        vocab,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
     return probs
 
 
 @triton.jit
 def _mean_probs(
-    rows, rows_image, rows_slot, known, known_image, position, position_image, position_column, probs, stride, slots,
-    count, vocab, BLOCK: tl.constexpr,
+    rows,
+    rows_image,
+    rows_slot,
+    known,
+    known_image,
+    position,
+    position_image,
+    position_column,
+    probs,
+    stride,
+    slots,
+    count,
+    vocab,
+    BLOCK: tl.constexpr,
 ):
     """A block of one row of probs [B, count, vocab]."""
     image = (tl.program_id(0) // count).to(tl.int64)

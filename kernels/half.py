@@ -21,8 +21,10 @@ TRIES = 5
 @cache
 def bf16_is_faster() -> bool:
     """Are products of a few rows at least ``GAIN`` times faster in bf16 on this CPU? Tried once per process."""
-    layers = {dtype: nn.utils.skip_init(nn.Linear, INPUTS, OUTPUTS, bias=False, dtype=dtype)  # no random numbers
-              for dtype in (torch.float32, torch.bfloat16)}
+    layers = {
+        dtype: nn.utils.skip_init(nn.Linear, INPUTS, OUTPUTS, bias=False, dtype=dtype)  # no random numbers
+        for dtype in (torch.float32, torch.bfloat16)
+    }
     for layer in layers.values():
         nn.init.ones_(layer.weight)
     rows = {dtype: torch.ones(ROWS, INPUTS, dtype=dtype) for dtype in layers}

@@ -53,8 +53,14 @@ def linear_narrow(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
 
 @accelerated
 def few_rows(
-    x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, norm: Tensor | None = None,
-    eps: float = 0.0, gate: bool = False, residual: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """x [M, K] times the rows of ``weight`` [N, K] (in the dtype of x, or as in ``linear_narrow``), plus bias [N].
 

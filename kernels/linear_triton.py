@@ -25,8 +25,14 @@ STORED = {"int8": 1, "float8_e4m3fn": 2, "int4": 3}  # formats of linear.stored_
 
 
 def few_rows(
-    x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, norm: Tensor | None = None,
-    eps: float = 0.0, gate: bool = False, residual: Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gate: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """See linear.few_rows."""
     if norm is not None and x.dtype == torch.float16:  # in which x * norm may overflow before it is normalised
@@ -39,20 +45,55 @@ def few_rows(
     few = triton.cdiv(count, rows)
     given = (out if t is None else t.contiguous() for t in (scale, bias, norm, residual))  # unused if None
     _few_rows[(few * triton.cdiv(len(weight), columns),)](
-        x.contiguous(), weight.view(torch.int8) if stored == 2 else weight, *given, out, few, count, outer, inner, eps,
-        STORED=stored, GROUP=GROUP, SCALED=scale is not None, BIASED=bias is not None, NORMED=norm is not None,
-        GATED=gate, ADDED=residual is not None, ROWS=rows, COLUMNS=columns,
+        x.contiguous(),
+        weight.view(torch.int8) if stored == 2 else weight,
+        *given,
+        out,
+        few,
+        count,
+        outer,
+        inner,
+        eps,
+        STORED=stored,
+        GROUP=GROUP,
+        SCALED=scale is not None,
+        BIASED=bias is not None,
+        NORMED=norm is not None,
+        GATED=gate,
+        ADDED=residual is not None,
+        ROWS=rows,
+        COLUMNS=columns,
         DEPTH=32 if x.dtype == torch.float32 else 128,
-        num_warps=rows // 8, num_stages=2 if x.dtype == torch.float32 else 4 if rows == 16 else 3,
+        num_warps=rows // 8,
+        num_stages=2 if x.dtype == torch.float32 else 4 if rows == 16 else 3,
     )
     return out
 
 
 @triton.jit
 def _few_rows(
-    x, weight, scale, bias, norm, residual, out, few, count, outer, inner, eps, STORED: tl.constexpr,
-    GROUP: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
-    ADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x,
+    weight,
+    scale,
+    bias,
+    norm,
+    residual,
+    out,
+    few,
+    count,
+    outer,
+    inner,
+    eps,
+    STORED: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """Products of ROWS rows of x with COLUMNS rows of the matrix, DEPTH numbers of K at a time.
 
@@ -114,8 +155,20 @@ def _widened(b, a, STORED: tl.constexpr):
 
 @triton.jit
 def _in_groups(
-    x, weight, scale, norm, row, column, inner, there, wanted, total, squares, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, HALF: tl.constexpr,
+    x,
+    weight,
+    scale,
+    norm,
+    row,
+    column,
+    inner,
+    there,
+    wanted,
+    total,
+    squares,
+    GROUP: tl.constexpr,
+    NORMED: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """The loop of _few_rows for groups of 4 bits, a group at a time: the products with the lower halves of its bytes,
     then those with the upper halves, which are HALF numbers further on."""

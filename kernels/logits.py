@@ -13,8 +13,16 @@ from .sampling import entropy as entropy_of
 
 @accelerated
 def probabilities(
-    logits: Tensor, forced: Tensor | None, cfg: float, temperature: float, vocab: int, top_k: int, top_p: float,
-    order: tuple[str, str], entropy: tuple[float, float, float] | None = None, numbers: Tensor | None = None,
+    logits: Tensor,
+    forced: Tensor | None,
+    cfg: float,
+    temperature: float,
+    vocab: int,
+    top_k: int,
+    top_p: float,
+    order: tuple[str, str],
+    entropy: tuple[float, float, float] | None = None,
+    numbers: Tensor | None = None,
 ) -> Tensor:
     """Probabilities [B, T, V+] (fp32) from logits [R, T, V+]; R = 2B with guidance (cfg other than 1), else B.
 
@@ -87,9 +95,7 @@ def _softmax(heated: Tensor, z: Tensor, lowest: Tensor | None) -> Tensor:
     return p.div_(p.sum(-1, keepdim=True))
 
 
-def _lowest_kept(
-    z: Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None, order: tuple[str, str]
-) -> Tensor:
+def _lowest_kept(z: Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None, order: tuple[str, str]) -> Tensor:
     """The smallest logit [..., 1] of each row z [..., V] that passes both filters, one of which may be None."""
     if top_p is None and not isinstance(top_k, Tensor):
         return z.topk(top_k, sorted=False).values.amin(-1, keepdim=True)

@@ -15,8 +15,16 @@ BLOCK = 2**13  # ids held at once, 16 per thread
 
 
 def probabilities(
-    logits: Tensor, forced: Tensor | None, cfg: float, temperature: float, vocab: int, top_k: int, top_p: float,
-    order: tuple[str, str], entropy: tuple[float, float, float] | None = None, numbers: Tensor | None = None,
+    logits: Tensor,
+    forced: Tensor | None,
+    cfg: float,
+    temperature: float,
+    vocab: int,
+    top_k: int,
+    top_p: float,
+    order: tuple[str, str],
+    entropy: tuple[float, float, float] | None = None,
+    numbers: Tensor | None = None,
 ) -> Tensor:
     """See logits.probabilities."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -27,10 +35,30 @@ def probabilities(
     where = logits if forced is None else forced  # unused if None
     values = logits if numbers is None else numbers  # unused if None
     _probabilities[(batch * steps,)](
-        logits, *logits.stride()[:2], where, *where.stride()[:2], p, batch * logits.stride(0), steps, total, vocab,
-        float(cfg), float(temperature), top_k, float(top_p), *map(float, entropy or (0, 1, 1)), values,
-        NUMBERS=numbers is not None, GUIDED=cfg != 1, GREEDY=temperature == 0, ENTROPY=entropy is not None,
-        FORCED=forced is not None, TOP_K=top_k > 0, TOP_P=top_p < 1, K_FIRST=order[0] == "top_k", BLOCK=block,
+        logits,
+        *logits.stride()[:2],
+        where,
+        *where.stride()[:2],
+        p,
+        batch * logits.stride(0),
+        steps,
+        total,
+        vocab,
+        float(cfg),
+        float(temperature),
+        top_k,
+        float(top_p),
+        *map(float, entropy or (0, 1, 1)),
+        values,
+        NUMBERS=numbers is not None,
+        GUIDED=cfg != 1,
+        GREEDY=temperature == 0,
+        ENTROPY=entropy is not None,
+        FORCED=forced is not None,
+        TOP_K=top_k > 0,
+        TOP_P=top_p < 1,
+        K_FIRST=order[0] == "top_k",
+        BLOCK=block,
         num_warps=max(block // 512, 4),
     )
     return p
@@ -38,10 +66,34 @@ def probabilities(
 
 @triton.jit
 def _probabilities(
-    logits, row_stride, step_stride, forced, forced_row, forced_step, p, unconditional, steps, total, vocab, cfg,
-    temperature, top_k, top_p, first, decay, last, values, NUMBERS: tl.constexpr, GUIDED: tl.constexpr,
-    GREEDY: tl.constexpr, ENTROPY: tl.constexpr, FORCED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
-    K_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    logits,
+    row_stride,
+    step_stride,
+    forced,
+    forced_row,
+    forced_step,
+    p,
+    unconditional,
+    steps,
+    total,
+    vocab,
+    cfg,
+    temperature,
+    top_k,
+    top_p,
+    first,
+    decay,
+    last,
+    values,
+    NUMBERS: tl.constexpr,
+    GUIDED: tl.constexpr,
+    GREEDY: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    FORCED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    K_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One row of p [B, steps, total]. ``unconditional``: offset from a row's conditional to its unconditional logits;
     ``values``: the memory of cfg, temperature, top_k, top_p and the three of entropy, with NUMBERS."""

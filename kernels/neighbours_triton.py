@@ -45,7 +45,15 @@ def aggregate(p: Tensor, token: Tensor, budget: Tensor, table: Tensor, count: in
     """See neighbours.aggregate."""
     mass, number = torch.empty_like(token, dtype=p.dtype), torch.empty_like(token)
     _aggregate[(token.numel(),)](
-        p.contiguous(), token.contiguous(), budget.expand_as(token).contiguous(), table, mass, number, p.shape[-1],
-        *table.shape, count, BLOCK,
+        p.contiguous(),
+        token.contiguous(),
+        budget.expand_as(token).contiguous(),
+        table,
+        mass,
+        number,
+        p.shape[-1],
+        *table.shape,
+        count,
+        BLOCK,
     )
     return mass, number

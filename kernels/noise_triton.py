@@ -32,9 +32,7 @@ def normal(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int 
     return _vectors(positions, keys, count, purpose, draw, normal=True)
 
 
-def _vectors(
-    positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor, normal: bool
-) -> Tensor:
+def _vectors(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor, normal: bool) -> Tensor:
     rows, columns = len(keys), positions.shape[1]
     out = torch.empty((rows, columns, count), device=positions.device)
     grid = (rows * columns, triton.cdiv(count, 4 * BLOCK))
@@ -61,8 +59,19 @@ def _load(positions, position_row, position_column, draws, draw_row, draw_column
 
 @triton.jit
 def _uniform(
-    positions, position_row, position_column, draws, draw_row, draw_column, keys, rows, columns, out,
-    PURPOSES: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    positions,
+    position_row,
+    position_column,
+    draws,
+    draw_row,
+    draw_column,
+    keys,
+    rows,
+    columns,
+    out,
+    PURPOSES: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Numbers of P purposes, packed in bytes."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -78,8 +87,20 @@ def _uniform(
 
 @triton.jit
 def _vector(
-    positions, position_row, position_column, draws, draw_row, draw_column, keys, rows, columns, out, count, purpose,
-    NORMAL: tl.constexpr, BLOCK: tl.constexpr,
+    positions,
+    position_row,
+    position_column,
+    draws,
+    draw_row,
+    draw_column,
+    keys,
+    rows,
+    columns,
+    out,
+    count,
+    purpose,
+    NORMAL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Four numbers for each of BLOCK lanes of one position."""
     i = tl.program_id(0)

@@ -16,8 +16,14 @@ def _copied(table: Tensor, tokens: Tensor, *rest: Tensor | tuple | None) -> tupl
 
 @accelerated(trial=_copied)
 def write(
-    table: Tensor, tokens: Tensor, position: Tensor, meant: Tensor, token: Tensor | None, p: Tensor | None,
-    columns: Tensor, values: tuple[Tensor, ...],
+    table: Tensor,
+    tokens: Tensor,
+    position: Tensor,
+    meant: Tensor,
+    token: Tensor | None,
+    p: Tensor | None,
+    columns: Tensor,
+    values: tuple[Tensor, ...],
 ) -> None:
     """At positions [B, T] (int64), where ``meant`` [B, T] (bool), store tokens and numbers, in place.
 

@@ -12,14 +12,21 @@ MOST = 16  # values of a kind
 
 
 def write(
-    table: Tensor, tokens: Tensor, position: Tensor, meant: Tensor, token: Tensor | None, p: Tensor | None,
-    columns: Tensor, values: tuple[Tensor, ...],
+    table: Tensor,
+    tokens: Tensor,
+    position: Tensor,
+    meant: Tensor,
+    token: Tensor | None,
+    p: Tensor | None,
+    columns: Tensor,
+    values: tuple[Tensor, ...],
 ) -> None:
     """See records.write. The table, tokens, and the last dimension of p must be dense."""
     batch, size, fields = table.shape
     shape = batch, position.shape[1]
-    integers, floats = ([value.expand(shape) for value in values if value.is_floating_point() == real]
-                        for real in (False, True))
+    integers, floats = (
+        [value.expand(shape) for value in values if value.is_floating_point() == real] for real in (False, True)
+    )
     # A tensor that stands for None is never read.
     ints = torch.stack(integers) if integers else tokens
     reals = torch.stack(floats) if floats else table
@@ -27,17 +34,64 @@ def write(
     chosen = position if token is None else token.expand(shape)
     probs = table if p is None else p.expand(*shape, -1)
     _write[(shape[0] * shape[1],)](
-        table, tokens, position, *position.stride(), meant, *meant.stride(), chosen, *chosen.stride(), probs,
-        *probs.stride()[:2], columns, ints, reals, shape[0] * shape[1], shape[1], size, fields, len(integers),
-        len(floats), probs.shape[-1], TOKEN=token is not None, PROBS=p is not None, MOST=MOST, BLOCK=BLOCK, num_warps=8,
+        table,
+        tokens,
+        position,
+        *position.stride(),
+        meant,
+        *meant.stride(),
+        chosen,
+        *chosen.stride(),
+        probs,
+        *probs.stride()[:2],
+        columns,
+        ints,
+        reals,
+        shape[0] * shape[1],
+        shape[1],
+        size,
+        fields,
+        len(integers),
+        len(floats),
+        probs.shape[-1],
+        TOKEN=token is not None,
+        PROBS=p is not None,
+        MOST=MOST,
+        BLOCK=BLOCK,
+        num_warps=8,
     )
 
 
 @triton.jit
 def _write(
-    table, tokens, position, position_row, position_column, meant, meant_row, meant_column, token, token_row,
-    token_column, p, p_row, p_column, columns, ints, floats, total, count, size, fields, integers, reals, vocab,
-    TOKEN: tl.constexpr, PROBS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    table,
+    tokens,
+    position,
+    position_row,
+    position_column,
+    meant,
+    meant_row,
+    meant_column,
+    token,
+    token_row,
+    token_column,
+    p,
+    p_row,
+    p_column,
+    columns,
+    ints,
+    floats,
+    total,
+    count,
+    size,
+    fields,
+    integers,
+    reals,
+    vocab,
+    TOKEN: tl.constexpr,
+    PROBS: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One token of [B, count], if it is meant. ``size``: slots of an image; ``fields``: numbers per slot."""
     i = tl.program_id(0)

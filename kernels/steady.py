@@ -150,8 +150,12 @@ def _same_in_part(dtype: torch.dtype, width: int, keys: int, counts: Iterable[in
     mask = torch.zeros(2, 1, QUERIES, keys, dtype=dtype)
     mask[..., keys - 7 :] = -torch.inf
     whole = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return all(torch.equal(F.scaled_dot_product_attention(q[:, :, :count], k, v, attn_mask=mask[:, :, :count]),
-                           whole[:, :, :count]) for count in counts)
+    return all(
+        torch.equal(
+            F.scaled_dot_product_attention(q[:, :, :count], k, v, attn_mask=mask[:, :, :count]), whole[:, :, :count]
+        )
+        for count in counts
+    )
 
 
 def reach(keys: int, dtype: torch.dtype) -> int:

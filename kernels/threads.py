@@ -62,11 +62,13 @@ def worth_trying(modules: Iterable[nn.Module], rows: int) -> bool:
         return False
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
     shapes = dict.fromkeys(
-        (layer.in_features, layer.out_features, layer.weight.dtype, layer.bias is not None) for layer in layers)
+        (layer.in_features, layer.out_features, layer.weight.dtype, layer.bias is not None) for layer in layers
+    )
     dtypes = dict.fromkeys(dtype for *_, dtype, _ in shapes)
     threads = torch.get_num_threads()
-    return (all(same_products(*shape, threads) for shape in shapes)
-            and all(same_attention(dtype, threads) for dtype in dtypes))
+    return all(same_products(*shape, threads) for shape in shapes) and all(
+        same_attention(dtype, threads) for dtype in dtypes
+    )
 
 
 @cache

@@ -92,8 +92,15 @@ def maximal_coupling(
 
 
 def recursive_rejection_sampling(
-    probs_after: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, draft_probs: Tensor | None,
-    draft_row: Tensor | None, u: Tensor, v: Tensor, strength: Tensor, rule: Any,
+    probs_after: Callable[[Tensor], Tensor],
+    token: Tensor,
+    children: Tensor,
+    draft_probs: Tensor | None,
+    draft_row: Tensor | None,
+    u: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    rule: Any,
 ) -> Verified:
     """Test siblings one after the other, each against what the rejected ones left of p and q.
 
@@ -193,8 +200,15 @@ class _SiblingTest:
 
 @accelerated
 def exact_rejection_sampling(
-    p: Tensor, token: Tensor, children: Tensor, draft_probs: Tensor | None, draft_row: Tensor | None, u: Tensor,
-    v: Tensor, strength: Tensor, rule: Any,
+    p: Tensor,
+    token: Tensor,
+    children: Tensor,
+    draft_probs: Tensor | None,
+    draft_row: Tensor | None,
+    u: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    rule: Any,
 ) -> Verified:
     """recursive_rejection_sampling() with target probabilities p [B, M + 1, V] and the exact rule."""
     given = token, children, draft_probs, draft_row, u, v, strength, rule
@@ -203,8 +217,15 @@ def exact_rejection_sampling(
 
 @accelerated
 def relaxed_rejection_sampling(
-    p: Tensor, token: Tensor, children: Tensor, draft_probs: Tensor | None, draft_row: Tensor | None, u: Tensor,
-    v: Tensor, strength: Tensor, rule: Any,
+    p: Tensor,
+    token: Tensor,
+    children: Tensor,
+    draft_probs: Tensor | None,
+    draft_row: Tensor | None,
+    u: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    rule: Any,
 ) -> Verified:
     """recursive_rejection_sampling() with target probabilities p [B, M + 1, V] and a rule with an acceptance_budget."""
     given = token, children, draft_probs, draft_row, u, v, strength, rule
@@ -244,9 +265,7 @@ def sample_and_match(
     return _outcome(token, path, records, untested, levels, lambda a: sampled)
 
 
-def _matched(
-    untested: Tensor, testing: Tensor, matched: Tensor, rank: Tensor, p: Tensor, draft: Tensor
-) -> Tensor:
+def _matched(untested: Tensor, testing: Tensor, matched: Tensor, rank: Tensor, p: Tensor, draft: Tensor) -> Tensor:
     """The record [B, 5] of a column of sample_and_match: the draft [B] has q = 1 and nothing is relaxed."""
     ratio = at(p, draft)
     one, nothing = torch.ones_like(ratio), torch.zeros_like(ratio)
@@ -295,8 +314,10 @@ def block(p: Tensor, draft_probs: Tensor, token: Tensor, exists: Tensor, u: Tens
     never, zero = never[:, 0], torch.zeros_like(mass[:, 0])
     untested = _untested(batch, p.device)
     tested = exists & (accepted[:, None] >= number - 1)
-    records = [_recorded(untested, tested[:, i], taken[:, i], never, zero, q_draft[:, i], ratio[:, i], zero)
-               for i in range(levels)]
+    records = [
+        _recorded(untested, tested[:, i], taken[:, i], never, zero, q_draft[:, i], ratio[:, i], zero)
+        for i in range(levels)
+    ]
     path = torch.where(taken, number, 0).unbind(1)
     return _outcome(token, list(path), records, untested, levels, lambda a: categorical(probs, v.gather(1, a)[:, 0]))
 
@@ -309,7 +330,13 @@ def _untested(batch: int, device: torch.device) -> Tensor:
 
 
 def _recorded(
-    before: Tensor, testing: Tensor, accepted: Tensor, relaxed: Tensor, rank: Tensor, q: Tensor, ratio: Tensor,
+    before: Tensor,
+    testing: Tensor,
+    accepted: Tensor,
+    relaxed: Tensor,
+    rank: Tensor,
+    q: Tensor,
+    ratio: Tensor,
     tv_bound: Tensor,
 ) -> Tensor:
     """The record [B, 5] of a column after one more test, of the images ``testing`` [B]. TV bounds add up."""
@@ -319,7 +346,11 @@ def _recorded(
 
 
 def _outcome(
-    token: Tensor, path: list[Tensor], records: list[Tensor], untested: Tensor, levels: int,
+    token: Tensor,
+    path: list[Tensor],
+    records: list[Tensor],
+    untested: Tensor,
+    levels: int,
     sample: Callable[[Tensor], Tensor],
 ) -> Verified:
     """Join the columns; the token after the path is sample(accepted [B, 1]) [B]."""

@@ -26,8 +26,11 @@ ACCEPTED, RELAXED, RESIDUAL, BONUS = (tl.constexpr(n) for n in (1, 2, 3, 4))
 def _outputs(like: Tensor, batch: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
     """Path, token, source and rank [4, B, L + 1]; q, ratio and TV bound [3, B, L + 1]; the number accepted [B]."""
     device = like.device
-    return (torch.empty((4, batch, levels + 1), dtype=torch.int64, device=device),
-            torch.empty((3, batch, levels + 1), device=device), torch.empty(batch, dtype=torch.int64, device=device))
+    return (
+        torch.empty((4, batch, levels + 1), dtype=torch.int64, device=device),
+        torch.empty((3, batch, levels + 1), device=device),
+        torch.empty(batch, dtype=torch.int64, device=device),
+    )
 
 
 def _verified(ints: Tensor, floats: Tensor, accepted: Tensor) -> Verified:
@@ -79,7 +82,20 @@ def _sampled_or(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
 
 @triton.jit
 def _maximal_coupling(
-    p, draft_probs, position, token, exists, u, v, out, accepted, q_out, ratio_out, count, rows, vocab,
+    p,
+    draft_probs,
+    position,
+    token,
+    exists,
+    u,
+    v,
+    out,
+    accepted,
+    q_out,
+    ratio_out,
+    count,
+    rows,
+    vocab,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
@@ -128,7 +144,18 @@ def _p_and_q(p_row, p_norm, q_row, q_norm, start, vocab, x, SAMPLED: tl.constexp
 
 @triton.jit
 def _budget(
-    p_row, p_norm, p_x, x, omega, absolute, relative, table, codes, near_columns, neighbours, NEAR: tl.constexpr,
+    p_row,
+    p_norm,
+    p_x,
+    x,
+    omega,
+    absolute,
+    relative,
+    table,
+    codes,
+    near_columns,
+    neighbours,
+    NEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The AcceptanceBudget of a draft x: omega * p(x), with NEAR plus that of the codes nearest to it."""
@@ -143,9 +170,7 @@ def _budget(
 
 
 @triton.jit
-def _sums(
-    p_row, p_norm, q_row, q_norm, x, omega, vocab, SAMPLED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sums(p_row, p_norm, q_row, q_norm, x, omega, vocab, SAMPLED: tl.constexpr, BLOCK: tl.constexpr):
     """Sums over all ids: of [p - q]+, p, q, q without x, and [min(q, omega p) - p]+, the drift of a relaxed ratio."""
     residuals = tl.zeros([BLOCK], tl.float32)
     ps = tl.zeros([BLOCK], tl.float32)
@@ -164,7 +189,18 @@ def _sums(
 
 @triton.jit
 def _store_residual(
-    p_left, q_left, p_row, p_norm, q_row, q_norm, x, q_x, residual, others, vocab, SAMPLED: tl.constexpr,
+    p_left,
+    q_left,
+    p_row,
+    p_norm,
+    q_row,
+    q_norm,
+    x,
+    q_x,
+    residual,
+    others,
+    vocab,
+    SAMPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """What a rejected draft x leaves, not normalised: [p - q]+ (p if that is empty), and q without x (q if that is)."""
@@ -179,9 +215,34 @@ def _store_residual(
 
 @triton.jit
 def _recursive_rejection_sampling(
-    p, token, children, draft_probs, draft_row, u, v, scale, absolute, relative, table, codes, near_columns, neighbours,
-    scratch, ints, floats, accepted, slots, rows, vocab, levels, width,
-    SAMPLED: tl.constexpr, RELAX: tl.constexpr, NEAR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    p,
+    token,
+    children,
+    draft_probs,
+    draft_row,
+    u,
+    v,
+    scale,
+    absolute,
+    relative,
+    table,
+    codes,
+    near_columns,
+    neighbours,
+    scratch,
+    ints,
+    floats,
+    accepted,
+    slots,
+    rows,
+    vocab,
+    levels,
+    width,
+    SAMPLED: tl.constexpr,
+    RELAX: tl.constexpr,
+    NEAR: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One image. The loop is that of verification.recursive_rejection_sampling over levels and siblings, as one: each
     turn tests the sibling ``rank`` of ``node``. It is accepted, and becomes the node, or it is rejected, and the next
@@ -241,8 +302,19 @@ def _recursive_rejection_sampling(
                 place = image * levels + level
                 omega = tl.load(scale + place)
                 budget = _budget(
-                    p_row, p_norm, p_x, x, omega, absolute + place, relative + place, table, codes, near_columns,
-                    neighbours, NEAR, BLOCK,
+                    p_row,
+                    p_norm,
+                    p_x,
+                    x,
+                    omega,
+                    absolute + place,
+                    relative + place,
+                    table,
+                    codes,
+                    near_columns,
+                    neighbours,
+                    NEAR,
+                    BLOCK,
                 )
                 f = tl.div_rn(budget, tl.maximum(q_x, EPS))
             f = tl.minimum(f, 1.0)
@@ -295,8 +367,14 @@ def _recursive_rejection_sampling(
 
 
 def _launch(
-    p: Tensor, token: Tensor, children: Tensor, draft_probs: Tensor | None, draft_row: Tensor | None, u: Tensor,
-    v: Tensor, budget: AcceptanceBudget | None,
+    p: Tensor,
+    token: Tensor,
+    children: Tensor,
+    draft_probs: Tensor | None,
+    draft_row: Tensor | None,
+    u: Tensor,
+    v: Tensor,
+    budget: AcceptanceBudget | None,
 ) -> Verified:
     """Recursive rejection sampling with the exact rule, or with the budget of a relaxed one."""
     batch, levels, width = u.shape
@@ -306,30 +384,67 @@ def _launch(
     draft_probs, draft_row = (p, token) if draft_probs is None else (draft_probs.contiguous(), draft_row)
     scratch = p.new_empty((batch, 2, vocab))
     written = _outputs(p, batch, levels)
-    scale, absolute, relative = (p,) * 3 if budget is None else (
-        t.expand(batch, levels).contiguous() for t in (budget.scale, budget.absolute, budget.relative))
+    scale, absolute, relative = (
+        (p,) * 3
+        if budget is None
+        else (t.expand(batch, levels).contiguous() for t in (budget.scale, budget.absolute, budget.relative))
+    )
     near = budget is not None and budget.table is not None
     table = (budget.table, *budget.table.shape, budget.neighbours) if near else (token, 0, 0, 0)
     small = (t.contiguous() for t in (token, children))
     _recursive_rejection_sampling[(batch,)](
-        p, *small, draft_probs, draft_row, u.contiguous(), v.contiguous(), scale, absolute, relative, *table, scratch,
-        *written, slots, rows, vocab, levels, width,
-        rows > 0, budget is not None, near, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS,
+        p,
+        *small,
+        draft_probs,
+        draft_row,
+        u.contiguous(),
+        v.contiguous(),
+        scale,
+        absolute,
+        relative,
+        *table,
+        scratch,
+        *written,
+        slots,
+        rows,
+        vocab,
+        levels,
+        width,
+        rows > 0,
+        budget is not None,
+        near,
+        triton.next_power_of_2(levels + 1),
+        BLOCK,
+        num_warps=WARPS,
     )
     return _verified(*written)
 
 
 def exact_rejection_sampling(
-    p: Tensor, token: Tensor, children: Tensor, draft_probs: Tensor | None, draft_row: Tensor | None, u: Tensor,
-    v: Tensor, strength: Tensor, rule: Any,
+    p: Tensor,
+    token: Tensor,
+    children: Tensor,
+    draft_probs: Tensor | None,
+    draft_row: Tensor | None,
+    u: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    rule: Any,
 ) -> Verified:
     """See verification.exact_rejection_sampling."""
     return _launch(p, token, children, draft_probs, draft_row, u, v, None)
 
 
 def relaxed_rejection_sampling(
-    p: Tensor, token: Tensor, children: Tensor, draft_probs: Tensor | None, draft_row: Tensor | None, u: Tensor,
-    v: Tensor, strength: Tensor, rule: Any,
+    p: Tensor,
+    token: Tensor,
+    children: Tensor,
+    draft_probs: Tensor | None,
+    draft_row: Tensor | None,
+    u: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    rule: Any,
 ) -> Verified:
     """See verification.relaxed_rejection_sampling."""
     levels = u.shape[1]
@@ -339,8 +454,20 @@ def relaxed_rejection_sampling(
 
 @triton.jit
 def _sample_and_match(
-    p, token, children, u, ints, floats, accepted, slots, vocab, levels, width, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    p,
+    token,
+    children,
+    u,
+    ints,
+    floats,
+    accepted,
+    slots,
+    vocab,
+    levels,
+    width,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     image = tl.program_id(0).to(tl.int64)
     columns = levels + 1
@@ -387,8 +514,16 @@ def sample_and_match_rows(p: Tensor, token: Tensor, children: Tensor, levels: in
     (batch, slots, vocab), width = p.shape, children.shape[2]
     written = _outputs(p, batch, levels)
     _sample_and_match[(batch,)](
-        *(t.contiguous() for t in (p, token, children, u)), *written, slots, vocab, levels, width,
-        triton.next_power_of_2(width), triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS,
+        *(t.contiguous() for t in (p, token, children, u)),
+        *written,
+        slots,
+        vocab,
+        levels,
+        width,
+        triton.next_power_of_2(width),
+        triton.next_power_of_2(levels + 1),
+        BLOCK,
+        num_warps=WARPS,
     )
     return _verified(*written)
 
@@ -405,7 +540,18 @@ def _mass(p, q, weight, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _block(
-    p, draft_probs, token, exists, u, v, ints, floats, accepted, vocab, levels, COLUMNS: tl.constexpr,
+    p,
+    draft_probs,
+    token,
+    exists,
+    u,
+    v,
+    ints,
+    floats,
+    accepted,
+    vocab,
+    levels,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     image = tl.program_id(0).to(tl.int64)
@@ -463,7 +609,5 @@ def block(p: Tensor, draft_probs: Tensor, token: Tensor, exists: Tensor, u: Tens
     batch, levels = u.shape
     written = _outputs(p, batch, levels)
     given = (t.contiguous() for t in (p, draft_probs, token, exists, u, v))
-    _block[(batch,)](
-        *given, *written, p.shape[2], levels, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS
-    )
+    _block[(batch,)](*given, *written, p.shape[2], levels, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS)
     return _verified(*written)

@@ -69,10 +69,22 @@ class DiscreteModel(Prompted, Placed):
     tokens = "token ids"  # what it draws, in words
 
     def __init__(
-        self, backbone: Backbone, prefix: nn.Module, family: str, grid: tuple[int, int], defaults: SamplingParams,
-        prompt_encoder: PromptEncoder, pixels_per_token: int = 16, *, positions: Positions = GridPositions(),
-        grids: Sequence[tuple[int, int]] = (), row_ends: bool = False, endings: int = 0, longest: int | None = None,
-        word_ids: Sequence[int] = (), preview: Callable[[tuple[int, int]], tuple[int, int]] | None = None,
+        self,
+        backbone: Backbone,
+        prefix: nn.Module,
+        family: str,
+        grid: tuple[int, int],
+        defaults: SamplingParams,
+        prompt_encoder: PromptEncoder,
+        pixels_per_token: int = 16,
+        *,
+        positions: Positions = GridPositions(),
+        grids: Sequence[tuple[int, int]] = (),
+        row_ends: bool = False,
+        endings: int = 0,
+        longest: int | None = None,
+        word_ids: Sequence[int] = (),
+        preview: Callable[[tuple[int, int]], tuple[int, int]] | None = None,
         guidance: bool = True,
     ):
         super().__init__()
@@ -98,10 +110,20 @@ class DiscreteModel(Prompted, Placed):
         self.defaults.check(self.vocab)
 
     def request(
-        self, conditioning: Conditioning, negative: Conditioning | None = None, *, seed: int = 0, batch: int = 1,
-        grid: tuple[int, int] | None = None, layout: TokenLayout | None = None, tokens: Tensor | None = None,
-        kept: Tensor | None = None, strength: Tensor | None = None, skippable: Tensor | None = None,
-        callback: Callback | None = None, **params: Any,
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning | None = None,
+        *,
+        seed: int = 0,
+        batch: int = 1,
+        grid: tuple[int, int] | None = None,
+        layout: TokenLayout | None = None,
+        tokens: Tensor | None = None,
+        kept: Tensor | None = None,
+        strength: Tensor | None = None,
+        skippable: Tensor | None = None,
+        callback: Callback | None = None,
+        **params: Any,
     ) -> Request:
         """The request for a sampling method, with the prompts encoded.
 
@@ -122,7 +144,14 @@ class DiscreteModel(Prompted, Placed):
         positive = self.read(conditioning, batch, "positive", size)
         other = self.read(negative, batch, "negative", size)
         return Request(
-            self, positive, layout, asked, other, seed, batch, callback,
+            self,
+            positive,
+            layout,
+            asked,
+            other,
+            seed,
+            batch,
+            callback,
             None if strength is None else layout.spread(strength.float(), fill=1.0),
             None if skippable is None else layout.spread(skippable, fill=True),
             self.notices(conditioning, negative, asked.guided, size),
@@ -136,8 +165,10 @@ class DiscreteModel(Prompted, Placed):
             raise ValueError(f"kept is {kept.dtype}, but must be bool: which tokens to keep.")
         ids = torch.where(kept, tokens, 0)
         if not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
-            raise ValueError(f"tokens to keep are {int(ids.min())} to {int(ids.max())}, but this model has the image "
-                             f"tokens 0 to {self.vocab - 1}.")
+            raise ValueError(
+                f"tokens to keep are {int(ids.min())} to {int(ids.max())}, but this model has the image "
+                f"tokens 0 to {self.vocab - 1}."
+            )
         return tokens
 
     def offload_embedding(self) -> None:
@@ -211,8 +242,10 @@ class DiscreteModel(Prompted, Placed):
 
     def _codes(self) -> Tensor:
         if self.codebook is None:
-            raise ValueError("No image decoder is attached to this model, so its tokens have no code vectors. Load "
-                             "the one that was released with it.")
+            raise ValueError(
+                "No image decoder is attached to this model, so its tokens have no code vectors. Load "
+                "the one that was released with it."
+            )
         return self.codebook
 
     def neighbours(self, count: int) -> Tensor:
@@ -258,8 +291,12 @@ class DiscreteModel(Prompted, Placed):
         return unsupported_size(width, height, self.grids, self.pixels_per_token)
 
     def prompt_tokens(
-        self, conditioning: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, batch: int,
-        layout: TokenLayout, guided: bool,
+        self,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None,
+        batch: int,
+        layout: TokenLayout,
+        guided: bool,
     ) -> int:
         """Prompt tokens of the longer branch, for the size of the caches.
 
@@ -289,8 +326,14 @@ class DiscreteModel(Prompted, Placed):
         return largest_matrix(self)
 
     def kv_bytes(
-        self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0,
-        dtype: torch.dtype | None = None, int8_cache: bool | None = None,
+        self,
+        batch: int,
+        layout: TokenLayout,
+        slack: int,
+        guided: bool,
+        prompt: int = 0,
+        dtype: torch.dtype | None = None,
+        int8_cache: bool | None = None,
     ) -> int:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class), and of
         the copy in which a layer reads caches in int8. dtype and int8_cache: None: this model's."""
@@ -305,8 +348,14 @@ class DiscreteModel(Prompted, Placed):
     # Decoding
 
     def start(
-        self, conditioning: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, batch: int,
-        layout: TokenLayout, slack: int, guided: bool, into: State | None = None,
+        self,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None,
+        batch: int,
+        layout: TokenLayout,
+        slack: int,
+        guided: bool,
+        into: State | None = None,
     ) -> State:
         """Prefill both guidance branches; without ``negative``, the second is unconditional.
 
@@ -333,8 +382,15 @@ class DiscreteModel(Prompted, Placed):
         if into is not None and into.branches != len(branches):
             into = None
         cache = KVCache.of(
-            config.layers, len(x), config.cached_heads, slots_of(longest, places), config.head_dim, self.dtype,
-            self.device, into and into.cache, self.int8_cache,
+            config.layers,
+            len(x),
+            config.cached_heads,
+            slots_of(longest, places),
+            config.head_dim,
+            self.dtype,
+            self.device,
+            into and into.cache,
+            self.int8_cache,
         )
         table = Table.of(self.positions, places, lengths, grid, config.head_dim, into and into.table)
         cache.set_attention_length(longest)
@@ -381,9 +437,7 @@ class DiscreteModel(Prompted, Placed):
         """
         x = torch.cat((prefix.to(self.dtype), self.backbone.tok_embeddings(tokens[:, :-1]).to(self.dtype)), dim=1)
         count, head_dim = prefix.shape[1], self.backbone.config.head_dim
-        rotation = rotation_of(
-            self.positions, count, tokens.shape[1] - 1, grid or self.grid, head_dim, x.device
-        )
+        rotation = rotation_of(self.positions, count, tokens.shape[1] - 1, grid or self.grid, head_dim, x.device)
         return self.backbone.logits(self.backbone(x, rotation)[:, count - 1 :]).float()
 
     @torch.inference_mode()

@@ -18,8 +18,10 @@ _WHOLE = 0.1  # how far an id may be from a whole number
 _FEWEST = 0.85  # of the rows and columns may be left of a scaled latent: fewer repetitions may be an image's own
 
 REMEDY = "Connect VAE Decode directly and change the image instead: Upscale Image By in place of Upscale Latent By."
-CHANGED = ("The latent is not as it was generated or encoded, which tears the image: another node scaled, blended or "
-           f"changed it, or it is another model's. {REMEDY}")
+CHANGED = (
+    "The latent is not as it was generated or encoded, which tears the image: another node scaled, blended or "
+    f"changed it, or it is another model's. {REMEDY}"
+)
 
 
 def whole_ids(latent: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from .continuous_model import ContinuousBase
 VERSION = "0.1.0"  # of this pack, as in pyproject.toml
 INT8_CACHE = "int8 (storage and KV cache)"
 STORAGE = {
-    "fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8, INT8_CACHE: torch.int8,
+    "fp8 (storage)": torch.float8_e4m3fn,
+    "int8 (storage)": torch.int8,
+    INT8_CACHE: torch.int8,
     "int4 (storage)": torch.uint4,
-}  # fmt: skip
+}
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
 
 

@@ -60,8 +60,14 @@ class ContinuousBase(Prompted, Placed):
     codebook = image_decoder = None  # tokens are vectors, and files contain no decoder
 
     def __init__(
-        self, family: str, grid: tuple[int, int], channels: int, scale: float, defaults: ContinuousParams,
-        prompt_encoder: PromptEncoder, pixels_per_token: int = 16,
+        self,
+        family: str,
+        grid: tuple[int, int],
+        channels: int,
+        scale: float,
+        defaults: ContinuousParams,
+        prompt_encoder: PromptEncoder,
+        pixels_per_token: int = 16,
     ):
         super().__init__()
         if not (isinstance(scale, int | float) and 0 < scale < math.inf):
@@ -80,9 +86,17 @@ class ContinuousBase(Prompted, Placed):
         self.defaults.check()
 
     def request(
-        self, conditioning: Conditioning, negative: Conditioning | None = None, *, seed: int = 0, batch: int = 1,
-        grid: tuple[int, int] | None = None, tokens: Tensor | None = None, kept: Tensor | None = None,
-        callback: ContinuousCallback | None = None, **params: Any,
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning | None = None,
+        *,
+        seed: int = 0,
+        batch: int = 1,
+        grid: tuple[int, int] | None = None,
+        tokens: Tensor | None = None,
+        kept: Tensor | None = None,
+        callback: ContinuousCallback | None = None,
+        **params: Any,
     ) -> ContinuousRequest:
         """The request for a sampling method, with the prompts encoded.
 
@@ -136,15 +150,22 @@ class ContinuousBase(Prompted, Placed):
             self.check_grid(*target.grid)
         except ValueError as error:
             raise CheckpointError(f"{path.name} cannot draft for this model: {error}") from error
-        check_alike(path, {
-            "family": (self.family, target.family), "channels per token": (self.channels, target.channels),
-            "scale of latents (that of its VAE)": (f"{self.scale:.5g}", f"{target.scale:.5g}"),
-            "generation order": (self.cells, target.cells), "kind of prompt": (self.prompt_kind, target.prompt_kind),
-        }, "VAE")  # fmt: skip
+        check_alike(
+            path,
+            {
+                "family": (self.family, target.family),
+                "channels per token": (self.channels, target.channels),
+                "scale of latents (that of its VAE)": (f"{self.scale:.5g}", f"{target.scale:.5g}"),
+                "generation order": (self.cells, target.cells),
+                "kind of prompt": (self.prompt_kind, target.prompt_kind),
+            },
+            "VAE",
+        )
         words = [m.prompt_encoder for m in (self, target) if isinstance(m.prompt_encoder, WordEncoder)]
         if len(words) == 2 and not (words[0].words == words[1].words and torch.equal(words[0].table, words[1].table)):
-            raise CheckpointError(f"{path.name} cannot draft for this model: the text_encoder.safetensors "
-                                  "beside it is not the model's.")
+            raise CheckpointError(
+                f"{path.name} cannot draft for this model: the text_encoder.safetensors beside it is not the model's."
+            )
         self.prompt_encoder = target.prompt_encoder  # a drafter's folder may lack its own
         return self
 
@@ -180,11 +201,20 @@ class ContinuousBase(Prompted, Placed):
 class MaskedModel(ContinuousBase):
     """MAR, implementing the ContinuousModel protocol of samplers/continuous_contract.py."""
 
-    def __init__(self, backbone: MAR, head: DiffusionHead, family: str, scale: float, defaults: ContinuousParams,
-                 prompt_encoder: PromptEncoder, pixels_per_token: int = 16):
+    def __init__(
+        self,
+        backbone: MAR,
+        head: DiffusionHead,
+        family: str,
+        scale: float,
+        defaults: ContinuousParams,
+        prompt_encoder: PromptEncoder,
+        pixels_per_token: int = 16,
+    ):
         config = backbone.config
-        super().__init__(family, (config.rows, config.cols), config.channels, scale, defaults, prompt_encoder,
-                         pixels_per_token)
+        super().__init__(
+            family, (config.rows, config.cols), config.channels, scale, defaults, prompt_encoder, pixels_per_token
+        )
         self.backbone, self.head = backbone, head
 
     @property
@@ -201,8 +231,13 @@ class MaskedModel(ContinuousBase):
         return masked_guidance(params, before, after, length)
 
     def start(
-        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int],
-        guided: bool, graphs: Graphs | None = None,
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        batch: int,
+        grid: tuple[int, int],
+        guided: bool,
+        graphs: Graphs | None = None,
     ) -> MaskedState:
         """Slot vectors of both guidance branches; without ``negative``, the second is unconditional."""
         prompts = [self.backbone.prompt(self.features(conditioning, batch, "positive"))]
@@ -225,8 +260,13 @@ class MaskedModel(ContinuousBase):
             return z.unflatten(0, shape[:3])
 
         return captured_pass(
-            state.graphs, (self, seen), condition_vectors, (state.prompts, tokens, known),
-            (*shape, self.backbone.config.dim), self.dtype, tokens.device,
+            state.graphs,
+            (self, seen),
+            condition_vectors,
+            (state.prompts, tokens, known),
+            (*shape, self.backbone.config.dim),
+            self.dtype,
+            tokens.device,
         )
 
     def transform(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
@@ -235,20 +275,36 @@ class MaskedModel(ContinuousBase):
         return self.backbone(prompts, tokens, known, seen, state.positions)
 
     def predict(
-        self, state: MaskedState, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor,
-        temperature: float, noise0: Tensor, noise_t: Tensor, schedule: Schedule,
+        self,
+        state: MaskedState,
+        tokens: Tensor,
+        known: Tensor,
+        query: Tensor,
+        seen: int,
+        cfg: Tensor,
+        temperature: float,
+        noise0: Tensor,
+        noise_t: Tensor,
+        schedule: Schedule,
     ) -> Normal:
         """See ContinuousModel."""
         z = self.condition_vectors(state, tokens, known, seen)
         index = query[None, ..., None].expand(len(z), *query.shape, z.shape[-1])
         z = z.gather(3, index).flatten(1, 3)
         end = self.head.denoise(
-            z[0], z[1] if len(z) > 1 else None, cfg.flatten(), temperature, noise0.flatten(0, 2),
-            noise_t.flatten(1, 3), schedule, state.graphs,
+            z[0],
+            z[1] if len(z) > 1 else None,
+            cfg.flatten(),
+            temperature,
+            noise0.flatten(0, 2),
+            noise_t.flatten(1, 3),
+            schedule,
+            state.graphs,
         )
         if schedule.kind == "ddim":  # it has no noise and no variances: the acceptance test uses the nominal ones
-            end = end._replace(log_std=torch.full_like(end.mean, math.log(schedule.last_width)),
-                               path=torch.zeros_like(end.path))
+            end = end._replace(
+                log_std=torch.full_like(end.mean, math.log(schedule.last_width)), path=torch.zeros_like(end.path)
+            )
         return Normal(*end).map(lambda t: t.unflatten(0, query.shape))
 
     @torch.inference_mode()

@@ -42,9 +42,11 @@ DECODER_FILES = (*WEIGHT_FILES, *(file for kind in KINDS for file in kind.files)
 _SUFFIXES = SAFETENSORS + PICKLES + TORCHSCRIPT
 _DECODERS = [name for decoder in RELEASED_DECODERS.values() for name in decoder.names]
 _IN_FOLDER = (  # all names of an image decoder in a folder, in order of preference; first that of a bundled model
-    "vq.safetensors", "vae.safetensors", *WEIGHT_FILES,
+    "vq.safetensors",
+    "vae.safetensors",
+    *WEIGHT_FILES,
     *(f"{name.rpartition('/')[2]}{suffix}" for name in dict.fromkeys(_DECODERS) for suffix in _SUFFIXES),
-)  # fmt: skip
+)
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -53,15 +55,21 @@ def bundled(name: str = "default") -> Path:
     folder = _ASSETS / name
     if not (folder / "model.safetensors").is_file():
         there = sorted(p.parent.relative_to(_ASSETS).as_posix() for p in _ASSETS.rglob("model.safetensors"))
-        raise FileNotFoundError(f"There is no bundled model or drafter {name!r}; available are: "
-                                f"{', '.join(there) or 'none'}.")
+        raise FileNotFoundError(
+            f"There is no bundled model or drafter {name!r}; available are: {', '.join(there) or 'none'}."
+        )
     return folder
 
 
 def load_model(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
-    grid: tuple[int, int] | None = None, operations=nn, search_folders: Sequence[Path] = (),
-    storage: torch.dtype | StorageChoice | None = None, int8_cache: bool = False,
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    grid: tuple[int, int] | None = None,
+    operations=nn,
+    search_folders: Sequence[Path] = (),
+    storage: torch.dtype | StorageChoice | None = None,
+    int8_cache: bool = False,
 ) -> DiscreteModel | ContinuousBase:
     """Load an AR image model, of discrete or of continuous tokens, from a file or folder. The family is detected.
 
@@ -83,8 +91,10 @@ def load_model(
     checkpoint = replace(open_checkpoint(model_file(path)), storage=storage)
     model = build(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
     if int8_cache and model.continuous:
-        raise CheckpointError(f"{title(checkpoint.path)} is a continuous model: an int8 cache is supported only for "
-                              "models of token ids. Choose another dtype.")
+        raise CheckpointError(
+            f"{title(checkpoint.path)} is a continuous model: an int8 cache is supported only for "
+            "models of token ids. Choose another dtype."
+        )
     model.int8_cache = int8_cache
     model.attach_decoder(image_decoders(checkpoint.path, model.family, search_folders, operations))
     model.to(device)
@@ -95,8 +105,10 @@ def load_model(
 def model_file(path: str | Path) -> Path:
     """The weight file of a model or drafter. Raises CheckpointError for a folder without one."""
     if os.path.isdir(Path(path) / glm_image.MODEL):  # unlike Path.is_dir, it accepts invalid names
-        raise CheckpointError(f"{path} is a whole release of GLM-Image. Choose its folder {glm_image.MODEL}, which "
-                              "holds the model; its image decoder is found from there.")
+        raise CheckpointError(
+            f"{path} is a whole release of GLM-Image. Choose its folder {glm_image.MODEL}, which "
+            "holds the model; its image decoder is found from there."
+        )
     return weight_file(Path(path))
 
 
@@ -140,8 +152,11 @@ def family_of(checkpoint: Checkpoint) -> Family | None:
 
 
 def load_drafter(
-    path: str | Path, model: DiscreteModel | ContinuousBase, device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None, operations=nn,
+    path: str | Path,
+    model: DiscreteModel | ContinuousBase,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    operations=nn,
 ) -> EagleDrafter | ModelDrafter | ContinuousBase:
     """Load a drafter for ``model`` from a file or folder: an EAGLE drafter, or a smaller model of the same family.
 
@@ -223,8 +238,9 @@ def load_image_decoder(
     kind = next((kind for kind in KINDS if kind.recognise(checkpoint.tensors)), None)
     if kind is None:
         names = ", ".join(sorted(checkpoint.tensors)[:4])
-        raise CheckpointError(f"{checkpoint.path.name} is not a supported image decoder. Its first tensors are: "
-                              f"{names}.")
+        raise CheckpointError(
+            f"{checkpoint.path.name} is not a supported image decoder. Its first tensors are: {names}."
+        )
     with as_released(checkpoint.path):
         decoder = kind.load(checkpoint, dtype or torch.float32, operations)
     decoder.module.to(device)

@@ -49,9 +49,15 @@ class ModelDrafter:
         return self.module.kv_bytes(batch, layout, slack + 1, guided, prompt)
 
     def start(
-        self, target_state: Any, conditioning: Conditioning | EncodedPrompt,
-        negative: Conditioning | EncodedPrompt | None, batch: int,
-        layout: TokenLayout, slack: int, guided: bool, into: ModelState | None = None,
+        self,
+        target_state: Any,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None,
+        batch: int,
+        layout: TokenLayout,
+        slack: int,
+        guided: bool,
+        into: ModelState | None = None,
     ) -> ModelState:
         """Prefill the prompts, as the target does."""
         prompts = (self._own(prompt) for prompt in (conditioning, negative))
@@ -97,11 +103,16 @@ def pair(small: ARModel, target: ARModel, path: Path) -> ModelDrafter:
     """One DiscreteModel as the drafter of another. Raises CheckpointError unless both use the same image tokens and
     prompts."""
     other = next((grid for grid in target.grids if grid not in small.grids), small.grid)
-    check_alike(path, {
-        "family": (small.family, target.family), "number of image tokens": (small.vocab, target.vocab),
-        "token grid": tuple("{1} x {0}".format(*grid) for grid in (small.grid, other)),
-        "kind of prompt": (small.prompt_kind, target.prompt_kind),
-    }, "image tokens")  # fmt: skip
+    check_alike(
+        path,
+        {
+            "family": (small.family, target.family),
+            "number of image tokens": (small.vocab, target.vocab),
+            "token grid": tuple("{1} x {0}".format(*grid) for grid in (small.grid, other)),
+            "kind of prompt": (small.prompt_kind, target.prompt_kind),
+        },
+        "image tokens",
+    )
     if not isinstance(small.prefix, TextPrefix):
         small.prompt_encoder = target.prompt_encoder
         return ModelDrafter(small)

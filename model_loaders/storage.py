@@ -16,7 +16,8 @@ from .conditions import DTYPES, STORAGE
 MARGIN = 1.1  # of weights, as in ComfyUI: a few that do not fit cost much, as captured CUDA graphs need all of them
 LINK = 16  # bytes of a GPU's memory that are read in the time of one over PCIe
 _NAMES = {stored: name for name, stored in reversed(STORAGE.items())} | {
-    dtype: name for name, dtype in DTYPES.items() if dtype}
+    dtype: name for name, dtype in DTYPES.items() if dtype
+}
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,13 @@ class Attention(nn.Module):
         self.wo = operations.Linear(self.heads * config.head_dim, config.dim, bias=False)
 
     def forward(
-        self, x: Tensor, norm: nn.Module, post_norm: nn.Module, rotary: RotaryTable, layer: int, cache: KVCache | None,
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        post_norm: nn.Module,
+        rotary: RotaryTable,
+        layer: int,
+        cache: KVCache | None,
         mask: Tensor | None,
     ) -> Tensor:
         """x plus post_norm of the attention of norm(x)."""

@@ -58,8 +58,15 @@ class KVCache:
     """
 
     def __init__(
-        self, layers: int, rows: int, heads: int, capacity: int, head_dim: int, dtype: torch.dtype,
-        device: torch.device, narrow: bool = False,
+        self,
+        layers: int,
+        rows: int,
+        heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        narrow: bool = False,
     ):
         self.heads, self.attention_length = heads, capacity
         slots = layers, rows, 2 * heads, capacity
@@ -98,8 +105,16 @@ class KVCache:
 
     @classmethod
     def of(
-        cls, layers: int, rows: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype, device: torch.device,
-        into: KVCache | None = None, narrow: bool = False,
+        cls,
+        layers: int,
+        rows: int,
+        heads: int,
+        slots: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        into: KVCache | None = None,
+        narrow: bool = False,
     ) -> KVCache:
         """An empty cache of ``slots`` slots: ``into`` itself, emptied, if it has these sizes."""
         if device.type == "cpu" and dtype in steady.HALF:
@@ -129,7 +144,13 @@ class KVCache:
         """
         self._count = count
         return open_slots(
-            self._slots, self.lengths, self._columns, tree_mask, count, uncommitted, self.attention_length,
+            self._slots,
+            self.lengths,
+            self._columns,
+            tree_mask,
+            count,
+            uncommitted,
+            self.attention_length,
             self._parts[-1][0, 0, 0, 0],
         )
 

@@ -70,8 +70,14 @@ class Schedule:
         posterior = beta * (1 - after) / (1 - alpha_bar)
         posterior[0] = posterior[1]  # the last step's would be 0
         tables = (
-            alpha_bar.sqrt(), (1 - alpha_bar).sqrt(), after.sqrt(), (1 - after).sqrt(), beta.log(), posterior.log(),
-            beta * after.sqrt() / (1 - alpha_bar), (1 - after) * (1 - beta).sqrt() / (1 - alpha_bar),
+            alpha_bar.sqrt(),
+            (1 - alpha_bar).sqrt(),
+            after.sqrt(),
+            (1 - after).sqrt(),
+            beta.log(),
+            posterior.log(),
+            beta * after.sqrt() / (1 - alpha_bar),
+            (1 - after) * (1 - beta).sqrt() / (1 - alpha_bar),
         )
         last_width = math.sqrt(float(posterior[0]))
         return cls(kind, last_width, timesteps, *(table.float() for table in tables)).to(device)
@@ -213,7 +219,13 @@ class DiffusionHead(nn.Module):
     """The denoising MLP with its schedule. ``schedule`` is the model's own; a call may pass another."""
 
     def __init__(
-        self, channels: int, condition_dim: int, width: int, depth: int, steps: int = 100, operations=nn,
+        self,
+        channels: int,
+        condition_dim: int,
+        width: int,
+        depth: int,
+        steps: int = 100,
+        operations=nn,
         first: int = TRAINING_STEPS - 1,
     ):
         super().__init__()
@@ -240,8 +252,15 @@ class DiffusionHead(nn.Module):
         return schedule.mean_log_variance(x.float(), output, index)
 
     def denoise(
-        self, z: Tensor, z_uncond: Tensor | None, cfg: Tensor | float, temperature: float, noise0: Tensor,
-        noise_t: Tensor, schedule: Schedule | None = None, graphs: Graphs | None = None,
+        self,
+        z: Tensor,
+        z_uncond: Tensor | None,
+        cfg: Tensor | float,
+        temperature: float,
+        noise0: Tensor,
+        noise_t: Tensor,
+        schedule: Schedule | None = None,
+        graphs: Graphs | None = None,
     ) -> Endpoint:
         """One token per row, from noise0 [N, C] along noise_t [T, N, C] (entry 0 is used at t = T-1; the last is not).
 
@@ -256,7 +275,8 @@ class DiffusionHead(nn.Module):
         rows = count if graphs is None else padded_rows(count)
         cfg = torch.as_tensor(cfg, dtype=torch.float32, device=noise0.device).expand(count)[:, None]
         z, z_uncond, scale, x, noise = (
-            None if given is None else with_rows(given, rows) for given in (z, z_uncond, cfg, noise0, noise_t[:-1]))
+            None if given is None else with_rows(given, rows) for given in (z, z_uncond, cfg, noise0, noise_t[:-1])
+        )
         x, still = x.float(), torch.zeros_like(x, dtype=torch.float32)
         condition = self.embed(z if z_uncond is None else torch.cat((z, z_uncond)))
         times = self.net.time_embed(schedule.timesteps, self.dtype).flip(0).split(1)
@@ -287,7 +307,12 @@ class DiffusionHead(nn.Module):
         return replace(state, mean=mean, log_variance=log_variance, path=path)
 
     def sample(
-        self, z_cond: Tensor, z_uncond: Tensor | None, cfg: Tensor | float, temperature: float, noise0: Tensor,
+        self,
+        z_cond: Tensor,
+        z_uncond: Tensor | None,
+        cfg: Tensor | float,
+        temperature: float,
+        noise0: Tensor,
         noise_t: Tensor,
     ) -> Tensor:
         """Tokens [N, C] (fp32): the end of :meth:`denoise`."""

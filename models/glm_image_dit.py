@@ -228,7 +228,13 @@ def schedule(steps: int, tokens: int) -> Iterator[tuple[int, float, float]]:
 
 
 def denoise(
-    dit: DiT, noise: Tensor, codes: Tensor, text: Tensor, null: Tensor, steps: int, cfg: float,
+    dit: DiT,
+    noise: Tensor,
+    codes: Tensor,
+    text: Tensor,
+    null: Tensor,
+    steps: int,
+    cfg: float,
     callback: Callable[[int], None] = lambda step: None,
 ) -> Tensor:
     """Latents [B, channels, H, W] (fp32) for noise of that shape, by Euler's method.

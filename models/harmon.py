@@ -26,9 +26,7 @@ class LanguageModel(Protocol):
         """Embeddings [R, n, width] of token ids [R, n]."""
         ...
 
-    def read(
-        self, x: Tensor, mask: Tensor, places: Tensor, before: KeysAndValues = ()
-    ) -> tuple[Tensor, KeysAndValues]:
+    def read(self, x: Tensor, mask: Tensor, places: Tensor, before: KeysAndValues = ()) -> tuple[Tensor, KeysAndValues]:
         """Hidden states [R, n, width] of embeddings x at places [R, n] after T earlier ones, and their keys and values.
 
         mask [R, 1, n, T + n] is added to the attention scores. ``before`` may have R / k rows, each shared by k rows.

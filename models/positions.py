@@ -86,7 +86,12 @@ class Table(NamedTuple):
 
     @classmethod
     def of(
-        cls, positions: Positions, places: int, prompts: Tensor, grid: tuple[int, int], head_dim: int,
+        cls,
+        positions: Positions,
+        places: int,
+        prompts: Tensor,
+        grid: tuple[int, int],
+        head_dim: int,
         into: Table | None = None,
     ) -> Table:
         """The table of ``places`` places of images of the ``grid`` (rows, cols), after prompts of ``prompts`` [R]

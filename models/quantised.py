@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from ..kernels.linear import GROUP, linear_narrow, stored_as
 
 NARROW = {  # storage -> parts of the names of the matrices kept in it. fp8 and 4 bits are too coarse for heads.
-    torch.int8: (".layers.", "backbone.output"), torch.float8_e4m3fn: (".layers.",), torch.uint4: (".layers.",),
-}  # fmt: skip
+    torch.int8: (".layers.", "backbone.output"),
+    torch.float8_e4m3fn: (".layers.",),
+    torch.uint4: (".layers.",),
+}
 _TOGETHER = 2**20  # numbers rounded at once: rounding makes several copies
 
 
@@ -34,7 +36,11 @@ class NarrowLinear(nn.Module):
     comfy_cast_weights = True
 
     def __init__(
-        self, weight: Tensor, scale: Tensor | None, bias: nn.Parameter | None, inner: int | None = None,
+        self,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: nn.Parameter | None,
+        inner: int | None = None,
         fetch: Callable[..., AbstractContextManager[tuple[Tensor, Tensor | None]]] = fetch,
     ):
         super().__init__()
@@ -58,19 +64,23 @@ class NarrowLinear(nn.Module):
 
 def narrow_names(module: nn.Module, storage: torch.dtype) -> list[str]:
     """Names of the Linear modules in a model whose matrices may be kept in ``storage``."""
-    return [name for name, layer in module.named_modules()
-            if isinstance(layer, nn.Linear) and any(part in name for part in NARROW[storage])]
+    return [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and any(part in name for part in NARROW[storage])
+    ]
 
 
 def largest_matrix(module: nn.Module) -> int:
     """Numbers in the largest matrix of a model's linear layers."""
-    return max(layer.out_features * layer.in_features for layer in module.modules()
-               if isinstance(layer, (nn.Linear, NarrowLinear)))
+    return max(
+        layer.out_features * layer.in_features
+        for layer in module.modules()
+        if isinstance(layer, (nn.Linear, NarrowLinear))
+    )
 
 
-def bytes_in(
-    module: nn.Module, dtype: torch.dtype, storage: torch.dtype | None, apart: nn.Module | None = None
-) -> int:
+def bytes_in(module: nn.Module, dtype: torch.dtype, storage: torch.dtype | None, apart: nn.Module | None = None) -> int:
     """Bytes of a model's weights in ``dtype``, its large matrices in ``storage`` (None: as the others), in whatever the
     model itself is loaded, or on the meta device. apart: a module of it that is left out."""
     total, shared = 0, set()

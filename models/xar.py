@@ -221,7 +221,11 @@ class XAR(nn.Module):
         return self.time_embed(steps, self.dtype)
 
     def forward(
-        self, tokens: Tensor, condition: Tensor, places: Places, past: KeysValues | None = None,
+        self,
+        tokens: Tensor,
+        condition: Tensor,
+        places: Places,
+        past: KeysValues | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, KeysValues]:
         """Velocity [R, G, 64, C] of the cells tokens [R, G, 64, C], given conditions [R, G, D], and their keys and
@@ -254,8 +258,17 @@ class XAR(nn.Module):
         return self(cells, condition, self.places(index[None]), mask=sees[None, None])[1]
 
     def denoise(
-        self, cells: Tensor, classes: Tensor, past: KeysValues | None, mask: Tensor | None, cfg: Tensor,
-        temperature: float, noise0: Tensor, noise_t: Tensor, schedule: Flow, graphs: Graphs | None = None,
+        self,
+        cells: Tensor,
+        classes: Tensor,
+        past: KeysValues | None,
+        mask: Tensor | None,
+        cfg: Tensor,
+        temperature: float,
+        noise0: Tensor,
+        noise_t: Tensor,
+        schedule: Flow,
+        graphs: Graphs | None = None,
     ) -> Endpoint:
         """One cell per row, number cells [R], from noise0 [R, 64, C] along noise_t [T, R, 64, C] (the last is unused).
 

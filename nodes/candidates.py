@@ -40,17 +40,19 @@ def next_token(model: LoadedModel, request: Request) -> ChosenMethod:
 def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, request: Request) -> list[ChosenMethod]:
     """Methods that sample the model's distribution; likely the fastest first."""
     windows = [sjd(model, window, request) for window in WINDOWS if 2 * window <= request.layout.drawn]
-    trees = [] if drafter is None else [
-        *(tree(model, drafter, name, request) for name in (STATIC, CHAIN, DYNAMIC)),
-        adaptive_tree(model, drafter, request),
-        tree(model, drafter, LARGE, request),
-    ]
+    trees = (
+        []
+        if drafter is None
+        else [
+            *(tree(model, drafter, name, request) for name in (STATIC, CHAIN, DYNAMIC)),
+            adaptive_tree(model, drafter, request),
+            tree(model, drafter, LARGE, request),
+        ]
+    )
     return [*windows[:1], *trees[:3], *windows[1:3], *trees[3:], *windows[3:]]
 
 
-def relaxed_methods(
-    bases: Iterable[ChosenMethod], budget: float, codes: int, request: Request
-) -> list[ChosenMethod]:
+def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int, request: Request) -> list[ChosenMethod]:
     """``bases`` with approximate rules that have a drift bound. budget: limit of the drift bound per token; codes: size
     of the codebook (0: none)."""
     rules: list[AcceptanceRule] = [TVMetered(budget), CoolSD(1.1), CoolSD(2.0)]

@@ -48,8 +48,11 @@ def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, An
     for name in inputs:
         if name not in known:
             raise ValueError(f"{schema.display_name} has no input {name!r}. Use one of: {', '.join(known) or 'none'}.")
-    given = {name: value.item() if isinstance(value, np.generic) else value for name, value in inputs.items()
-             if value is not None or not known[name].optional}
+    given = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in inputs.items()
+        if value is not None or not known[name].optional
+    }
     for name, wanted in known.items():
         if name in given:
             problem = problem_of(wanted, given[name])
@@ -134,8 +137,13 @@ def _conditioning(wanted: io.Input, value: Any) -> str | None:
     if not isinstance(value, list):
         return f"is {show(value)}, but must be a CONDITIONING (CLIP Text Encode with the model's own CLIP)."
     for entry in value:
-        if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], Tensor)
-                and isinstance(entry[1], dict) and isinstance(entry[1].get("ar", {}), dict)):
+        if not (
+            isinstance(entry, (list, tuple))
+            and len(entry) == 2
+            and isinstance(entry[0], Tensor)
+            and isinstance(entry[1], dict)
+            and isinstance(entry[1].get("ar", {}), dict)
+        ):
             return "is a CONDITIONING not made by CLIP Text Encode. Connect one made with the model's own CLIP."
         if entry[0].ndim != 3 and "ar" in entry[1]:
             return f"is a CONDITIONING of shape {list(entry[0].shape)}, not [prompts, words, values]. Recreate it."
@@ -171,6 +179,14 @@ def flaw(value: Any, dimensions: tuple[int, ...]) -> str | None:
 
 
 CHECKS: dict[str, Callable[[io.Input, Any], str | None]] = {
-    "INT": _number, "FLOAT": _number, "STRING": _text, "COMBO": _text, "BOOLEAN": _switch, "LATENT": _latent,
-    "CONDITIONING": _conditioning, "IMAGE": _image, "MASK": _mask, "VAE": _vae,
+    "INT": _number,
+    "FLOAT": _number,
+    "STRING": _text,
+    "COMBO": _text,
+    "BOOLEAN": _switch,
+    "LATENT": _latent,
+    "CONDITIONING": _conditioning,
+    "IMAGE": _image,
+    "MASK": _mask,
+    "VAE": _vae,
 }

@@ -58,46 +58,62 @@ class AcceptanceMap(io.ComfyNode):
             category="SpecAR/diagnostics",
             **found_by(*REPORT, "heat map", "visualize tokens", "entropy", "accepted drafts"),
             description="Shows for every token whether its draft was accepted, in which forward pass, and how certain "
-                        "the model was.",
+            "the model was.",
             inputs=[
                 ARTrace.Input("trace", tooltip="The trace of an AR sampler, or of Load Trace."),
-                io.Combo.Input("metric", options=list(acceptance_map.METRICS), default="source",
-                               tooltip="source: how each token was produced. pass: the forward pass that decided it. "
-                               "accepted length: how many tokens that pass decided. ratio p/q: the model's probability "
-                               "over the draft's (blue: always accepted). entropy, top-1: how certain the model was. "
-                               "tree depth, tree width: the draft tree that the token came from. skipped, accepted by "
-                               "relaxation, TV leak (drift bound): where and by how much the run departs from the "
-                               "model's distribution. For continuous models: distance between the samples of both "
-                               "models, log ratio of the test, order of generation, block (the round that drafted it), "
-                               "tries to resample."),
-                io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01,
-                               tooltip="Opacity of the map over the image: 0 shows the image alone, in grey, 1 hides "
-                               "it; 0.3 to 0.7 is sensible. Default: 0.5."),
-                io.Image.Input("image", optional=True, tooltip="The decoded images of this run, as the background of "
-                                                               "the map."),
+                io.Combo.Input(
+                    "metric",
+                    options=list(acceptance_map.METRICS),
+                    default="source",
+                    tooltip="source: how each token was produced. pass: the forward pass that decided it. "
+                    "accepted length: how many tokens that pass decided. ratio p/q: the model's probability "
+                    "over the draft's (blue: always accepted). entropy, top-1: how certain the model was. "
+                    "tree depth, tree width: the draft tree that the token came from. skipped, accepted by "
+                    "relaxation, TV leak (drift bound): where and by how much the run departs from the "
+                    "model's distribution. For continuous models: distance between the samples of both "
+                    "models, log ratio of the test, order of generation, block (the round that drafted it), "
+                    "tries to resample.",
+                ),
+                io.Float.Input(
+                    "opacity",
+                    default=0.5,
+                    min=0,
+                    max=1,
+                    step=0.05,
+                    round=0.01,
+                    tooltip="Opacity of the map over the image: 0 shows the image alone, in grey, 1 hides "
+                    "it; 0.3 to 0.7 is sensible. Default: 0.5.",
+                ),
+                io.Image.Input(
+                    "image", optional=True, tooltip="The decoded images of this run, as the background of the map."
+                ),
             ],
             outputs=[
-                io.Image.Output("overlay", display_name="overlay", tooltip="The map over the image, enlarged, with a "
-                                                                           "legend."),
+                io.Image.Output(
+                    "overlay", display_name="overlay", tooltip="The map over the image, enlarged, with a legend."
+                ),
                 io.Image.Output("map", display_name="map", tooltip="The map alone, at image size."),
-                io.Mask.Output("mask", display_name="mask", tooltip="The metric from 0 to 1, at image size. For "
-                               "source: 1 where a draft token was accepted. For the ratios: the probability of "
-                               "acceptance."),
+                io.Mask.Output(
+                    "mask",
+                    display_name="mask",
+                    tooltip="The metric from 0 to 1, at image size. For "
+                    "source: 1 where a draft token was accepted. For the ratios: the probability of "
+                    "acceptance.",
+                ),
                 io.String.Output("report", display_name="report", tooltip="Settings and totals (JSON specar.trace/2)."),
             ],
             is_output_node=True,
         )
 
     @classmethod
-    def execute(
-        cls, trace: Trace, metric: str, opacity: float, image: torch.Tensor | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, trace: Trace, metric: str, opacity: float, image: torch.Tensor | None = None) -> io.NodeOutput:
         maps = acceptance_map.draw_maps(trace, image, metric, opacity)
         overlay, colours = as_images(maps.overlay), as_images(maps.colours)
         numbers = [token_numbers(trace, number, maps.map_size) for number in range(len(overlay))]
         ui_output = shown(trace, **preview(overlay, cls, numbers))
-        return io.NodeOutput(overlay, colours, torch.from_numpy(maps.strength), json.dumps(trace.report(), indent=1),
-                             ui=ui_output)
+        return io.NodeOutput(
+            overlay, colours, torch.from_numpy(maps.strength), json.dumps(trace.report(), indent=1), ui=ui_output
+        )
 
 
 class CompareTraces(io.ComfyNode):
@@ -112,8 +128,10 @@ class CompareTraces(io.ComfyNode):
             "the same server, wall time.",
             inputs=[
                 ARTrace.Input("trace_1", tooltip="The trace of an AR sampler, or of Load Trace."),
-                *(ARTrace.Input(f"trace_{number}", optional=True, tooltip="Another trace.")
-                  for number in range(2, MOST_RUNS + 1)),
+                *(
+                    ARTrace.Input(f"trace_{number}", optional=True, tooltip="Another trace.")
+                    for number in range(2, MOST_RUNS + 1)
+                ),
             ],
             outputs=[
                 io.Image.Output("chart", display_name="chart", tooltip="One row per run, one column per measure."),
@@ -139,11 +157,14 @@ class SaveTrace(io.ComfyNode):
             category="SpecAR/diagnostics",
             **found_by(*REPORT, "export", "json"),
             description="Saves a run's report (.json) and its record of every token (.safetensors) to the output "
-                        "folder.",
+            "folder.",
             inputs=[
                 ARTrace.Input("trace", tooltip="The trace of an AR sampler."),
-                io.String.Input("filename_prefix", default="specar/trace",
-                                tooltip="Folder and prefix of the file names, as in Save Image. A counter is added."),
+                io.String.Input(
+                    "filename_prefix",
+                    default="specar/trace",
+                    tooltip="Folder and prefix of the file names, as in Save Image. A counter is added.",
+                ),
             ],
             outputs=[],
             is_output_node=True,
@@ -179,12 +200,18 @@ class LoadTrace(io.ComfyNode):
             **found_by(*REPORT, "import", "json"),
             description="Loads a trace saved by Save Trace, from the output or the input folder.",
             inputs=[
-                io.Combo.Input("trace_name", options=folders.trace_choices(),
-                               tooltip="A trace in the output or input folder (a .safetensors file next to its .json). "
-                               "Press R to refresh the list."),
+                io.Combo.Input(
+                    "trace_name",
+                    options=folders.trace_choices(),
+                    tooltip="A trace in the output or input folder (a .safetensors file next to its .json). "
+                    "Press R to refresh the list.",
+                )
             ],
-            outputs=[ARTrace.Output("trace", display_name="AR_TRACE", tooltip="For Acceptance Map, Decoding Timeline "
-                                                                              "and Compare Runs.")],
+            outputs=[
+                ARTrace.Output(
+                    "trace", display_name="AR_TRACE", tooltip="For Acceptance Map, Decoding Timeline and Compare Runs."
+                )
+            ],
         )
 
     @classmethod

@@ -12,8 +12,10 @@ from ..model_loaders.registry import Source
 def where_to_get(choice: str) -> str | None:
     """What to download into which folders, for a choice of Load AR Checkpoint, Load AR Drafter or Load AR Image Decoder
     that is the name of a released model; None for others."""
-    places = [f"{source.files or 'all files'} of https://huggingface.co/{source.repository} into models/{source.folder}"
-              for source in sources_of(choice)]
+    places = [
+        f"{source.files or 'all files'} of https://huggingface.co/{source.repository} into models/{source.folder}"
+        for source in sources_of(choice)
+    ]
     return f"Download {'; '.join(places)}. Then press R in ComfyUI." if places else None
 
 

@@ -25,16 +25,37 @@ class EntropyTemperature(io.ComfyNode):
             "methods stay exact.",
             inputs=[
                 ARModel.Input("model", tooltip="The model, from Load AR Checkpoint."),
-                io.Float.Input("strength", default=2.5, min=0, max=10, step=0.1, round=0.001,
-                               tooltip="How much the temperature of a certain token exceeds that of an uncertain one. "
-                               "Higher: more varied flat areas. 0 to 3 is sensible. Default: 2.5, the paper's T0."),
-                io.Float.Input("decay", default=3.0, min=0.01, max=100, step=0.1, round=0.001,
-                               tooltip="Entropy (in nats) over which this excess falls by a factor of e. Higher: more "
-                               "tokens are heated; 0.5 to 4 is sensible, less for a small model. Default: 3, the "
-                               "paper's alpha."),
-                io.Float.Input("floor", default=0.6, min=0.01, max=5, step=0.05, round=0.001,
-                               tooltip="Factor on the temperature of the most uncertain tokens. Lower: cleaner detail, "
-                               "less varied; 0.5 to 1 is sensible. Default: 0.6, the paper's theta."),
+                io.Float.Input(
+                    "strength",
+                    default=2.5,
+                    min=0,
+                    max=10,
+                    step=0.1,
+                    round=0.001,
+                    tooltip="How much the temperature of a certain token exceeds that of an uncertain one. "
+                    "Higher: more varied flat areas. 0 to 3 is sensible. Default: 2.5, the paper's T0.",
+                ),
+                io.Float.Input(
+                    "decay",
+                    default=3.0,
+                    min=0.01,
+                    max=100,
+                    step=0.1,
+                    round=0.001,
+                    tooltip="Entropy (in nats) over which this excess falls by a factor of e. Higher: more "
+                    "tokens are heated; 0.5 to 4 is sensible, less for a small model. Default: 3, the "
+                    "paper's alpha.",
+                ),
+                io.Float.Input(
+                    "floor",
+                    default=0.6,
+                    min=0.01,
+                    max=5,
+                    step=0.05,
+                    round=0.001,
+                    tooltip="Factor on the temperature of the most uncertain tokens. Lower: cleaner detail, "
+                    "less varied; 0.5 to 1 is sensible. Default: 0.6, the paper's theta.",
+                ),
             ],
             outputs=[ARModel.Output("ar_model", display_name="AR_MODEL", tooltip="For the model input of a sampler.")],
         )

@@ -72,6 +72,7 @@ class Search:
 
     def run(self, method: ChosenMethod, layout: TokenLayout, seed: int = 0, until: float = math.inf) -> tuple:
         """Sample the tokens of ``layout``: seconds and trace. Raises GivenUpError after ``until``."""
+
         def watch(progress: Progress) -> None:
             share = (self.lap + float(progress.committed.float().mean()) / layout.length) / self.laps
             self.report(replace(progress, committed=torch.tensor(UNIT * (self.stage + min(1.0, share)))))
@@ -233,35 +234,62 @@ class FindFastest(io.ComfyNode):
             "fastest one. A method counts as faster only if all its runs were faster.",
             inputs=[
                 *(trial_seed_input() if i.id == "seed" else i for i in common_inputs()),
-                io.Float.Input("leak_budget", default=0, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Allowed drift from the model's own distribution per token (total variation, "
-                               "0 to 1). Higher may find a faster method; 0.01 to 0.2 is sensible. With 0.05, one "
-                               "token in twenty may differ. Default: 0, only exact methods."),
-                io.Int.Input("tokens", default=256, min=16, max=65536,
-                             tooltip="Maximum number of tokens per image in a trial, from the top. Fewer are quicker "
-                             "to try; the number of a whole image is surest. If time is short, trials take fewer, "
-                             "but at least 64. Default: 256."),
-                io.Int.Input("seconds", default=60, min=1, max=3600,
-                             tooltip="Approximate time for all trials. More makes the choice more certain: 15 for "
-                             "a first look, 30 to 120 to rely on it. The report lists what was not tried. "
-                             "Default: 60."),
-                ARDrafter.Input("drafter", optional=True,
-                                tooltip="A drafter from Load AR Drafter, to try draft trees as well."),
+                io.Float.Input(
+                    "leak_budget",
+                    default=0,
+                    min=0,
+                    max=1,
+                    step=0.01,
+                    round=0.001,
+                    tooltip="Allowed drift from the model's own distribution per token (total variation, "
+                    "0 to 1). Higher may find a faster method; 0.01 to 0.2 is sensible. With 0.05, one "
+                    "token in twenty may differ. Default: 0, only exact methods.",
+                ),
+                io.Int.Input(
+                    "tokens",
+                    default=256,
+                    min=16,
+                    max=65536,
+                    tooltip="Maximum number of tokens per image in a trial, from the top. Fewer are quicker "
+                    "to try; the number of a whole image is surest. If time is short, trials take fewer, "
+                    "but at least 64. Default: 256.",
+                ),
+                io.Int.Input(
+                    "seconds",
+                    default=60,
+                    min=1,
+                    max=3600,
+                    tooltip="Approximate time for all trials. More makes the choice more certain: 15 for "
+                    "a first look, 30 to 120 to rely on it. The report lists what was not tried. "
+                    "Default: 60.",
+                ),
+                ARDrafter.Input(
+                    "drafter", optional=True, tooltip="A drafter from Load AR Drafter, to try draft trees as well."
+                ),
                 negative_input(),
             ],
             outputs=[
                 ARMethod.Output("method", display_name="AR_METHOD", tooltip="For AR Sampler (auto)."),
                 io.Image.Output("chart", display_name="chart", tooltip="One row per method, one column per measure."),
-                io.String.Output("report", display_name="report",
-                                 tooltip="What was chosen, how to set it by hand, and all measurements."),
+                io.String.Output(
+                    "report",
+                    display_name="report",
+                    tooltip="What was chosen, how to set it by hand, and all measurements.",
+                ),
             ],
             is_output_node=True,
         )
 
     @classmethod
     def execute(
-        cls, model: LoadedModel, trial_seed: int, leak_budget: float, tokens: int, seconds: int,
-        drafter: LoadedDrafter | None = None, **inputs: Any,
+        cls,
+        model: LoadedModel,
+        trial_seed: int,
+        leak_budget: float,
+        tokens: int,
+        seconds: int,
+        drafter: LoadedDrafter | None = None,
+        **inputs: Any,
     ) -> io.NodeOutput:
         if model.model.continuous:
             raise ValueError(
@@ -272,22 +300,30 @@ class FindFastest(io.ComfyNode):
             drafter.follow(model)
         request = request_of(Inputs(model=model, seed=trial_seed, **inputs))
         if not request.layout.drawn:
-            raise ValueError("The noise mask of latent_image keeps every token, so there is nothing to generate. Mask "
-                             "the part to generate, or connect Empty AR Latent.")
+            raise ValueError(
+                "The noise mask of latent_image keeps every token, so there is nothing to generate. Mask "
+                "the part to generate, or connect Empty AR Latent."
+            )
         tried, layout = search(request, model, drafter, leak_budget, tokens, seconds)
         verdict = trials.judge(tried, leak_budget)
         setting = setting_text(request, layout)
         chart = as_images([trials.chart(tried, verdict, setting)])
-        shown = {"text": [trials.summary(tried, verdict, setting, leak_budget)],
-                 "specar": [trials.report(tried, verdict)]}
+        shown = {
+            "text": [trials.summary(tried, verdict, setting, leak_budget)],
+            "specar": [trials.report(tried, verdict)],
+        }
         text = trials.in_words(tried, verdict, setting, leak_budget)
         return io.NodeOutput(verdict.chosen.method, chart, text, ui=preview(chart, cls) | shown)
 
 
 def trial_seed_input() -> io.Input:
-    return io.Int.Input("trial_seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF,
-                        tooltip="Seed of the trials. ComfyUI keeps the result until an input changes; change this to "
-                        "measure again.")
+    return io.Int.Input(
+        "trial_seed",
+        default=0,
+        min=0,
+        max=0xFFFFFFFFFFFFFFFF,
+        tooltip="Seed of the trials. ComfyUI keeps the result until an input changes; change this to measure again.",
+    )
 
 
 def setting_text(request: Request, layout: TokenLayout) -> str:

@@ -48,33 +48,65 @@ class DecodeGLMImage(io.ComfyNode):
             **found_by("vae decode", "diffusion decoder", *FAMILY.labels),
             description="Turns the tokens of GLM-Image into pixels, by its diffusion transformer. All other models "
             "use VAE Decode.",
-            inputs=folded([
-                io.Latent.Input("samples", tooltip="The LATENT of an AR sampler with GLM-Image."),
-                io.Vae.Input("vae", tooltip="The VAE of Load AR Checkpoint with GLM-Image. Its files, the folders "
-                             "transformer, vae and text_encoder of the release, are read when it is first used."),
-                io.Conditioning.Input("positive", tooltip="The prompt, the same as the sampler's. The decoder reads "
-                                      "what it puts in quotes, so that letters come out right."),
-                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True,
-                             tooltip="Of the noise that decoding starts from: it changes details, while the tokens "
-                             "determine the content. Image i of a batch uses seed + i."),
-                io.Int.Input("steps", default=STEPS, min=1, max=200,
-                             tooltip="Steps of denoising. Fewer: faster, less detail; 20 to 50 is sensible. Default: "
-                             f"{STEPS}."),
-                io.Float.Input("cfg", default=CFG, min=1, max=30, step=0.1, round=0.01,
-                               tooltip="Guidance: how strongly the tokens are followed. 1 is off, at half the cost; "
-                               f"1.5 to 3 is sensible. Default: {CFG}."),
-            ], "steps", "cfg"),
+            inputs=folded(
+                [
+                    io.Latent.Input("samples", tooltip="The LATENT of an AR sampler with GLM-Image."),
+                    io.Vae.Input(
+                        "vae",
+                        tooltip="The VAE of Load AR Checkpoint with GLM-Image. Its files, the folders "
+                        "transformer, vae and text_encoder of the release, are read when it is first used.",
+                    ),
+                    io.Conditioning.Input(
+                        "positive",
+                        tooltip="The prompt, the same as the sampler's. The decoder reads "
+                        "what it puts in quotes, so that letters come out right.",
+                    ),
+                    io.Int.Input(
+                        "seed",
+                        default=0,
+                        min=0,
+                        max=0xFFFFFFFFFFFFFFFF,
+                        control_after_generate=True,
+                        tooltip="Of the noise that decoding starts from: it changes details, while the tokens "
+                        "determine the content. Image i of a batch uses seed + i.",
+                    ),
+                    io.Int.Input(
+                        "steps",
+                        default=STEPS,
+                        min=1,
+                        max=200,
+                        tooltip="Steps of denoising. Fewer: faster, less detail; 20 to 50 is sensible. Default: "
+                        f"{STEPS}.",
+                    ),
+                    io.Float.Input(
+                        "cfg",
+                        default=CFG,
+                        min=1,
+                        max=30,
+                        step=0.1,
+                        round=0.01,
+                        tooltip="Guidance: how strongly the tokens are followed. 1 is off, at half the cost; "
+                        f"1.5 to 3 is sensible. Default: {CFG}.",
+                    ),
+                ],
+                "steps",
+                "cfg",
+            ),
             outputs=[io.Image.Output("image", display_name="IMAGE", tooltip="The images, 32 pixels per token.")],
         )
 
     @classmethod
     def execute(cls, samples: Latent, vae: Any, positive: list, seed: int, steps: int, cfg: float) -> io.NodeOutput:
         if not isinstance(vae, GlmImageVae):
-            raise ValueError(f"vae is {show(vae)}, but must be that of GLM-Image, from Load AR Checkpoint. For other "
-                             "models use VAE Decode.")
+            raise ValueError(
+                f"vae is {show(vae)}, but must be that of GLM-Image, from Load AR Checkpoint. For other "
+                "models use VAE Decode."
+            )
         if len(positive) != 1 or positive[0][1].get("ar", {}).get("family") != OWN:
-            raise ValueError("positive is not a prompt of GLM-Image. Connect the CLIP Text Encode of the sampler, with "
-                             "the CLIP of the same Load AR Checkpoint.")
+            raise ValueError(
+                "positive is not a prompt of GLM-Image. Connect the CLIP Text Encode of the sampler, with "
+                "the CLIP of the same Load AR Checkpoint."
+            )
         loaded = vae.loaded()
         tokens = glm_tokens(samples, loaded.decoder.dit.config.codes)
         prompt = text_of(positive) or ""

@@ -17,8 +17,10 @@ from ..samplers.generate import AnyRequest
 Latent = dict[str, Any]
 CELL = "downscale_ratio_spacial"  # where Empty Latent Image says how many pixels wide a cell is
 Model = DiscreteModel | ContinuousBase
-TORN = ("The image in latent_image is not as it was generated or encoded, so what is kept of it is torn: another node "
-        "scaled, blended or changed it. Change the image before VAE Encode instead (Upscale Image).")
+TORN = (
+    "The image in latent_image is not as it was generated or encoded, so what is kept of it is torn: another node "
+    "scaled, blended or changed it. Change the image before VAE Encode instead (Upscale Image)."
+)
 
 
 def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:

@@ -31,37 +31,55 @@ class LoadCheckpoint(io.ComfyNode):
             **found_by(*START, "speculative decoding", "load model", "checkpoint loader", *FAMILIES),
             description="Loads an autoregressive image model with its text encoder and image decoder. Put your own "
             "models into models/ar_models.",
-            inputs=folded([
-                io.Combo.Input(
-                    "model_name", options=folders.model_choices(), default=folders.BUNDLED,
-                    tooltip="A model that ships with this pack (default: token ids; continuous: vectors), or a file or "
-                    "Hugging Face folder in models/ar_models. Its image decoder is searched for next to it and in "
-                    "models/vae.",
-                ),
-                io.Combo.Input(
-                    "dtype", options=list(models.DTYPES), default="auto",
-                    tooltip="Precision of the weights. auto: on GPU bf16 (or fp16) if model and run fit in its memory, "
-                    "else int8, else int4 (storage); on CPU fp32, or bf16 for large models if the processor is faster "
-                    "in it. Lower precision halves memory and changes the image of a seed. fp8 and int8 (storage): the "
-                    "large matrices are stored in 8 bits, half the memory of bf16, and computed as in auto. int8 has "
-                    "the smaller rounding error. int8 (storage and KV cache): keys and values too, for long images. "
-                    "int4 (storage): in 4 bits, a bit more than a quarter, with a much larger error, for weights that "
-                    "do not fit otherwise.",
-                ),
-                io.Combo.Input(
-                    "grid", options=list(GRIDS), default="auto",
-                    tooltip="Tokens per side of the image if Empty AR Latent sets no size. Needed only for LlamaGen "
-                    "files whose name does not tell it: 16 for 256, 24 for 384, 32 for 512 pixels. Other models accept "
-                    "only their own values (Lumina-mGPT 768: 48; SimpleAR 1024: 64; Emu3 720: 90).",
-                ),
-            ], "grid"),
+            inputs=folded(
+                [
+                    io.Combo.Input(
+                        "model_name",
+                        options=folders.model_choices(),
+                        default=folders.BUNDLED,
+                        tooltip="A model that ships with this pack (default: token ids; continuous: vectors), or a file or "
+                        "Hugging Face folder in models/ar_models. Its image decoder is searched for next to it and in "
+                        "models/vae.",
+                    ),
+                    io.Combo.Input(
+                        "dtype",
+                        options=list(models.DTYPES),
+                        default="auto",
+                        tooltip="Precision of the weights. auto: on GPU bf16 (or fp16) if model and run fit in its memory, "
+                        "else int8, else int4 (storage); on CPU fp32, or bf16 for large models if the processor is faster "
+                        "in it. Lower precision halves memory and changes the image of a seed. fp8 and int8 (storage): the "
+                        "large matrices are stored in 8 bits, half the memory of bf16, and computed as in auto. int8 has "
+                        "the smaller rounding error. int8 (storage and KV cache): keys and values too, for long images. "
+                        "int4 (storage): in 4 bits, a bit more than a quarter, with a much larger error, for weights that "
+                        "do not fit otherwise.",
+                    ),
+                    io.Combo.Input(
+                        "grid",
+                        options=list(GRIDS),
+                        default="auto",
+                        tooltip="Tokens per side of the image if Empty AR Latent sets no size. Needed only for LlamaGen "
+                        "files whose name does not tell it: 16 for 256, 24 for 384, 32 for 512 pixels. Other models accept "
+                        "only their own values (Lumina-mGPT 768: 48; SimpleAR 1024: 64; Emu3 720: 90).",
+                    ),
+                ],
+                "grid",
+            ),
             outputs=[
-                ARModel.Output("ar_model", display_name="AR_MODEL", tooltip="The model, for an AR sampler. Continuous "
-                               f"models ({CONTINUOUS_NAMES}) need a continuous sampler."),
-                io.Clip.Output("clip", display_name="CLIP", tooltip="The model's text encoder, for CLIP Text Encode. "
-                               "Class-conditional models take a class name or number as text."),
-                io.Vae.Output("vae", display_name="VAE", tooltip="The model's image decoder, for VAE Decode and VAE "
-                                                                 "Encode."),
+                ARModel.Output(
+                    "ar_model",
+                    display_name="AR_MODEL",
+                    tooltip="The model, for an AR sampler. Continuous "
+                    f"models ({CONTINUOUS_NAMES}) need a continuous sampler.",
+                ),
+                io.Clip.Output(
+                    "clip",
+                    display_name="CLIP",
+                    tooltip="The model's text encoder, for CLIP Text Encode. "
+                    "Class-conditional models take a class name or number as text.",
+                ),
+                io.Vae.Output(
+                    "vae", display_name="VAE", tooltip="The model's image decoder, for VAE Decode and VAE Encode."
+                ),
             ],
         )
 
@@ -98,16 +116,26 @@ class LoadDrafter(io.ComfyNode):
             description="Loads a small model that drafts tokens for a larger one. Put your own drafters into "
             "models/ar_drafters.",
             inputs=[
-                ARModel.Input("model", tooltip="The target model, from Load AR Checkpoint. A drafter works only with "
-                              "the model it was trained for."),
+                ARModel.Input(
+                    "model",
+                    tooltip="The target model, from Load AR Checkpoint. A drafter works only with "
+                    "the model it was trained for.",
+                ),
                 io.Combo.Input(
-                    "drafter_name", options=folders.drafter_choices(), default=folders.BUNDLED_DRAFTER,
+                    "drafter_name",
+                    options=folders.drafter_choices(),
+                    default=folders.BUNDLED_DRAFTER,
                     tooltip="A drafter that ships with this pack, or a file or folder in models/ar_drafters: an EAGLE "
                     "drafter, or a smaller model with the same tokens. A continuous model needs a continuous drafter.",
                 ),
             ],
-            outputs=[ARDrafter.Output("drafter", display_name="AR_DRAFTER",
-                                      tooltip="For samplers with a drafter input, together with the same model.")],
+            outputs=[
+                ARDrafter.Output(
+                    "drafter",
+                    display_name="AR_DRAFTER",
+                    tooltip="For samplers with a drafter input, together with the same model.",
+                )
+            ],
         )
 
     @classmethod
@@ -135,10 +163,12 @@ class LoadImageDecoder(io.ComfyNode):
             "Needed only if Load AR Checkpoint did not find it.",
             inputs=[
                 io.Combo.Input(
-                    "decoder_name", options=folders.decoder_choices(), default=folders.BUNDLED,
+                    "decoder_name",
+                    options=folders.decoder_choices(),
+                    default=folders.BUNDLED,
                     tooltip="A file or folder in models/vae or models/ar_models (a model's folder may contain its "
                     "decoder). Use the decoder that was released with the model.",
-                ),
+                )
             ],
             outputs=[io.Vae.Output("vae", display_name="VAE", tooltip="For VAE Decode and VAE Encode.")],
         )
@@ -166,18 +196,38 @@ class EmptyLatent(io.ComfyNode):
             **found_by(*START, "image size", "width height", "batch", "resolution"),
             description="Sets the size and number of images. A model generates only the sizes it was trained on.",
             inputs=[
-                ARModel.Input("model", tooltip="The model that generates the images; it determines the possible "
-                                               "sizes."),
-                io.Int.Input("width", auto("width"), default=0, min=0, max=4096, step=8,
-                             tooltip="Width in pixels. Larger takes longer, as the image has more tokens; most "
-                             "models have sizes from 256 to 1024 (see AR Model Info). Default: 0 (auto), the model's "
-                             "own size, the only one of the bundled models."),
-                io.Int.Input("height", auto("height"), default=0, min=0, max=4096, step=8,
-                             tooltip="Height in pixels, as for width. Default: 0 (auto), the model's own size."),
-                io.Int.Input("batch_size", default=1, min=1, max=64,
-                             tooltip="Images per run. More share the forward passes, which takes less time per "
-                             "image, but need more memory; 1 to 8 is common. Image i uses seed + i, whatever the "
-                             "batch size. Default: 1."),
+                ARModel.Input(
+                    "model", tooltip="The model that generates the images; it determines the possible sizes."
+                ),
+                io.Int.Input(
+                    "width",
+                    auto("width"),
+                    default=0,
+                    min=0,
+                    max=4096,
+                    step=8,
+                    tooltip="Width in pixels. Larger takes longer, as the image has more tokens; most "
+                    "models have sizes from 256 to 1024 (see AR Model Info). Default: 0 (auto), the model's "
+                    "own size, the only one of the bundled models.",
+                ),
+                io.Int.Input(
+                    "height",
+                    auto("height"),
+                    default=0,
+                    min=0,
+                    max=4096,
+                    step=8,
+                    tooltip="Height in pixels, as for width. Default: 0 (auto), the model's own size.",
+                ),
+                io.Int.Input(
+                    "batch_size",
+                    default=1,
+                    min=1,
+                    max=64,
+                    tooltip="Images per run. More share the forward passes, which takes less time per "
+                    "image, but need more memory; 1 to 8 is common. Image i uses seed + i, whatever the "
+                    "batch size. Default: 1.",
+                ),
             ],
             outputs=[io.Latent.Output("latent", display_name="LATENT", tooltip="For latent_image of an AR sampler.")],
         )

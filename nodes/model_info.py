@@ -83,18 +83,26 @@ def summarize(
         specials = {"end of a row": ids[: model.row_ends], "end of the image": ids[model.row_ends :]}
     grids = [model.grid, *(grid for grid in model.grids if grid != model.grid)] if discrete else [model.grid]
     return ModelSummary(
-        family=model.family, tokens="ids" if discrete else "vectors",
-        parameters=sum(w.numel() for w in [*weights, *([] if words is None else [words])]), bytes_by_dtype=by_dtype,
+        family=model.family,
+        tokens="ids" if discrete else "vectors",
+        parameters=sum(w.numel() for w in [*weights, *([] if words is None else [words])]),
+        bytes_by_dtype=by_dtype,
         bytes_of_words=0 if words is None else words.numel() * words.element_size(),
-        codes=model.vocab if discrete else None, specials={name: ids for name, ids in specials.items() if ids},
-        picture=(rows, cols), sequence=model.layout().length if discrete else rows * cols,
-        preview=model.layout().lead if discrete else 0, caches=caches,
-        int8_cache=discrete and model.int8_cache, prompt=prompt,
+        codes=model.vocab if discrete else None,
+        specials={name: ids for name, ids in specials.items() if ids},
+        picture=(rows, cols),
+        sequence=model.layout().length if discrete else rows * cols,
+        preview=model.layout().lead if discrete else 0,
+        caches=caches,
+        int8_cache=discrete and model.int8_cache,
+        prompt=prompt,
         longest=model.longest if discrete else None,
-        sizes=[(c * side, r * side) for r, c in grids], defaults=asdict(model.defaults),
-        decoder=decoder.name if decoder else RELEASED_DECODERS[model.family].node or None, drafters=list(drafters),
+        sizes=[(c * side, r * side) for r, c in grids],
+        defaults=asdict(model.defaults),
+        decoder=decoder.name if decoder else RELEASED_DECODERS[model.family].node or None,
+        drafters=list(drafters),
         decoder_bytes=sum(p.numel() * p.element_size() for p in decoder.module.parameters()) if decoder else 0,
-    )  # fmt: skip
+    )
 
 
 def report(name: str, summary: ModelSummary, missing: str, memory: Sequence[str] = ()) -> str:
@@ -110,9 +118,14 @@ def report(name: str, summary: ModelSummary, missing: str, memory: Sequence[str]
     codes = f" of {summary.codes} codes" if summary.codes else ""
     specials = ", ".join(f"{what} ({', '.join(map(str, ids))})" for what, ids in summary.specials.items())
     preview = f" with a preview of {summary.preview}" if summary.preview else ""
-    lines.append(f"an image: {rows} rows of {cols} tokens{codes}" + (
-        f", {summary.sequence} in all with special tokens: {specials}" if specials
-        else f", {summary.sequence} in all{preview}"))
+    lines.append(
+        f"an image: {rows} rows of {cols} tokens{codes}"
+        + (
+            f", {summary.sequence} in all with special tokens: {specials}"
+            if specials
+            else f", {summary.sequence} in all{preview}"
+        )
+    )
     if summary.caches:
         cache = "KV cache per image in int8" if summary.int8_cache else "KV cache per image"
         sizes = ", with guidance ".join(map(in_units, summary.caches))
@@ -124,8 +137,12 @@ def report(name: str, summary: ModelSummary, missing: str, memory: Sequence[str]
     more = len(summary.sizes) - SHOWN_SIZES
     lines.append(f"sizes (width x height): {shown}" + (f" and {more} more" if more > 0 else ""))
     settings = {key: value for key, value in summary.defaults.items() if value is not None}
-    lines.append("default settings: " + ", ".join(
-        f"{key} {' then '.join(value) if isinstance(value, tuple) else value}" for key, value in settings.items()))
+    lines.append(
+        "default settings: "
+        + ", ".join(
+            f"{key} {' then '.join(value) if isinstance(value, tuple) else value}" for key, value in settings.items()
+        )
+    )
     decoder = f"image decoder: {summary.decoder}"
     if summary.decoder_bytes:
         decoder += f" ({in_units(summary.decoder_bytes)})"
@@ -139,10 +156,14 @@ def memory_lines(rows: Iterable[MemoryRow], device: torch.device, guided: bool) 
     total = total_memory(device)
     has = "" if math.isinf(total) else f" of {in_units(int(total))}"
     image = "one image with guidance" if guided else "one image"
-    return [f"memory by dtype on {device}{has} (weights + KV cache of {image}, calculated):", *(
-        f"  {row.dtype}: {in_units(row.weights)} + {in_units(row.cache)} = {in_units(row.weights + row.cache)}"
-        + (f", {row.verdict}" if row.verdict else "") for row in rows
-    )]
+    return [
+        f"memory by dtype on {device}{has} (weights + KV cache of {image}, calculated):",
+        *(
+            f"  {row.dtype}: {in_units(row.weights)} + {in_units(row.cache)} = {in_units(row.weights + row.cache)}"
+            + (f", {row.verdict}" if row.verdict else "")
+            for row in rows
+        ),
+    ]
 
 
 def in_units(number: int) -> str:
@@ -153,9 +174,7 @@ def in_units(number: int) -> str:
     return f"{number / 1024:.1f} KiB"
 
 
-def compatible(
-    drafters: Mapping[str, Path], model: DiscreteModel | ContinuousBase, family: Family | None
-) -> list[str]:
+def compatible(drafters: Mapping[str, Path], model: DiscreteModel | ContinuousBase, family: Family | None) -> list[str]:
     """Names of the drafters that fit a model of this family. Small ones are loaded; of larger ones only the names and
     shapes of the tensors are checked."""
     return [name for name, path in drafters.items() if _is_compatible(path, model, family)]

@@ -64,22 +64,42 @@ class ContinueImage(io.ComfyNode):
             **found_by("outpaint", "extend image", "complete", "inpaint"),
             description="Keeps one side of an image, usually its top, and lets a sampler generate the rest.",
             inputs=[
-                ARModel.Input("model", tooltip="The model that generates the images; it determines the possible "
-                                               "sizes."),
+                ARModel.Input(
+                    "model", tooltip="The model that generates the images; it determines the possible sizes."
+                ),
                 io.Vae.Input("vae", tooltip="The model's image decoder, from Load AR Checkpoint."),
-                io.Image.Input("image", tooltip="The image to continue. It is scaled and cropped to the nearest size "
-                               "that the model generates. In a batch, each image is continued, with seed + its index."),
-                io.Float.Input("keep", default=0.5, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Fraction of the image to keep, rounded to whole rows (or columns) of tokens: "
-                               "the more, the less is generated, and the faster. 0.25 to 0.75 is sensible. Default: "
-                               "0.5."),
-                io.Combo.Input("side", options=list(SIDES), default="top",
-                               tooltip="Which side to keep. Models of token ids generate row by row from the top and "
-                               "see only tokens above and to the left: top works best, left works; right and bottom "
-                               "are kept, but the model does not see them. MAR and Harmon see all sides."),
+                io.Image.Input(
+                    "image",
+                    tooltip="The image to continue. It is scaled and cropped to the nearest size "
+                    "that the model generates. In a batch, each image is continued, with seed + its index.",
+                ),
+                io.Float.Input(
+                    "keep",
+                    default=0.5,
+                    min=0,
+                    max=1,
+                    step=0.01,
+                    round=0.001,
+                    tooltip="Fraction of the image to keep, rounded to whole rows (or columns) of tokens: "
+                    "the more, the less is generated, and the faster. 0.25 to 0.75 is sensible. Default: "
+                    "0.5.",
+                ),
+                io.Combo.Input(
+                    "side",
+                    options=list(SIDES),
+                    default="top",
+                    tooltip="Which side to keep. Models of token ids generate row by row from the top and "
+                    "see only tokens above and to the left: top works best, left works; right and bottom "
+                    "are kept, but the model does not see them. MAR and Harmon see all sides.",
+                ),
             ],
-            outputs=[io.Latent.Output("latent", display_name="LATENT",
-                                      tooltip="The image with its noise mask, for latent_image of an AR sampler.")],
+            outputs=[
+                io.Latent.Output(
+                    "latent",
+                    display_name="LATENT",
+                    tooltip="The image with its noise mask, for latent_image of an AR sampler.",
+                )
+            ],
         )
 
     @classmethod

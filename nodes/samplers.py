@@ -71,8 +71,10 @@ def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
         if latent.get("noise_mask") is not None:
             raise ValueError(f"{error} Scale the image to that size (Upscale Image) before VAE Encode.") from error
         if latent["samples"].shape[1] != model.latent_channels:
-            raise ValueError(f"{error} Connect Empty AR Latent: Empty Latent Image has a cell for 8 pixels, and this "
-                             f"model a token for {model.pixels_per_token}.") from error
+            raise ValueError(
+                f"{error} Connect Empty AR Latent: Empty Latent Image has a cell for 8 pixels, and this "
+                f"model a token for {model.pixels_per_token}."
+            ) from error
         raise
 
 
@@ -89,16 +91,28 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
     if latent.get("noise_mask") is not None:
         tokens, keep = tokens_of(latent, model), kept(latent["noise_mask"], batch, *grid)
     request = model.request(
-        positive, negative, seed=inputs.seed + first_image(latent), batch=batch, grid=grid, tokens=tokens, kept=keep,
-        strength=strength(where, batch, *grid), skippable=skippable(skip, batch, *grid),
-        **inputs.model.sampling, **inputs.params(),
+        positive,
+        negative,
+        seed=inputs.seed + first_image(latent),
+        batch=batch,
+        grid=grid,
+        tokens=tokens,
+        kept=keep,
+        strength=strength(where, batch, *grid),
+        skippable=skippable(skip, batch, *grid),
+        **inputs.model.sampling,
+        **inputs.params(),
     )
     return replace(request, notices=(*request.notices, *unused(latent, model)))
 
 
 def sample(
-    method: Method, inputs: CommonInputs, drafter: models.LoadedDrafter | None = None, where: Tensor | None = None,
-    skip: Tensor | None = None, chosen: str = "",
+    method: Method,
+    inputs: CommonInputs,
+    drafter: models.LoadedDrafter | None = None,
+    where: Tensor | None = None,
+    skip: Tensor | None = None,
+    chosen: str = "",
 ) -> io.NodeOutput:
     """Run a method; see request_of for the MASKs. chosen: the user's name for the method, if it has one of its own on
     the node. Raises ValueError for an invalid input, and for a drafter of another model."""
@@ -135,7 +149,7 @@ class NextTokenSampler(io.ComfyNode):
             category="SpecAR/sampling",
             **found_by(*SAMPLER, "baseline", "sequential", *FAMILIES),
             description="Samples one token per forward pass of the model: the standard method, and the baseline for "
-                        "all others.",
+            "all others.",
             inputs=[*common_inputs(), negative_input()],
             outputs=sampler_outputs(),
         )
@@ -155,43 +169,91 @@ class SJDSampler(io.ComfyNode):
             **found_by(*SAMPLER, "jacobi", "parallel decoding", *FAMILIES),
             description="Speculative Jacobi decoding: drafts a window of tokens and verifies them in one forward pass "
             "of the model. Needs several times fewer passes than tokens, and no second model.",
-            inputs=folded([
-                *common_inputs(),
-                io.Int.Input("window", auto("window"), default=SJD.window or 0, min=0, max=4096,
-                             tooltip="Tokens drafted and verified per forward pass. A wider window saves passes, but "
-                             "each takes longer; SJD's authors use 16 to 96. Default: 0 (auto), which is 32, or 16 "
-                             "on CPU in fp32."),
-                io.Combo.Input("refinement", options=list(REFINEMENTS), default=option_of(SJD.reuse, REFINEMENTS),
-                               tooltip="What happens to draft tokens that are not accepted yet. The exact options "
-                               "keep the distribution of the next-token sampler; coupled (default) usually needs the "
-                               "fewest passes of them. SJD++ reuse as in the paper is biased. same seed, same "
-                               "picture: the image of the next-token sampler, up to rounding."),
-                io.Float.Input("threshold", default=SJD.threshold, min=0.01, max=10, step=0.01, round=0.001,
-                               tooltip="For the two SJD++ refinements: reuse a draft token whose probability ratio "
-                               "is above this. Higher resamples more, which takes more passes; 0.2 to 1 is sensible. "
-                               "Default: 0.5, the paper's tau."),
-                io.Combo.Input("initialisation", options=list(INITIAL), default=option_of(SJD.initial, INITIAL),
-                               tooltip="Where the first draft token at a position comes from. It changes the number of "
-                               "passes by a few percent; leave the default."),
-                negative_input(),
-                rule_input(),
-                io.Int.Input("front_drafts", default=SJD.front, min=1, max=16, optional=True,
-                             tooltip="Front drafts: several drafts for the first token of the window instead of one. "
-                             "Fewer passes for a few more tokens in each, and the same distribution. With coupled "
-                             "refinement only; 4 to 8 is sensible. Default: 1, off."),
-                io.Float.Input("settling", default=SJD.settle, min=0, max=1, step=0.01, round=0.001, optional=True,
-                               tooltip="Settling: draft tokens past the first rejected one whose distribution moved by "
-                               "less than this in a pass are accepted without a test. Fewer passes for some drift, "
-                               "which the trace bounds. With coupled refinement only; 0.02 to 0.1 is sensible. "
-                               "Default: 0, off (exact)."),
-            ], "threshold", "initialisation", "front_drafts", "settling"),
+            inputs=folded(
+                [
+                    *common_inputs(),
+                    io.Int.Input(
+                        "window",
+                        auto("window"),
+                        default=SJD.window or 0,
+                        min=0,
+                        max=4096,
+                        tooltip="Tokens drafted and verified per forward pass. A wider window saves passes, but "
+                        "each takes longer; SJD's authors use 16 to 96. Default: 0 (auto), which is 32, or 16 "
+                        "on CPU in fp32.",
+                    ),
+                    io.Combo.Input(
+                        "refinement",
+                        options=list(REFINEMENTS),
+                        default=option_of(SJD.reuse, REFINEMENTS),
+                        tooltip="What happens to draft tokens that are not accepted yet. The exact options "
+                        "keep the distribution of the next-token sampler; coupled (default) usually needs the "
+                        "fewest passes of them. SJD++ reuse as in the paper is biased. same seed, same "
+                        "picture: the image of the next-token sampler, up to rounding.",
+                    ),
+                    io.Float.Input(
+                        "threshold",
+                        default=SJD.threshold,
+                        min=0.01,
+                        max=10,
+                        step=0.01,
+                        round=0.001,
+                        tooltip="For the two SJD++ refinements: reuse a draft token whose probability ratio "
+                        "is above this. Higher resamples more, which takes more passes; 0.2 to 1 is sensible. "
+                        "Default: 0.5, the paper's tau.",
+                    ),
+                    io.Combo.Input(
+                        "initialisation",
+                        options=list(INITIAL),
+                        default=option_of(SJD.initial, INITIAL),
+                        tooltip="Where the first draft token at a position comes from. It changes the number of "
+                        "passes by a few percent; leave the default.",
+                    ),
+                    negative_input(),
+                    rule_input(),
+                    io.Int.Input(
+                        "front_drafts",
+                        default=SJD.front,
+                        min=1,
+                        max=16,
+                        optional=True,
+                        tooltip="Front drafts: several drafts for the first token of the window instead of one. "
+                        "Fewer passes for a few more tokens in each, and the same distribution. With coupled "
+                        "refinement only; 4 to 8 is sensible. Default: 1, off.",
+                    ),
+                    io.Float.Input(
+                        "settling",
+                        default=SJD.settle,
+                        min=0,
+                        max=1,
+                        step=0.01,
+                        round=0.001,
+                        optional=True,
+                        tooltip="Settling: draft tokens past the first rejected one whose distribution moved by "
+                        "less than this in a pass are accepted without a test. Fewer passes for some drift, "
+                        "which the trace bounds. With coupled refinement only; 0.02 to 0.1 is sensible. "
+                        "Default: 0, off (exact).",
+                    ),
+                ],
+                "threshold",
+                "initialisation",
+                "front_drafts",
+                "settling",
+            ),
             outputs=sampler_outputs(),
         )
 
     @classmethod
     def execute(
-        cls, window: int, refinement: str, threshold: float, initialisation: str, rule: ChosenRule = EXACT,
-        front_drafts: int = SJD.front, settling: float = SJD.settle, **inputs: Any,
+        cls,
+        window: int,
+        refinement: str,
+        threshold: float,
+        initialisation: str,
+        rule: ChosenRule = EXACT,
+        front_drafts: int = SJD.front,
+        settling: float = SJD.settle,
+        **inputs: Any,
     ) -> io.NodeOutput:
         reuse = choose("refinement", refinement, REFINEMENTS)
         initial = choose("initialisation", initialisation, INITIAL)

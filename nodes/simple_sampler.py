@@ -35,12 +35,16 @@ class SimpleSampler(io.ComfyNode):
             "setting of the methods is on their own nodes: SJD++ Sampler, Draft-Tree Sampler (EAGLE) and the others.",
             inputs=[
                 *common_inputs(),
-                io.Combo.Input("method", options=list(METHODS), default=next(iter(METHODS)),
-                               tooltip="\"fast, exact\": several tokens per forward pass, same quality, another image "
-                               "than next token with the same seed.\n\"same image as next token\": about as fast, and "
-                               "the same seed gives the same image, up to rounding.\n\"fastest, may drift\": fewer "
-                               "passes, slightly different statistics; the report bounds the drift.\n\"next token\": "
-                               "one token per pass, the baseline; the only one for continuous models."),
+                io.Combo.Input(
+                    "method",
+                    options=list(METHODS),
+                    default=next(iter(METHODS)),
+                    tooltip='"fast, exact": several tokens per forward pass, same quality, another image '
+                    'than next token with the same seed.\n"same image as next token": about as fast, and '
+                    'the same seed gives the same image, up to rounding.\n"fastest, may drift": fewer '
+                    'passes, slightly different statistics; the report bounds the drift.\n"next token": '
+                    "one token per pass, the baseline; the only one for continuous models.",
+                ),
                 negative_input(),
             ],
             outputs=sampler_outputs(),

@@ -43,7 +43,15 @@ MARKS = {  # metric -> (Source that is marked, title)
 DISCRETE = ("ratio p/q", "entropy", "top-1 probability", *TREE, "skipped", "TV leak")  # metrics of token ids ...
 CONTINUOUS = ("distance", "log ratio", "order", "block", "tries")  # ... and of vectors; the others suit both
 METRICS = (
-    "source", "pass", "accepted length", "ratio p/q", "entropy", "top-1 probability", *TREE, *MARKS, "TV leak",
+    "source",
+    "pass",
+    "accepted length",
+    "ratio p/q",
+    "entropy",
+    "top-1 probability",
+    *TREE,
+    *MARKS,
+    "TV leak",
     *CONTINUOUS,
 )
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
@@ -213,8 +221,15 @@ def _continuous(metric: str, grids: dict[str, np.ndarray], free: np.ndarray) -> 
         return _amount(grids["order"], max(last, 1), free, "Place in the order of sampling", "0, first", str(last))
     if metric == "block":
         last = max(int(grids["block"].max()), 1)
-        return _amount(grids["block"], last, free & (grids["block"] > 0), "Round that drafted the token", "0",
-                       str(last), NOT_JUDGED)
+        return _amount(
+            grids["block"],
+            last,
+            free & (grids["block"] > 0),
+            "Round that drafted the token",
+            "0",
+            str(last),
+            NOT_JUDGED,
+        )
     tries, resampled = np.abs(grids["tries"]), grids["tries"] != 0
     most, failed = max(int(tries.max()), 1), int((grids["tries"] < 0).sum())
     title = "Tries to resample after a rejection" + (f"; {failed} failed" if failed else "")
@@ -270,8 +285,7 @@ def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
     position = (np.clip(ratio, -LOG_RATIOS, LOG_RATIOS) / LOG_RATIOS + 1) / 2
     colours = np.where(judged[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
     strength = np.where(judged, np.exp(np.minimum(ratio, 0)), 0).astype(np.float32)
-    legend = (Scale(RATIO, f"-{LOG_RATIOS} or less", f"{LOG_RATIOS} or more"),
-              *_grey(~judged, NOT_JUDGED))
+    legend = (Scale(RATIO, f"-{LOG_RATIOS} or less", f"{LOG_RATIOS} or more"), *_grey(~judged, NOT_JUDGED))
     return TokenMap(colours, strength, "Log ratio of the test", legend)
 
 
@@ -283,8 +297,11 @@ def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:
 def _marks(marked: np.ndarray, free: np.ndarray, colour: tuple[int, int, int], name: str, title: str) -> TokenMap:
     """Marked tokens in their colour of the source map, on white."""
     colours = np.where(marked[..., None], colour, np.where(free[..., None], 255, GREY)).astype(np.uint8)
-    legend = (Swatch(colour, f"{name}: {marked.sum()} ({marked.mean():.0%})"),
-              Swatch((255, 255, 255), f"all others: {(free & ~marked).sum()}"), *_grey(~free, "kept or fixed"))
+    legend = (
+        Swatch(colour, f"{name}: {marked.sum()} ({marked.mean():.0%})"),
+        Swatch((255, 255, 255), f"all others: {(free & ~marked).sum()}"),
+        *_grey(~free, "kept or fixed"),
+    )
     return TokenMap(colours, marked.astype(np.float32), title, legend)
 
 

@@ -53,8 +53,9 @@ def columns(traces: list[Trace]) -> list[Column]:
     """The measures, per image. Wall times only of runs that may be compared (see :func:`times_compare`)."""
     totals = [t.summary() for t in traces]
     chosen = [
-        Column("model passes", "per image", "lower", [sum(t["passes_per_image"]) / t["images"] for t in totals],
-               _count),
+        Column(
+            "model passes", "per image", "lower", [sum(t["passes_per_image"]) / t["images"] for t in totals], _count
+        ),
         Column("draft passes", "per run", "lower", [t["draft_passes"] for t in totals], _count),
         Column("tokens", "per model pass", "higher", [t["accepted_length"] for t in totals], "{:.2f}".format),
         Column("acceptance", "of drafts", "higher", [_acceptance(t) for t in totals], "{:.0%}".format),
@@ -106,8 +107,10 @@ def table(traces: list[Trace]) -> str:
 def written_table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table, its columns aligned."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-                     for row in [head, ["-" * w for w in widths], *rows])
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in [head, ["-" * w for w in widths], *rows]
+    )
 
 
 def chart(traces: list[Trace]) -> np.ndarray:
@@ -116,8 +119,12 @@ def chart(traces: list[Trace]) -> np.ndarray:
 
 
 def bars(
-    names: list[tuple[str, str]], lossless: list[bool], measures: list[Column], remark: str,
-    notes: list[str] | None = None, chosen: int | None = None,
+    names: list[tuple[str, str]],
+    lossless: list[bool],
+    measures: list[Column],
+    remark: str,
+    notes: list[str] | None = None,
+    chosen: int | None = None,
 ) -> np.ndarray:
     """A chart [H, 1024, 3] (uint8): a row for each two-line name, coloured by whether it is lossless, and a column per
     measure. notes: what to write in the rows that have no numbers; chosen: the row to mark."""
@@ -147,8 +154,10 @@ def bars(
             draw.text((left, top), column.written(run), INK, font)
             _bar(draw, column, run, left, step - MARGIN, top + 24, colour)
     foot = HEAD + ROW * len(names) + 10
-    for colour, left, text in ((EXACT, MARGIN, "exact: the model's own distribution"),
-                               (APPROXIMATE, MARGIN + 330, "approximate: drifts from it")):
+    for colour, left, text in (
+        (EXACT, MARGIN, "exact: the model's own distribution"),
+        (APPROXIMATE, MARGIN + 330, "approximate: drifts from it"),
+    ):
         draw.rectangle((left, foot, left + 24, foot + 15), colour)
         draw.text((left + 34, foot - 1), text, INK, font)
     draw.text((MARGIN, foot + 32), _fitted(draw, remark, small, WIDTH - 2 * MARGIN), INK, small)

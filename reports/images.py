@@ -34,5 +34,7 @@ def batch_size(trace: Trace) -> int:
 def check_images(trace: Trace, count: int) -> None:
     """Raise ValueError unless ``count`` images are as many as the trace has."""
     if count != (expected := batch_size(trace)):
-        raise ValueError(f"The trace has {expected} images, but image has {count}. "
-                         "Use the images that were decoded from the same run.")
+        raise ValueError(
+            f"The trace has {expected} images, but image has {count}. "
+            "Use the images that were decoded from the same run."
+        )

@@ -10,10 +10,22 @@ from ..samplers.registry import RULES, method_of, structure_of
 from ..samplers.trace import Trace
 
 SHOWN_ELSEWHERE = (
-    "method", "chosen", "model", "prompt", "server", "lossless", "bounded", "unknown_words", "notices", "pack",
+    "method",
+    "chosen",
+    "model",
+    "prompt",
+    "server",
+    "lossless",
+    "bounded",
+    "unknown_words",
+    "notices",
+    "pack",
 )
 FIRST_DRAFTS = {  # SJD.initial -> in words
-    "mixed": "left and upper neighbour", "left": "left neighbour", "upper": "upper neighbour", "uniform": "uniform",
+    "mixed": "left and upper neighbour",
+    "left": "left neighbour",
+    "upper": "upper neighbour",
+    "uniform": "uniform",
     "repeat": "repeat the last token",
 }
 SIGMA = {"off": "", "paper": ", Sigma as in the paper", "official": ", Sigma as in the official code"}
@@ -141,10 +153,14 @@ def drawing(settings: dict[str, Any]) -> str:
 def labels(traces: list[Trace]) -> list[tuple[str, str]]:
     """Two short lines per run; runs that would read alike get what differs between them, or else their number."""
     plain = [_label(t.settings) for t in traces]
-    extended = [(first, f"{second}; {_difference(i, plain, traces)}") if plain.count((first, second)) > 1
-                else (first, second) for i, (first, second) in enumerate(plain)]
-    return [(first, f"{second}; run {i}") if extended.count((first, second)) > 1 else (first, second)
-            for i, (first, second) in enumerate(extended, 1)]
+    extended = [
+        (first, f"{second}; {_difference(i, plain, traces)}") if plain.count((first, second)) > 1 else (first, second)
+        for i, (first, second) in enumerate(plain)
+    ]
+    return [
+        (first, f"{second}; run {i}") if extended.count((first, second)) > 1 else (first, second)
+        for i, (first, second) in enumerate(extended, 1)
+    ]
 
 
 def _label(settings: dict[str, Any]) -> tuple[str, str]:
@@ -166,5 +182,9 @@ def _facts(trace: Trace) -> dict[str, Any]:
     for name, value in trace.settings.items():
         if name not in SHOWN_ELSEWHERE:
             flat |= value if isinstance(value, dict) else {name: value}
-    return flat | {"seed": trace.totals["seed"], "images": trace.totals["images"],
-                   "prompt": trace.settings.get("prompt"), "model": trace.settings.get("model")}
+    return flat | {
+        "seed": trace.totals["seed"],
+        "images": trace.totals["images"],
+        "prompt": trace.settings.get("prompt"),
+        "model": trace.settings.get("model"),
+    }

@@ -61,9 +61,7 @@ def passes_of(trace: Trace, image: int, most: int) -> list[int]:
     return [last] if count == 1 else np.linspace(first, last, count).round().astype(int).tolist()
 
 
-def draw_frames(
-    trace: Trace, image: int, pixels: np.ndarray, after: list[int], tint: float
-) -> Iterator[np.ndarray]:
+def draw_frames(trace: Trace, image: int, pixels: np.ndarray, after: list[int], tint: float) -> Iterator[np.ndarray]:
     """The decoded pixels [H, W, 3] (fp32 in 0..1) of image number ``image``, as far as it was decided ``after`` each
     of these passes (rising), the rest grey.
 

@@ -21,10 +21,19 @@ def token_numbers(trace: Trace, image: int, map_size: tuple[int, int]) -> str:
     names = {kind: name for kind, (name, _) in SOURCES.items()} | (CONTINUOUS_NAMES if trace.continuous else {})
     grids = {name: trace.grid(name)[image] for name in trace.positions}
     fields = {name: [_short(value) for value in grid.flatten().tolist()] for name, grid in grids.items() if grid.any()}
-    return json.dumps({
-        "schema": SCHEMA, "rows": trace.rows, "cols": trace.cols, "map": map_size,
-        "continuous": trace.continuous, "sources": [names[kind] for kind in sorted(names)], "fields": fields,
-    }, allow_nan=False, separators=(",", ":"))  # fmt: skip
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "rows": trace.rows,
+            "cols": trace.cols,
+            "map": map_size,
+            "continuous": trace.continuous,
+            "sources": [names[kind] for kind in sorted(names)],
+            "fields": fields,
+        },
+        allow_nan=False,
+        separators=(",", ":"),
+    )
 
 
 def _short(value: int | float) -> int | float | str:

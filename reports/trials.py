@@ -89,8 +89,11 @@ def judge(trials: list[Trial], budget: float) -> Verdict:
 
 def speed(trial: Trial, plain: Trial) -> tuple[float, float, float]:
     """How many times as fast as the next-token sampler: by the medians, and the least and most that single runs say."""
-    return (plain.median / trial.median, min(plain.seconds) / max(trial.seconds),
-            max(plain.seconds) / min(trial.seconds))
+    return (
+        plain.median / trial.median,
+        min(plain.seconds) / max(trial.seconds),
+        max(plain.seconds) / min(trial.seconds),
+    )
 
 
 def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) -> str:
@@ -98,8 +101,10 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
     chosen = verdict.chosen
     if verdict.faster:
         times, least, most = speed(chosen, trials[0])
-        lines = [f"Chosen: {title(chosen)}. {times:.2f} times as fast as next token in these trials ({least:.2f} to "
-                 f"{most:.2f} over {len(chosen.seconds)} runs)."]
+        lines = [
+            f"Chosen: {title(chosen)}. {times:.2f} times as fast as next token in these trials ({least:.2f} to "
+            f"{most:.2f} over {len(chosen.seconds)} runs)."
+        ]
         if verdict.alike:
             lines.append(f"Indistinguishable from the fastest in these runs: {'; '.join(map(title, verdict.alike))}.")
     elif trials[1:] and all(trial.note == TIME_UP for trial in trials[1:]):
@@ -112,12 +117,18 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
             best = min(likely, key=lambda trial: trial.median)
             times, least, most = speed(best, trials[0])
             doubt = "ran only once" if len(best.seconds) < 2 else f"was {least:.2f} to {most:.2f} times as fast"
-            lines = [f"Too noisy to tell; probably {title(best)} ({times:.1f} times). Raise seconds, or measure when "
-                     "the machine is idle.", *lines, f"{title(best)} {doubt}."]
+            lines = [
+                f"Too noisy to tell; probably {title(best)} ({times:.1f} times). Raise seconds, or measure when "
+                "the machine is idle.",
+                *lines,
+                f"{title(best)} {doubt}.",
+            ]
     if not chosen.method.exact and (found := chosen.method.quality):
-        lines.append(f"Images with such settings, measured on the bundled model ({found.images} images): log p per "
-                     f"token {_sign(-found.loss)} ± {found.error:.2f} from next token's; {found.agreement:.0%} show "
-                     f"what was asked for (next token: {found.plain_agreement:.0%}).")
+        lines.append(
+            f"Images with such settings, measured on the bundled model ({found.images} images): log p per "
+            f"token {_sign(-found.loss)} ± {found.error:.2f} from next token's; {found.agreement:.0%} show "
+            f"what was asked for (next token: {found.plain_agreement:.0%})."
+        )
     notes: dict[str, list[str]] = {}
     for trial in trials:
         notes.setdefault(trial.note, []).append(title(trial))
@@ -137,9 +148,18 @@ def report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
         "chosen": trials.index(verdict.chosen),
         "faster": verdict.faster,
         "trials": [
-            {"method": t.method.name, "acceptance": t.method.acceptance, "exact": t.method.exact,
-             "by_hand": t.method.by_hand, "seconds_per_token": t.seconds, "tokens": t.tokens, "passes": t.passes,
-             "tv_bound": t.tv_bound, "quality": t.method.quality and asdict(t.method.quality), "note": t.note}
+            {
+                "method": t.method.name,
+                "acceptance": t.method.acceptance,
+                "exact": t.method.exact,
+                "by_hand": t.method.by_hand,
+                "seconds_per_token": t.seconds,
+                "tokens": t.tokens,
+                "passes": t.passes,
+                "tv_bound": t.tv_bound,
+                "quality": t.method.quality and asdict(t.method.quality),
+                "note": t.note,
+            }
             for t in trials
         ],
     }
@@ -160,10 +180,22 @@ def columns(trials: list[Trial], plain: Trial) -> list[Column]:
     measured = [trial if trial.seconds else None for trial in trials]
     speeds = [t and speed(t, plain) for t in measured]
     chosen = [
-        Column("time", "ms per token", "lower", [t and 1000 * t.median for t in measured], "{:.3g}".format,
-               [t and (1000 * min(t.seconds), 1000 * max(t.seconds)) for t in measured]),
-        Column("speed", "times next token", "higher", [s and s[0] for s in speeds], "{:.2f}".format,
-               [s and s[1:] if t is not plain else None for t, s in zip(trials, speeds, strict=True)]),
+        Column(
+            "time",
+            "ms per token",
+            "lower",
+            [t and 1000 * t.median for t in measured],
+            "{:.3g}".format,
+            [t and (1000 * min(t.seconds), 1000 * max(t.seconds)) for t in measured],
+        ),
+        Column(
+            "speed",
+            "times next token",
+            "higher",
+            [s and s[0] for s in speeds],
+            "{:.2f}".format,
+            [s and s[1:] if t is not plain else None for t, s in zip(trials, speeds, strict=True)],
+        ),
         Column("model passes", "per token", "lower", [t and t.passes_per_token for t in measured], "{:.2f}".format),
     ]
     if any(not trial.method.exact for trial in trials):
@@ -186,8 +218,12 @@ def table(trials: list[Trial], verdict: Verdict) -> str:
     rows, measures = ranked(trials), columns(ranked(trials), trials[0])
     head = ["method", "acceptance", *(f"{c.name} ({c.unit})" for c in measures), "runs"]
     lines = [
-        [trial.method.name + (" (chosen)" if trial is verdict.chosen else ""), trial.method.acceptance,
-         *(c.ranged(i) for c in measures), str(len(trial.seconds))]
+        [
+            trial.method.name + (" (chosen)" if trial is verdict.chosen else ""),
+            trial.method.acceptance,
+            *(c.ranged(i) for c in measures),
+            str(len(trial.seconds)),
+        ]
         for i, trial in enumerate(rows)
     ]
     return written_table(head, lines)
@@ -196,7 +232,15 @@ def table(trials: list[Trial], verdict: Verdict) -> str:
 def chart(trials: list[Trial], verdict: Verdict, setting: str) -> np.ndarray:
     """The same as an image [H, 1024, 3] (uint8); thin lines show the range of single runs."""
     rows = ranked(trials)
-    names = [(t.method.name, f"{t.method.acceptance}; {t.note}" if t.note and t.seconds else t.method.acceptance)
-             for t in rows]
-    return bars(names, [trial.method.exact for trial in rows], columns(rows, trials[0]), setting,
-                notes=[trial.note for trial in rows], chosen=rows.index(verdict.chosen))
+    names = [
+        (t.method.name, f"{t.method.acceptance}; {t.note}" if t.note and t.seconds else t.method.acceptance)
+        for t in rows
+    ]
+    return bars(
+        names,
+        [trial.method.exact for trial in rows],
+        columns(rows, trials[0]),
+        setting,
+        notes=[trial.note for trial in rows],
+        chosen=rows.index(verdict.chosen),
+    )

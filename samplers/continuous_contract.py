@@ -76,7 +76,12 @@ class ContinuousModel(Protocol):
     module: Any  # its weights
 
     def start(
-        self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool,
+        self,
+        conditioning: Any,
+        negative: Any,
+        batch: int,
+        grid: tuple[int, int],
+        guided: bool,
         graphs: Graphs | None = None,
     ) -> Any:
         """The state of a run: what all its forward passes share. graphs: capture their steps."""
@@ -91,8 +96,17 @@ class ContinuousModel(Protocol):
         ...
 
     def predict(
-        self, state: Any, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor, temperature: float,
-        noise0: Tensor, noise_t: Tensor, schedule: Schedule,
+        self,
+        state: Any,
+        tokens: Tensor,
+        known: Tensor,
+        query: Tensor,
+        seen: int,
+        cfg: Tensor,
+        temperature: float,
+        noise0: Tensor,
+        noise_t: Tensor,
+        schedule: Schedule,
     ) -> Distribution:
         """The distribution [B, V, M] of the tokens at query [B, V, M], given exactly the tokens in known [B, V, S].
 

@@ -44,7 +44,13 @@ class ARModel(Protocol):
     def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout: ...
 
     def start(
-        self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool,
+        self,
+        conditioning: Any,
+        negative: Any,
+        batch: int,
+        layout: TokenLayout,
+        slack: int,
+        guided: bool,
         into: Any = None,
     ) -> Any:
         """The state after the prompt; ``state.prefill`` is the StepOut that predicts position 0.
@@ -81,9 +87,7 @@ class ARModel(Protocol):
         """Code vectors [B, C, h, w] (fp32) of tokens [B, h, w]."""
         ...
 
-    def prompt_tokens(
-        self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, guided: bool
-    ) -> int:
+    def prompt_tokens(self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, guided: bool) -> int:
         """Number of tokens of the longer of both prompts."""
         ...
 
@@ -106,8 +110,15 @@ class Drafter(Protocol):
     module: Any  # its weights
 
     def start(
-        self, target_state: Any, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int,
-        guided: bool, into: Any = None,
+        self,
+        target_state: Any,
+        conditioning: Any,
+        negative: Any,
+        batch: int,
+        layout: TokenLayout,
+        slack: int,
+        guided: bool,
+        into: Any = None,
     ) -> Any:
         """The state after the prompt. target_state: the target's, just started; slack, into: see ARModel."""
         ...
@@ -250,8 +261,10 @@ def check_grids(shape: tuple[int, ...], **grids: Tensor | None) -> None:
     cols] or more."""
     for name, grid in grids.items():
         if grid is not None and (grid.shape[0] not in (1, shape[0]) or grid.shape[1:] != shape[1:]):
-            raise ValueError(f"{name} has the shape {list(grid.shape)}, but must have {list(shape)}: images, rows and "
-                             "columns of tokens.")
+            raise ValueError(
+                f"{name} has the shape {list(grid.shape)}, but must have {list(shape)}: images, rows and "
+                "columns of tokens."
+            )
 
 
 def check_both(tokens: Tensor | None, kept: Tensor | None) -> None:

@@ -33,8 +33,10 @@ def generate(method: Method, request: AnyRequest, reserve: Reserve = unmanaged) 
     if method.continuous != request.continuous:
         kinds = ["token ids", "vectors (continuous models)"]
         needs, has = kinds[method.continuous], kinds[request.continuous]
-        raise ValueError(f"{type(method).__name__} is for models whose tokens are {needs}, but this model's are {has}. "
-                         "Choose a method for these.")
+        raise ValueError(
+            f"{type(method).__name__} is for models whose tokens are {needs}, but this model's are {has}. "
+            "Choose a method for these."
+        )
     method.check(request)
     for notice in request.notices:
         log.warning("%s", notice)

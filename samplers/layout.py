@@ -32,9 +32,7 @@ class TokenLayout:
         return cls.ruled(rows, cols, (), ())
 
     @classmethod
-    def ruled(
-        cls, rows: int, cols: int, row_end: Sequence[int], endings: Sequence[int], lead: int = 0
-    ) -> TokenLayout:
+    def ruled(cls, rows: int, cols: int, row_end: Sequence[int], endings: Sequence[int], lead: int = 0) -> TokenLayout:
         """A grid after ``lead`` tokens, with the ids ``row_end`` after every row and the ids ``endings`` after the
         last."""
         row = torch.tensor([-1] * cols + list(row_end), dtype=torch.int64)

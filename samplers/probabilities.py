@@ -45,6 +45,14 @@ def probabilities(logits: Tensor, params: SamplingParams, vocab: int, forced: Te
     position is a point mass. Elsewhere ids >= ``vocab`` (special tokens) have probability 0.
     """
     return kernels.probabilities(
-        logits, forced, params.cfg, params.temperature, vocab, params.top_k, params.top_p, params.order, params.entropy,
+        logits,
+        forced,
+        params.cfg,
+        params.temperature,
+        vocab,
+        params.top_k,
+        params.top_p,
+        params.order,
+        params.entropy,
         params.numbers if isinstance(params, DeviceParams) else None,
     )

@@ -52,9 +52,7 @@ class Stream:
         """Numbers in [0, 1) (fp32, multiples of 2^-24) for positions [B, T]."""
         return noise.uniform(positions, self.keys, (int(purpose),), draw)[0]
 
-    def uniforms(
-        self, positions: Tensor, purposes: Sequence[Purpose], draw: int | Tensor = 0
-    ) -> tuple[Tensor, ...]:
+    def uniforms(self, positions: Tensor, purposes: Sequence[Purpose], draw: int | Tensor = 0) -> tuple[Tensor, ...]:
         """``uniform`` for each of several purposes, at little more than the cost of one."""
         return noise.uniform(positions, self.keys, tuple(map(int, purposes)), draw).unbind()
 

@@ -50,8 +50,14 @@ def within(low: int, high: int, otherwise: str) -> str:
 
 
 def setting(
-    default: Any, low: float = -math.inf, high: float = math.inf, *, options: tuple[str, ...] = (),
-    exact: float | None = None, advice: str = "", shown: bool = True,
+    default: Any,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    options: tuple[str, ...] = (),
+    exact: float | None = None,
+    advice: str = "",
+    shown: bool = True,
 ) -> Any:
     """A dataclass field that declares its legal values (see Setting)."""
     return field(default=default, metadata={"setting": Setting(low, high, options, exact, advice, shown)})

@@ -197,7 +197,11 @@ class Record:
 
     @classmethod
     def empty(
-        cls, length: int, batch: int, device: torch.device, fields: Iterable[str] = POSITION_FIELDS,
+        cls,
+        length: int,
+        batch: int,
+        device: torch.device,
+        fields: Iterable[str] = POSITION_FIELDS,
         round_fields: Iterable[str] = ("accepted", "committed", "width"),
     ) -> Record:
         """Of a run of ``length`` positions, which has at most that many rounds (each decides a token) and the prompt's.
@@ -232,7 +236,11 @@ class Record:
         self.count.zero_()
 
     def write(
-        self, position: Tensor, committed: Tensor, token: Tensor | None = None, p: Tensor | None = None,
+        self,
+        position: Tensor,
+        committed: Tensor,
+        token: Tensor | None = None,
+        p: Tensor | None = None,
         **values: Tensor | int | float,
     ) -> None:
         """Final tokens [B, T] at positions [B, T] where ``committed`` [B, T]; fields not named stay as they are.
@@ -254,8 +262,14 @@ class Record:
         self.count.add_(1)
 
     def finish(
-        self, layout: TokenLayout, seed: int, settings: dict[str, Any], seconds: float, draft_passes: int = 0,
-        width: int = 1, **host: Sequence[float],
+        self,
+        layout: TokenLayout,
+        seed: int,
+        settings: dict[str, Any],
+        seconds: float,
+        draft_passes: int = 0,
+        width: int = 1,
+        **host: Sequence[float],
     ) -> Trace:
         """The trace, on the CPU. Rounds in which nothing was decided (a GPU is one ahead) are left out.
 

@@ -35,8 +35,16 @@ class ComfyServer:
     block. `more_nodes`: folders of other custom nodes to load.
     """
 
-    def __init__(self, comfyui: Path, log: Path, output: Path | None = None, port: int | None = None,
-                 start_seconds: float = 600.0, previews: str = "auto", more_nodes: Sequence[Path] = ()):
+    def __init__(
+        self,
+        comfyui: Path,
+        log: Path,
+        output: Path | None = None,
+        port: int | None = None,
+        start_seconds: float = 600.0,
+        previews: str = "auto",
+        more_nodes: Sequence[Path] = (),
+    ):
         self.comfyui = Path(comfyui).resolve()
         self.log = Path(log).resolve()
         self.port = port or free_port()
@@ -68,8 +76,13 @@ class ComfyServer:
         """Starts the process and waits for it. May be called again after it has ended, with the same base directory."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command(), cwd=self.base, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=end_with_parent,
+                self._command(),
+                cwd=self.base,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         self._wait_until_ready()
 
@@ -86,11 +99,21 @@ class ComfyServer:
 
     def _command(self) -> list[str]:
         command = [
-            sys.executable, str(self.comfyui / "main.py"),
-            "--base-directory", str(self.base), "--output-directory", str(self.output),
-            "--port", str(self.port), "--database-url", f"sqlite:///{self.base}/user/comfyui.db",
-            "--disable-all-custom-nodes", "--whitelist-custom-nodes", *self._custom_nodes,
-            "--preview-method", self._previews,
+            sys.executable,
+            str(self.comfyui / "main.py"),
+            "--base-directory",
+            str(self.base),
+            "--output-directory",
+            str(self.output),
+            "--port",
+            str(self.port),
+            "--database-url",
+            f"sqlite:///{self.base}/user/comfyui.db",
+            "--disable-all-custom-nodes",
+            "--whitelist-custom-nodes",
+            *self._custom_nodes,
+            "--preview-method",
+            self._previews,
         ]
         if NO_PAID_NODES in (self.comfyui / "comfy/cli_args.py").read_text(encoding="utf-8"):  # it is deprecated
             command.append(NO_PAID_NODES)

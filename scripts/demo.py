@@ -30,8 +30,9 @@ def main() -> int:
     log = OUTPUT / f"server-{port}.log"  # servers may run beside each other
     try:
         given = {"prompt": arguments.prompt, "seed": arguments.seed}
-        prompt = with_overrides(read_workflow(arguments.workflow),
-                                {name: value for name, value in given.items() if value is not None})
+        prompt = with_overrides(
+            read_workflow(arguments.workflow), {name: value for name, value in given.items() if value is not None}
+        )
         make_output()
         print("Starting ComfyUI ...", flush=True)
         with ComfyServer(arguments.comfyui, log, output=OUTPUT, port=port) as server:
@@ -50,8 +51,10 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="demo.sh", description="Generates images with the bundled model in a real, "
-                                     "headless ComfyUI and leaves them in output/.")
+    parser = argparse.ArgumentParser(
+        prog="demo.sh",
+        description="Generates images with the bundled model in a real, headless ComfyUI and leaves them in output/.",
+    )
     parser.add_argument("--prompt", help="prompt, instead of the workflow's")
     parser.add_argument("--seed", type=int, help="the seed of all samplers")
     parser.add_argument("--workflow", type=Path, default=DEFAULT_WORKFLOW, help="a workflow in API format")
@@ -87,8 +90,10 @@ def make(server: ComfyServer, prompt: dict, workflow: Path) -> None:
     for file in sorted(Path(file["subfolder"], file["filename"]) for file in files_of(run.outputs)):
         print(f"  {file}")
     for method, totals in sorted(costs(run).items()):
-        print(f"  {method}: {totals['target_passes']} forward passes of the model for {totals['tokens']} tokens, "
-              f"{totals['seconds']:.1f} s")
+        print(
+            f"  {method}: {totals['target_passes']} forward passes of the model for {totals['tokens']} tokens, "
+            f"{totals['seconds']:.1f} s"
+        )
 
 
 def costs(run: Run) -> dict[str, dict]:

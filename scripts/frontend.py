@@ -73,8 +73,9 @@ class Frontend:
     def __enter__(self) -> "Frontend":
         self._playwright = sync_playwright().start()
         self._browser = self._playwright.chromium.launch(executable_path=chromium(), args=ARGUMENTS)
-        self.page: Page = self._browser.new_page(viewport={"width": WIDTH, "height": HEIGHT},
-                                                 device_scale_factor=SHARPNESS)
+        self.page: Page = self._browser.new_page(
+            viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=SHARPNESS
+        )
         self.page.goto(self._url, wait_until="domcontentloaded")
         self.page.wait_for_function(READY, timeout=180_000)
         self.page.evaluate(HELPERS)
@@ -88,15 +89,21 @@ class Frontend:
 
     def load(self, graph: dict, name: str = "pictures") -> None:
         """Opens a workflow under a name; seeds stay fixed after a run, so that the shown ones are those of the run."""
-        self.page.evaluate("([graph, name]) => app.loadGraphData(graph, true, true, name, {showMissingModelsDialog: "
-                           "false, showMissingNodesDialog: false, silentAssetErrors: true})", [graph, name])
-        self.page.evaluate("() => app.graph._nodes.forEach(node => node.widgets?.forEach(widget => "
-                           "{ if (widget.name === 'control_after_generate') widget.value = 'fixed'; }))")
+        self.page.evaluate(
+            "([graph, name]) => app.loadGraphData(graph, true, true, name, {showMissingModelsDialog: "
+            "false, showMissingNodesDialog: false, silentAssetErrors: true})",
+            [graph, name],
+        )
+        self.page.evaluate(
+            "() => app.graph._nodes.forEach(node => node.widgets?.forEach(widget => "
+            "{ if (widget.name === 'control_after_generate') widget.value = 'fixed'; }))"
+        )
 
     def add(self, kind: str) -> None:
         """Puts a node of that type into the graph, far to the left."""
-        self.page.evaluate("kind => { const node = LiteGraph.createNode(kind); node.pos = [-5000, 0]; "
-                           "app.graph.add(node); }", kind)
+        self.page.evaluate(
+            "kind => { const node = LiteGraph.createNode(kind); node.pos = [-5000, 0]; app.graph.add(node); }", kind
+        )
 
     def set(self, name: str, **values: object) -> None:
         self.page.evaluate("([name, values]) => set(name, values)", [name, values])
@@ -125,9 +132,11 @@ class Frontend:
         boxes = self.page.evaluate(ARRANGE, {name: list(place) for name, place in shown.items()})
         left, top = min(b[0] for b in boxes), min(b[1] for b in boxes)
         right, bottom = max(b[0] + b[2] for b in boxes), max(b[1] + b[3] for b in boxes)
-        self.page.evaluate("([x, y]) => { app.canvas.deselectAll(); app.canvas.ds.scale = 1; "
-                           "app.canvas.ds.offset = [x, y]; app.canvas.setDirty(true, true); }",
-                           [CORNER[0] - left, CORNER[1] - top])
+        self.page.evaluate(
+            "([x, y]) => { app.canvas.deselectAll(); app.canvas.ds.scale = 1; "
+            "app.canvas.ds.offset = [x, y]; app.canvas.setDirty(true, true); }",
+            [CORNER[0] - left, CORNER[1] - top],
+        )
         self.page.mouse.move(5, HEIGHT // 2)
         self.page.wait_for_timeout(700)
         return {"x": CORNER[0], "y": CORNER[1], "width": right - left, "height": bottom - top}
@@ -137,8 +146,12 @@ class Frontend:
         area = self.arrange(shown)
         if area["width"] + CORNER[0] > WIDTH - 300 or area["height"] + CORNER[1] > HEIGHT - 100:
             raise FrontendError(f"{area['width']:.0f} x {area['height']:.0f} are too large for the page")
-        clip = {"x": area["x"] - margin, "y": area["y"] - badge,
-                "width": area["width"] + 2 * margin, "height": area["height"] + badge + margin}
+        clip = {
+            "x": area["x"] - margin,
+            "y": area["y"] - badge,
+            "width": area["width"] + 2 * margin,
+            "height": area["height"] + badge + margin,
+        }
         return self.page.screenshot(clip=clip)
 
     def render(self, html: str, size: tuple[int, int]) -> bytes:

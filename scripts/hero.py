@@ -44,8 +44,9 @@ class Run:
 
 def timed(model, prompt, method: str) -> Run:
     ends, begun = [], time.perf_counter()
-    out = specar.sample(model, prompt, METHODS[method], seed=SEED,
-                        callback=lambda _: ends.append(time.perf_counter() - begun))
+    out = specar.sample(
+        model, prompt, METHODS[method], seed=SEED, callback=lambda _: ends.append(time.perf_counter() - begun)
+    )
     return Run(method, out, ends)
 
 
@@ -89,12 +90,16 @@ def draw(file: Path) -> None:
     pace = slow.ends[-1] / LENGTH
     clock = pace * np.arange(1, LENGTH * FPS + 1) / FPS
     clock[-1] = slow.ends[-1]  # whatever rounding made of it
-    animations = [animation(*each) for each in (
-        (slow, picture, clock, TINT), (fast, picture, clock, TINT), (fast, colours, clock, 0.0))]
+    animations = [
+        animation(*each)
+        for each in ((slow, picture, clock, TINT), (fast, picture, clock, TINT), (fast, colours, clock, 0.0))
+    ]
     decided_in, tokens = fast.out.trace.grid("finalised_at")[0].numpy(), source.strength.size
     threads = torch.get_num_threads()
-    measured = (f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}, fp32; fastest of {RUNS} runs each, "
-                f"played at {pace:.2g} times their speed")
+    measured = (
+        f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}, fp32; fastest of {RUNS} runs each, "
+        f"played at {pace:.2g} times their speed"
+    )
 
     sheets = []
     for seconds, *images in zip([*clock, clock[-1]], *animations, strict=True):
@@ -106,11 +111,25 @@ def draw(file: Path) -> None:
         for number, run in enumerate(runs):
             done, most = run.passes(seconds), len(run.ends)
             same = ", the same image" if run is fast and done == most else ""
-            panel(canvas, number, images[number], run.method, done / most, f"{done} of {most} forward passes",
-                  f"{min(seconds, run.ends[-1]):.2f} s{same}")
+            panel(
+                canvas,
+                number,
+                images[number],
+                run.method,
+                done / most,
+                f"{done} of {most} forward passes",
+                f"{min(seconds, run.ends[-1]):.2f} s{same}",
+            )
         accepted = int((source.strength > 0)[decided_in < fast.passes(seconds)].sum())
-        panel(canvas, 2, images[2], "Acceptance Map", accepted / tokens, f"{accepted} of {tokens} tokens accepted",
-              "blue: accepted, orange: resampled")
+        panel(
+            canvas,
+            2,
+            images[2],
+            "Acceptance Map",
+            accepted / tokens,
+            f"{accepted} of {tokens} tokens accepted",
+            "blue: accepted, orange: resampled",
+        )
         sheets.append(canvas)
     durations = [round(1000 / FPS)] * len(clock) + [round(1000 * HOLD)]
     sheets[0].save(file, save_all=True, append_images=sheets[1:], duration=durations, loop=0, quality=80, method=4)

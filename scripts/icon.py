@@ -19,26 +19,36 @@ def tokens(rows: tuple[str, ...], left: float, top: float, pitch: float) -> str:
     return "".join(
         f'<rect x="{left + x * pitch}" y="{top + y * pitch}" width="{side}" height="{side}" rx="{0.18 * side}" '
         f'fill="{fill.get(kind, SHADES[(3 * y + x) % len(SHADES)])}"/>'
-        for y, row in enumerate(rows) for x, kind in enumerate(row))
+        for y, row in enumerate(rows)
+        for x, kind in enumerate(row)
+    )
 
 
 def icon() -> str:
     pitch, margin = 86, 34
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {ICON} {ICON}">'
-            f'<rect width="{ICON}" height="{ICON}" rx="72" fill="{GROUND}"/>'
-            f'{tokens(ROWS, margin + 1, margin + 1, pitch)}</svg>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {ICON} {ICON}">'
+        f'<rect width="{ICON}" height="{ICON}" rx="72" fill="{GROUND}"/>'
+        f"{tokens(ROWS, margin + 1, margin + 1, pitch)}</svg>"
+    )
 
 
 def banner() -> str:
     width, height = BANNER
     rows = ("AAAAAAAA", "AAAAAAAA", "AAAAAAAA", "AAAAARLL", "LLLLLLFF", "FFFFFFFF")
-    lines = ("Pictures from autoregressive models", "in a fraction of the passes, with a map",
-             "of where the model agreed.")
-    text = "".join(f'<text x="640" y="{300 + 46 * i}" font-size="29" fill="#c8ccd2">{line}</text>'
-                   for i, line in enumerate(lines))
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="DejaVu Sans">'
-            f'<rect width="{width}" height="{height}" fill="{GROUND}"/>{tokens(rows, 50, 68, 68)}'
-            f'<text x="638" y="220" font-size="92" font-weight="bold" fill="#f2f4f7">SpecAR</text>{text}</svg>')
+    lines = (
+        "Pictures from autoregressive models",
+        "in a fraction of the passes, with a map",
+        "of where the model agreed.",
+    )
+    text = "".join(
+        f'<text x="640" y="{300 + 46 * i}" font-size="29" fill="#c8ccd2">{line}</text>' for i, line in enumerate(lines)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="DejaVu Sans">'
+        f'<rect width="{width}" height="{height}" fill="{GROUND}"/>{tokens(rows, 50, 68, 68)}'
+        f'<text x="638" y="220" font-size="92" font-weight="bold" fill="#f2f4f7">SpecAR</text>{text}</svg>'
+    )
 
 
 def main() -> None:

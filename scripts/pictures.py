@@ -71,12 +71,22 @@ def sampler(workflow: str, kind: str) -> Scene:
     return Scene(workflow, {kind: (0, 0, 330), SAVE: (0, None, 330, 240), MAP: (COLUMN, 0, 330, 700)})
 
 
-def rule(kind: str, metric: str = "accepted by relaxation", workflow: str = "21 Draft tree (EAGLE)", target: str = TREE,
-         **values: object) -> Scene:
+def rule(
+    kind: str,
+    metric: str = "accepted by relaxation",
+    workflow: str = "21 Draft tree (EAGLE)",
+    target: str = TREE,
+    **values: object,
+) -> Scene:
     """A rule beside the map of tokens that it accepted by relaxation."""
     shown = {kind: (0, 0, 300), target: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 680)}
-    return Scene(workflow, shown, added={kind: values}, values={MAP: {"metric": metric}},
-                 wires=((kind, "AR_RULE", target, "rule"),))
+    return Scene(
+        workflow,
+        shown,
+        added={kind: values},
+        values={MAP: {"metric": metric}},
+        wires=((kind, "AR_RULE", target, "rule"),),
+    )
 
 
 def read_saved_trace(page: Frontend) -> None:
@@ -92,35 +102,76 @@ def read_saved_trace(page: Frontend) -> None:
 
 SCENES = {
     CHECKPOINT: Scene(
-        "05 Acceptance map", {CHECKPOINT: (0, 0, 320), TEXT: (370, 0, 300, 110), LATENT: (370, 160, 300),
-                                  SJD: (720, 0, 0), DECODE: (720, 160, 0)}, run=False),
+        "05 Acceptance map",
+        {
+            CHECKPOINT: (0, 0, 320),
+            TEXT: (370, 0, 300, 110),
+            LATENT: (370, 160, 300),
+            SJD: (720, 0, 0),
+            DECODE: (720, 160, 0),
+        },
+        run=False,
+    ),
     DRAFTER: Scene(
-        "21 Draft tree (EAGLE)", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False),
+        "21 Draft tree (EAGLE)", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False
+    ),
     "SpecARLoadImageDecoder": Scene(
-        "01 Text to image", {"SpecARLoadImageDecoder": (0, 0, 300), SAMPLER: (0, 110, 0),
-                             DECODE: (350, 0, 200), SAVE: (600, 0, 270, 235)},
+        "01 Text to image",
+        {"SpecARLoadImageDecoder": (0, 0, 300), SAMPLER: (0, 110, 0), DECODE: (350, 0, 200), SAVE: (600, 0, 270, 235)},
         added={"SpecARLoadImageDecoder": {"decoder_name": DECODER}},
-        wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),)),
-    LATENT: Scene("04 Four images at once", {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SAMPLER: (240, 180, 0),
-                                       SAVE: (550, 0, 330, 340)}),
+        wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),),
+    ),
+    LATENT: Scene(
+        "04 Four images at once",
+        {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SAMPLER: (240, 180, 0), SAVE: (550, 0, 330, 340)},
+    ),
     "SpecARContinuePicture": Scene(
-        "13 Continue an image", {PREVIEW: (0, 0, 300, 240), "SpecARContinuePicture": (0, None, 300),
-                              "RepeatLatentBatch": (0, None, 0), SAVE: (COLUMN, 0, 360, 400)}),
+        "13 Continue an image",
+        {
+            PREVIEW: (0, 0, 300, 240),
+            "SpecARContinuePicture": (0, None, 300),
+            "RepeatLatentBatch": (0, None, 0),
+            SAVE: (COLUMN, 0, 360, 400),
+        },
+    ),
     "SpecARDecodeGLMImage": Scene(
-        "51 GLM-Image (download)", {CHECKPOINT: (0, 0, 320), TEXT: (370, 0, 300, 110), LATENT: (370, 160, 300),
-                                    SJD: (720, 0, 0), "SpecARDecodeGLMImage": (720, 60, 300)}, run=False),
+        "51 GLM-Image (download)",
+        {
+            CHECKPOINT: (0, 0, 320),
+            TEXT: (370, 0, 300, 110),
+            LATENT: (370, 160, 300),
+            SJD: (720, 0, 0),
+            "SpecARDecodeGLMImage": (720, 60, 300),
+        },
+        run=False,
+    ),
     "SpecARModelInfo": Scene(
-        "05 Acceptance map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 560, 240)},
-        added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),
+        "05 Acceptance map",
+        {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 560, 240)},
+        added={"SpecARModelInfo": {}},
+        wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),),
+    ),
     SAMPLER: Scene("01 Text to image", {SAMPLER: (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
     "SpecARNextTokenSampler": Scene(
-        "01 Text to image", {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)},
-        added={"SpecARNextTokenSampler": {"seed": 2, "control_after_generate": "fixed", "cfg": 2, "temperature": 0.9,
-                                          "top_k": 0, "top_p": 0.9}},
-        wires=((CHECKPOINT, "AR_MODEL", "SpecARNextTokenSampler", "model"),
-               (TEXT, "CONDITIONING", "SpecARNextTokenSampler", "positive"),
-               (LATENT, "LATENT", "SpecARNextTokenSampler", "latent_image"),
-               ("SpecARNextTokenSampler", "LATENT", DECODE, "samples"))),
+        "01 Text to image",
+        {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)},
+        added={
+            "SpecARNextTokenSampler": {
+                "seed": 2,
+                "control_after_generate": "fixed",
+                "cfg": 2,
+                "temperature": 0.9,
+                "top_k": 0,
+                "top_p": 0.9,
+            }
+        },
+        wires=(
+            (CHECKPOINT, "AR_MODEL", "SpecARNextTokenSampler", "model"),
+            (TEXT, "CONDITIONING", "SpecARNextTokenSampler", "positive"),
+            (LATENT, "LATENT", "SpecARNextTokenSampler", "latent_image"),
+            ("SpecARNextTokenSampler", "LATENT", DECODE, "samples"),
+        ),
+    ),
     SJD: sampler("05 Acceptance map", SJD),
     TREE: sampler("21 Draft tree (EAGLE)", TREE),
     "SpecARLanternSampler": sampler("23 LANTERN", "SpecARLanternSampler"),
@@ -128,36 +179,53 @@ SCENES = {
     "SpecARADTTreeSampler": sampler("25 ADT-Tree", "SpecARADTTreeSampler"),
     "SpecARVVSSampler": sampler("26 VVS", "SpecARVVSSampler"),
     "SpecARContinuousNextTokenSampler": Scene(
-        "33 Continuous, all methods",
-        {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
+        "33 Continuous, all methods", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}
+    ),
     "SpecARContinuousSampler": sampler("31 Continuous tokens", "SpecARContinuousSampler"),
     "SpecARMethodSampler": Scene(
-        "07 Find the fastest method", {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, 60, 330),
-                         SAVE: (COLUMN, 0, 270, 240)}),
+        "07 Find the fastest method",
+        {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, 60, 330), SAVE: (COLUMN, 0, 270, 240)},
+    ),
     "SpecARRuleExact": rule("SpecARRuleExact", "source"),
     "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
     "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
     "SpecARRuleCoolSD": Scene(
-        "15 Exact inside a mask", {"MaskPreview": (0, 0, 300, 220), "SpecARRuleCoolSD": (0, None, 300),
-                                 TREE: (0, None, 0), SAVE: (0, 580, 300, 240), MAP: (COLUMN, 0, 330, 700)}),
+        "15 Exact inside a mask",
+        {
+            "MaskPreview": (0, 0, 300, 220),
+            "SpecARRuleCoolSD": (0, None, 300),
+            TREE: (0, None, 0),
+            SAVE: (0, 580, 300, 240),
+            MAP: (COLUMN, 0, 330, 700),
+        },
+    ),
     "SpecAREntropyTemperature": Scene(
-        "01 Text to image", {"SpecAREntropyTemperature": (0, 0, 300), SAMPLER: (COLUMN, 0, 300),
-                             SAVE: (2 * COLUMN, 0, 240, 235)},
+        "01 Text to image",
+        {"SpecAREntropyTemperature": (0, 0, 300), SAMPLER: (COLUMN, 0, 300), SAVE: (2 * COLUMN, 0, 240, 235)},
         added={"SpecAREntropyTemperature": {"strength": 1, "decay": 1}},
-        wires=((CHECKPOINT, "AR_MODEL", "SpecAREntropyTemperature", "model"),
-               ("SpecAREntropyTemperature", "AR_MODEL", SAMPLER, "model"))),
+        wires=(
+            (CHECKPOINT, "AR_MODEL", "SpecAREntropyTemperature", "model"),
+            ("SpecAREntropyTemperature", "AR_MODEL", SAMPLER, "model"),
+        ),
+    ),
     MAP: Scene("05 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
     "SpecARTimeline": Scene(
-        "06 Watch it being decoded", {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
-        added={PREVIEW: {}}, values={"SpecARTimeline": {"frames": 12, "hold": 0}},
-        wires=(("SpecARTimeline", "frames", PREVIEW, "images"),)),
+        "06 Watch it being decoded",
+        {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
+        added={PREVIEW: {}},
+        values={"SpecARTimeline": {"frames": 12, "hold": 0}},
+        wires=(("SpecARTimeline", "frames", PREVIEW, "images"),),
+    ),
     "SpecARFindFastest": Scene(
-        "07 Find the fastest method", {"SpecARFindFastest": (0, 0, 480, 900)},
-        values={"SpecARFindFastest": {"seconds": 120}}),
+        "07 Find the fastest method",
+        {"SpecARFindFastest": (0, 0, 480, 900)},
+        values={"SpecARFindFastest": {"seconds": 120}},
+    ),
     "SpecARCompareTraces": Scene("27 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
     "SpecARSaveTrace": Scene("05 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
-    "SpecARLoadTrace": Scene("05 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)},
-                             prepare=read_saved_trace),
+    "SpecARLoadTrace": Scene(
+        "05 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)}, prepare=read_saved_trace
+    ),
 }
 for _page in DOCS.glob("SpecARRule*"):
     SCENES.setdefault(_page.name, rule(_page.name))
@@ -217,8 +285,13 @@ def draw(url: str, names: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="pictures.sh", description=__doc__)
     workflows = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a node's id, a workflow's name, "
-                        f"{', '.join(WITHOUT_COMFYUI)}, help (all nodes) or thumbnails (all workflows); default: all")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a node's id, a workflow's name, "
+        f"{', '.join(WITHOUT_COMFYUI)}, help (all nodes) or thumbnails (all workflows); default: all",
+    )
     parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     groups = {"help": list(SCENES), "thumbnails": workflows}

@@ -29,8 +29,11 @@ FROM_GROUP = """([title, zoom]) => {
     ds.offset = [80 / zoom - x, 130 / zoom - y];
     app.canvas.setDirty(true, true);
 }"""
-PLAIN = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False,  # nothing over the graph
-         "Comfy.OnboardingCoachmarks.Seen": ["appMode", "firstRun"]}
+PLAIN = {
+    "Comfy.Minimap.Visible": False,
+    "Comfy.Graph.CanvasInfo": False,  # nothing over the graph
+    "Comfy.OnboardingCoachmarks.Seen": ["appMode", "firstRun"],
+}
 HAS_APP_MODE = "() => app.extensionManager.command.commands.some(({ id }) => id === 'Comfy.ToggleLinear')"
 
 

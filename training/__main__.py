@@ -38,9 +38,7 @@ def main() -> None:
         elif stage == "decoder":
             tokenizer.sharpen_decoder(setting, load_images(arguments.cache), arguments.out, arguments.minutes)
         elif stage == "model":
-            workers.train_model(
-                setting, arguments.cache, arguments.out, arguments.minutes, arguments.processes, begin
-            )
+            workers.train_model(setting, arguments.cache, arguments.out, arguments.minutes, arguments.processes, begin)
         elif stage == "export":
             captions = Captions(setting, load_images(arguments.cache).words)
             export.write(setting, captions, arguments.out, exported)

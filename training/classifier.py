@@ -124,15 +124,22 @@ def train(images: Images, setting: Setting, steps: int) -> Classifier:
         wanted = labels_of(views, scenes)
         with mixed():
             found = model(damaged(pixels, views.generator).contiguous())  # faster than channels last
-        losses = [F.cross_entropy(logits.float(), right, label_smoothing=SMOOTHING)
-                  for logits, right in zip(found, wanted.unbind(1))]
+        losses = [
+            F.cross_entropy(logits.float(), right, label_smoothing=SMOOTHING)
+            for logits, right in zip(found, wanted.unbind(1))
+        ]
         optimizer.zero_grad()
         sum(losses).backward()
         optimizer.step()
         average.update(model, step)
         if (step + 1) % 100 == 0:
-            log.info("step %d of %d, %.1f min, losses %s", step + 1, steps, (time.monotonic() - begun) / 60,
-                     " ".join(f"{float(loss.detach()):.3f}" for loss in losses))
+            log.info(
+                "step %d of %d, %.1f min, losses %s",
+                step + 1,
+                steps,
+                (time.monotonic() - begun) / 60,
+                " ".join(f"{float(loss.detach()):.3f}" for loss in losses),
+            )
     return average.module
 
 
@@ -155,8 +162,7 @@ def held_out_accuracy(
 
 
 def decoded(name: str) -> Callable[[Tensor], Tensor]:
-    """Pixels [B, 3, H, W] in [-1, 1] as the image decoder of a bundled model shows them at best: encoded and decoded.
-    """
+    """Pixels [B, 3, H, W] in [-1, 1] as the image decoder of a bundled model shows them at best: encoded and decoded."""
     decoder = load_image_decoder(bundled(name))
 
     def change(pixels: Tensor) -> Tensor:
@@ -167,8 +173,9 @@ def decoded(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="training.classifier", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="training.classifier", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {FILE}")
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered images")
     parser.add_argument("--steps", type=int, default=1600, help=f"batches of {BATCH} views (default: %(default)s)")

@@ -19,8 +19,12 @@ def main() -> None:
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="checkpoints and exported files go here")
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered images")
-    parser.add_argument("--discrete", type=Path, default=Path("assets/default"),
-                        help="folder of a trained discrete model, for its word embedding and layers of its tokenizer")
+    parser.add_argument(
+        "--discrete",
+        type=Path,
+        default=Path("assets/default"),
+        help="folder of a trained discrete model, for its word embedding and layers of its tokenizer",
+    )
     parser.add_argument("--resume-from", type=Path, help="folder of an exported pair to start from")
     parser.add_argument("--stage", choices=STAGES, action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time budget of the stage instead of the setting's")

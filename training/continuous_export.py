@@ -17,11 +17,11 @@ def write(
 ) -> None:
     """``trained``/masked_{model,drafter}.pt -> ``out``/{vae,model,small/model}.safetensors (fp16); copies the words."""
     (out / "small").mkdir(parents=True, exist_ok=True)
-    save(out / "vae.safetensors", half(vae.state_dict()), {
-        "family": "kl_vae",
-        "scale": scale,
-        "margin": setting.kl_vae.margin,
-    })  # fmt: skip
+    save(
+        out / "vae.safetensors",
+        half(vae.state_dict()),
+        {"family": "kl_vae", "scale": scale, "margin": setting.kl_vae.margin},
+    )
     shutil.copyfile(discrete / "text_encoder.safetensors", out / "text_encoder.safetensors")
     for cfg, name, file in (
         (setting.masked, "masked_model.pt", out / "model.safetensors"),

@@ -45,8 +45,11 @@ def main() -> None:
         raise SystemExit(f"{path} generates vectors, not token ids. Its drafter is a smaller model of its family.")
     eagle = arguments.kind == "eagle"
     try:
-        objective = (EagleObjective(model, arguments.depth) if eagle
-                     else SmallObjective(model, arguments.width, arguments.layers))
+        objective = (
+            EagleObjective(model, arguments.depth)
+            if eagle
+            else SmallObjective(model, arguments.width, arguments.layers)
+        )
     except ValueError as error:
         raise SystemExit(str(error)) from error
     arguments.out.mkdir(parents=True, exist_ok=True)

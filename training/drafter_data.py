@@ -127,8 +127,12 @@ def own_samples(model: DiscreteModel, prompts: list[Tensor], seed: int = 0, rows
         for at in range(0, len(group), rows):
             features = torch.stack(group[at : at + rows])
             request = Request(
-                model, model.encode_features(features), model.layout(), (model.defaults, plain)[at // rows % 2],
-                seed=seed + len(examples), batch=len(features),
+                model,
+                model.encode_features(features),
+                model.layout(),
+                (model.defaults, plain)[at // rows % 2],
+                seed=seed + len(examples),
+                batch=len(features),
             )
             with torch.inference_mode():
                 tokens = NextToken().sample(request).tokens.cpu()

@@ -157,8 +157,9 @@ def draft_mask(length: int, groups: int) -> Tensor:
     group = torch.arange(groups).repeat_interleave(length)
     root = torch.arange(length).repeat(groups) - group  # the last decided pair that an entry attends to
     same_draft = root[:, None] == root
-    return torch.where(group == 0, torch.arange(length).repeat(groups) <= root[:, None],
-                       same_draft & (group <= group[:, None]))
+    return torch.where(
+        group == 0, torch.arange(length).repeat(groups) <= root[:, None], same_draft & (group <= group[:, None])
+    )
 
 
 class SmallObjective:
@@ -183,8 +184,15 @@ class SmallObjective:
             small_prefix.uncond_embedding.copy_(prefix.uncond_embedding)
         else:
             small_prefix = ClassPrefix(prefix.classes, backbone.config.dim)
-        self.module = DiscreteModel(backbone, small_prefix, model.family, model.grid, model.defaults,
-                                    model.prompt_encoder, model.pixels_per_token)
+        self.module = DiscreteModel(
+            backbone,
+            small_prefix,
+            model.family,
+            model.grid,
+            model.defaults,
+            model.prompt_encoder,
+            model.pixels_per_token,
+        )
         initialise(self.module)
         self.module.to(model.device)
 
@@ -216,15 +224,22 @@ def overlap(objective: Objective, module: nn.Module, pool: Pool, cfg: float) -> 
 
 
 def train(
-    objective: Objective, pool: Pool, held_out: Pool, file: Path, minutes: float, batch: int = 8,
+    objective: Objective,
+    pool: Pool,
+    held_out: Pool,
+    file: Path,
+    minutes: float,
+    batch: int = 8,
     learning_rate: float = 3e-3,
 ) -> nn.Module:
     """Train for the budget, or resume from ``file``; returns the averaged module."""
     module = objective.module.train().requires_grad_(True)
     average = Average(module, 0.995)
     matrices, others = split_parameters(module, keep_out=("tok_embeddings", "output", "embedding_table", "_norm"))
-    muon, adamw = Muon(matrices, lr=learning_rate), torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95),
-                                                                      weight_decay=0.0)
+    muon, adamw = (
+        Muon(matrices, lr=learning_rate),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    )
     checkpoint = Checkpoint(file, 2.0, module=module, average=average.module, muon=muon, adamw=adamw)
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget = counters["step"], Budget(minutes, counters["spent"])

@@ -20,29 +20,37 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
     vq = tokenizer.restore(setting, trained)
     model = autoregressive.restore(setting, len(captions.words), trained)
     side = IMAGE_SIZE // vq.config.factor
-    save(out / "vq.safetensors", half(vq.state_dict()), {
-        "family": "vq",
-        "config": asdict(vq.config),
-        "margin": setting.tokenizer.margin,
-    })
+    save(
+        out / "vq.safetensors",
+        half(vq.state_dict()),
+        {"family": "vq", "config": asdict(vq.config), "margin": setting.tokenizer.margin},
+    )
     tensors = split_gates(model.backbone.state_dict())
     tensors |= {f"cls_embedding.{name}": tensor for name, tensor in model.prefix.state_dict().items()}
     tensors["cls_embedding.uncond_embedding"] = model.null_caption.detach()
-    save(out / "model.safetensors", half(tensors), {
-        "family": "llamagen",
-        "heads": setting.model.heads,
-        "grid": [side, side],
-        "pixels_per_token": vq.config.factor,
-        "caption_slots": setting.caption_slots,
-        "defaults": asdict(setting.sampling),
-        "trained_on": setting.name,
-    })  # fmt: skip
-    save(out / "text_encoder.safetensors", {"word_embeddings.weight": model.words.weight.detach().contiguous()}, {
-        "words": captions.words,
-        "stop_words": STOP_WORDS,
-        "synonyms": captions.synonyms(),
-        "backgrounds": [*BACKGROUNDS, *COLOUR_SYNONYMS],
-    })  # fmt: skip
+    save(
+        out / "model.safetensors",
+        half(tensors),
+        {
+            "family": "llamagen",
+            "heads": setting.model.heads,
+            "grid": [side, side],
+            "pixels_per_token": vq.config.factor,
+            "caption_slots": setting.caption_slots,
+            "defaults": asdict(setting.sampling),
+            "trained_on": setting.name,
+        },
+    )
+    save(
+        out / "text_encoder.safetensors",
+        {"word_embeddings.weight": model.words.weight.detach().contiguous()},
+        {
+            "words": captions.words,
+            "stop_words": STOP_WORDS,
+            "synonyms": captions.synonyms(),
+            "backgrounds": [*BACKGROUNDS, *COLOUR_SYNONYMS],
+        },
+    )
 
 
 def half(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -85,7 +85,11 @@ def latent_scale(model: KLModel, setting: Setting, images: Images, views: int = 
 
 
 def train(
-    setting: Setting, images: Images, out: Path, minutes: float | None = None, vq: VQModel | None = None,
+    setting: Setting,
+    images: Images,
+    out: Path,
+    minutes: float | None = None,
+    vq: VQModel | None = None,
     weights: dict[str, Tensor] | None = None,
 ) -> KLModel:
     """Trains for the budget (or resumes from ``out``/kl_vae.pt) and returns the averaged model.

@@ -65,10 +65,20 @@ class MaskedTextToImage(nn.Module):
         """words [N, F]: one vector per word."""
         super().__init__()
         channels, side = setting.kl_vae.config.channels, IMAGE_SIZE // setting.kl_vae.config.factor
-        self.backbone = MAR(MARConfig(
-            dim=cfg.dim, encoder_layers=cfg.layers, decoder_layers=cfg.layers, heads=cfg.heads, rows=side, cols=side,
-            channels=channels, slots=setting.masked_slots, conditions=words.shape[1], captions=True,
-        ))  # fmt: skip
+        self.backbone = MAR(
+            MARConfig(
+                dim=cfg.dim,
+                encoder_layers=cfg.layers,
+                decoder_layers=cfg.layers,
+                heads=cfg.heads,
+                rows=side,
+                cols=side,
+                channels=channels,
+                slots=setting.masked_slots,
+                conditions=words.shape[1],
+                captions=True,
+            )
+        )
         self.head = DiffusionHead(channels, cfg.dim, cfg.head_width, cfg.head_depth)
         self.guess = nn.Linear(cfg.dim, channels)
         self.register_buffer("words", words.clone(), persistent=False)
@@ -146,7 +156,13 @@ class Latents(Views):
     """Captions and latent tokens, sampled anew from the image's posterior each time."""
 
     def __init__(
-        self, setting: Setting, cfg: MaskedSetting, images: Images, captions: Captions, vae: KLModel, scale: float,
+        self,
+        setting: Setting,
+        cfg: MaskedSetting,
+        images: Images,
+        captions: Captions,
+        vae: KLModel,
+        scale: float,
         seed: int,
     ) -> None:
         """scale: factor from the autoencoder's latents to tokens."""
@@ -192,8 +208,16 @@ def held_out_error(model: MaskedTextToImage, schedule: Schedule, batch: tuple[Te
 
 
 def train(
-    setting: Setting, cfg: MaskedSetting, images: Images, captions: Captions, words: Tensor, vae: KLModel,
-    scale: float, file: Path, minutes: float | None = None, weights: dict[str, Tensor] | None = None,
+    setting: Setting,
+    cfg: MaskedSetting,
+    images: Images,
+    captions: Captions,
+    words: Tensor,
+    vae: KLModel,
+    scale: float,
+    file: Path,
+    minutes: float | None = None,
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Trains for the budget (or resumes from ``file``); at the end, that file has the averaged model.
 
@@ -246,8 +270,11 @@ def train(
             log.info("step %d, %.1f min, error %.4f, bound %.4f, guess %.4f, %.0f views", *numbers)
         fraction = budget.fraction
         if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
-            log.info("step %d, held-out error at 0, 1/4, 1/2, 3/4 known: %s",
-                     step, held_out_error(average.module, schedule, unseen))
+            log.info(
+                "step %d, held-out error at 0, 1/4, 1/2, 3/4 known: %s",
+                step,
+                held_out_error(average.module, schedule, unseen),
+            )
 
 
 def restore(setting: Setting, cfg: MaskedSetting, words: Tensor, file: Path) -> MaskedTextToImage:

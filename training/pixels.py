@@ -38,11 +38,13 @@ class Sampler:
         shares = (self.cfg.other_images, self.setting.recoloured, self.setting.placed)
         others, coloured, placed = (0, 0, 0) if only_chosen else (self._round(count * share) for share in shares)
         coloured = min(coloured, count - others)
-        rgba = torch.cat([
-            self._some(self.all, others),
-            self._some(self.coloured, coloured),
-            self._some(self.chosen, count - others - coloured),
-        ])
+        rgba = torch.cat(
+            [
+                self._some(self.all, others),
+                self._some(self.coloured, coloured),
+                self._some(self.chosen, count - others - coloured),
+            ]
+        )
         places = torch.zeros(count, dtype=torch.int64, device=self.device)
         moved = torch.randperm(count, generator=self.generator, device=self.device)[:placed]
         places[moved] = 1 + self._integers(len(PLACES), placed)

@@ -9,38 +9,95 @@ from ..samplers.continuous_contract import ContinuousParams
 IMAGE_SIZE = 256
 STYLES = ("3d", "noto", "flat")
 BACKGROUNDS = {
-    "white": (250, 250, 250), "black": (24, 24, 26), "gray": (136, 138, 142), "red": (214, 48, 49),
-    "orange": (245, 140, 40), "yellow": (250, 214, 72), "green": (70, 168, 82), "teal": (40, 166, 164),
-    "blue": (52, 112, 216), "purple": (128, 76, 184), "pink": (246, 150, 190), "brown": (128, 84, 54),
-}  # fmt: skip
+    "white": (250, 250, 250),
+    "black": (24, 24, 26),
+    "gray": (136, 138, 142),
+    "red": (214, 48, 49),
+    "orange": (245, 140, 40),
+    "yellow": (250, 214, 72),
+    "green": (70, 168, 82),
+    "teal": (40, 166, 164),
+    "blue": (52, 112, 216),
+    "purple": (128, 76, 184),
+    "pink": (246, 150, 190),
+    "brown": (128, 84, 54),
+}
 
 # Common concepts that are recognisable in 16 x 16 tokens: Unicode code point -> usual name.
 COMMON_CONCEPTS = {
-    "2764": "heart", "1f604": "smiley", "2600": "sun", "1f319": "moon",
-    "2b50": "star", "1f431": "cat", "1f436": "dog", "1f98a": "fox", "1f43c": "panda",
-    "1f437": "pig", "1f438": "frog", "1f427": "penguin", "1f420": "fish", "1f98b": "butterfly",
-    "1f34e": "apple", "1f34c": "banana", "1f352": "cherry", "1f353": "strawberry",
-    "1f349": "watermelon", "1f355": "pizza", "1f354": "burger", "1f369": "donut", "2615": "coffee",
-    "1f697": "car", "1f680": "rocket", "26f5": "sailboat", "1f3e0": "house", "1f333": "tree",
-    "1f335": "cactus", "1f339": "rose", "1f344": "mushroom", "26c4": "snowman",
-    "2602": "umbrella", "26bd": "ball", "1f381": "gift", "1f388": "balloon", "1f451": "crown",
-    "1f47b": "ghost", "1f916": "robot", "1f480": "skull",
-}  # fmt: skip
+    "2764": "heart",
+    "1f604": "smiley",
+    "2600": "sun",
+    "1f319": "moon",
+    "2b50": "star",
+    "1f431": "cat",
+    "1f436": "dog",
+    "1f98a": "fox",
+    "1f43c": "panda",
+    "1f437": "pig",
+    "1f438": "frog",
+    "1f427": "penguin",
+    "1f420": "fish",
+    "1f98b": "butterfly",
+    "1f34e": "apple",
+    "1f34c": "banana",
+    "1f352": "cherry",
+    "1f353": "strawberry",
+    "1f349": "watermelon",
+    "1f355": "pizza",
+    "1f354": "burger",
+    "1f369": "donut",
+    "2615": "coffee",
+    "1f697": "car",
+    "1f680": "rocket",
+    "26f5": "sailboat",
+    "1f3e0": "house",
+    "1f333": "tree",
+    "1f335": "cactus",
+    "1f339": "rose",
+    "1f344": "mushroom",
+    "26c4": "snowman",
+    "2602": "umbrella",
+    "26bd": "ball",
+    "1f381": "gift",
+    "1f388": "balloon",
+    "1f451": "crown",
+    "1f47b": "ghost",
+    "1f916": "robot",
+    "1f480": "skull",
+}
 
 # An object's colour, where it has one that can be exchanged: word -> hue in degrees.
 COLOURS = {"red": 0, "orange": 28, "yellow": 50, "green": 120, "teal": 178, "blue": 216, "purple": 272, "pink": 328}
 COLOURED = (
-    "heart", "star", "apple", "cherry", "fish", "butterfly", "car", "rose", "mushroom", "umbrella", "gift", "balloon",
+    "heart",
+    "star",
+    "apple",
+    "cherry",
+    "fish",
+    "butterfly",
+    "car",
+    "rose",
+    "mushroom",
+    "umbrella",
+    "gift",
+    "balloon",
     "crown",
-)  # fmt: skip
+)
 
 # Positions of a small object: words -> its centre, from the middle of the image, in half sides.
 SMALL = 0.5
 PLACES = {
-    (): (0.0, 0.0), ("top",): (0.0, -0.5), ("bottom",): (0.0, 0.5), ("left",): (-0.5, 0.0), ("right",): (0.5, 0.0),
-    ("top", "left"): (-0.5, -0.5), ("top", "right"): (0.5, -0.5),
-    ("bottom", "left"): (-0.5, 0.5), ("bottom", "right"): (0.5, 0.5),
-}  # fmt: skip
+    (): (0.0, 0.0),
+    ("top",): (0.0, -0.5),
+    ("bottom",): (0.0, 0.5),
+    ("left",): (-0.5, 0.0),
+    ("right",): (0.5, 0.0),
+    ("top", "left"): (-0.5, -0.5),
+    ("top", "right"): (0.5, -0.5),
+    ("bottom", "left"): (-0.5, 0.5),
+    ("bottom", "right"): (0.5, 0.5),
+}
 PLACE_WORDS = ("small", "top", "bottom", "left", "right")
 
 
@@ -163,14 +220,7 @@ CPU = Setting(
         crop_batch=16,
         whole_batch=4,
     ),
-    model=ModelSetting(
-        minutes=64,
-        dim=256,
-        layers=8,
-        heads=4,
-        batch=32,
-        augmentation=MILD,
-    ),
+    model=ModelSetting(minutes=64, dim=256, layers=8, heads=4, batch=32, augmentation=MILD),
     kl_vae=KLSetting(
         minutes=25,
         config=KLConfig(16, (1, 1, 2, 4, 4, 4), base_channels=32, num_res_blocks=1),
@@ -180,9 +230,7 @@ CPU = Setting(
         other_images=0.1,
         start_from_vq=True,
     ),
-    masked=MaskedSetting(
-        minutes=46, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, repeats=2
-    ),
+    masked=MaskedSetting(minutes=46, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, repeats=2),
     masked_drafter=MaskedSetting(
         minutes=34, dim=128, layers=2, heads=2, head_width=192, head_depth=2, batch=32, repeats=2
     ),

@@ -37,8 +37,13 @@ def sharp_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train(
-    setting: Setting, cfg: AutoencoderSetting, images: Images, model: nn.Module,
-    latents: Callable[[Tensor], Tensor], file: Path, minutes: float | None = None,
+    setting: Setting,
+    cfg: AutoencoderSetting,
+    images: Images,
+    model: nn.Module,
+    latents: Callable[[Tensor], Tensor],
+    file: Path,
+    minutes: float | None = None,
 ) -> None:
     """Trains ``model.decoder`` and ``model.post_quant_conv`` for the budget, or resumes from ``file``.
 
@@ -95,9 +100,7 @@ def decode(model: nn.Module, latent: Tensor, cfg: AutoencoderSetting) -> Tensor:
 
 
 @torch.no_grad()
-def decoded(
-    model: nn.Module, latents: Callable[[Tensor], Tensor], pixels: Tensor, cfg: AutoencoderSetting
-) -> Tensor:
+def decoded(model: nn.Module, latents: Callable[[Tensor], Tensor], pixels: Tensor, cfg: AutoencoderSetting) -> Tensor:
     """Pixels [B, 3, H, W] encoded and decoded again."""
     return torch.cat([decode(model, latents(part), cfg) for part in pixels.split(8)]).clamp(-1, 1)
 

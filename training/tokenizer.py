@@ -75,8 +75,7 @@ def evaluate(model: VQModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
 
 
 def train(
-    setting: Setting, images: Images, out: Path, minutes: float | None = None,
-    weights: dict[str, Tensor] | None = None,
+    setting: Setting, images: Images, out: Path, minutes: float | None = None, weights: dict[str, Tensor] | None = None
 ) -> VQModel:
     """Trains for the budget (or resumes from ``out``/tokenizer.pt) and returns the averaged model.
 

@@ -29,8 +29,14 @@ class Views:
     """
 
     def __init__(
-        self, setting: Setting, augmentation: Augmentation, images: Images, captions: Captions,
-        device: torch.device, encode: Callable[[Tensor], tuple[Tensor, ...]], seed: int,
+        self,
+        setting: Setting,
+        augmentation: Augmentation,
+        images: Images,
+        captions: Captions,
+        device: torch.device,
+        encode: Callable[[Tensor], tuple[Tensor, ...]],
+        seed: int,
     ) -> None:
         """encode: pixels [B, 3, H, W] in [-1, 1] -> the training targets, tensors [B, ...]."""
         self.setting, self.augmentation, self.captions = setting, augmentation, captions
@@ -46,10 +52,13 @@ class Views:
         """
         setting, coloured = self.setting, len(self.images.code) - self.own
         candidates = 64 * count
-        recoloured, placed = (self._share(candidates, 0.0 if held_out else share) for share in
-                              (setting.recoloured if coloured else 0.0, setting.placed))
-        image = torch.where(recoloured, self.own + self._integers(max(coloured, 1), candidates),
-                              self._integers(self.own, candidates))
+        recoloured, placed = (
+            self._share(candidates, 0.0 if held_out else share)
+            for share in (setting.recoloured if coloured else 0.0, setting.placed)
+        )
+        image = torch.where(
+            recoloured, self.own + self._integers(max(coloured, 1), candidates), self._integers(self.own, candidates)
+        )
         background = self._integers(len(BACKGROUNDS), candidates)
         place = torch.where(placed, 1 + self._integers(len(PLACES), candidates), 0)
         kept = (((7 * image + 3 * background) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]

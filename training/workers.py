@@ -29,7 +29,13 @@ def train_model(
 
 
 def _work(
-    rank: int, setting: Setting, cache: Path, out: Path, minutes: float | None, begin: Path | None, size: int,
+    rank: int,
+    setting: Setting,
+    cache: Path,
+    out: Path,
+    minutes: float | None,
+    begin: Path | None,
+    size: int,
     meeting: str,
 ) -> None:
     if size > 1:

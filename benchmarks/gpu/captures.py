@@ -33,8 +33,9 @@ def run(findings: Findings, **_options: object) -> None:
             with findings.item(method=method) as row:
                 row |= of_an_image(whole.sampler(method), counted, dry)
                 if row["second image"]:
-                    findings.failure(f"{method}: a second image with the same settings captures {row['second image']} "
-                                     "steps again")
+                    findings.failure(
+                        f"{method}: a second image with the same settings captures {row['second image']} steps again"
+                    )
             with findings.trying(f"{method}, changed settings"):
                 for change, number in after_changes(whole, method, counted):
                     row[change] = number
@@ -66,8 +67,10 @@ def after_changes(whole: Subject, method: str, counted: Captures) -> Iterator[tu
     counted.taken()
     for change, changed in {  # the prompt first, while the session of these settings is kept
         "prompt": {"conditioning": [(features.roll(1, 1), *rest)]},
-        "guidance": {"params": replace(base, cfg=6.0)}, "temperature": {"params": replace(base, temperature=0.8)},
-        "top-k": {"params": replace(base, top_k=40)}, "top-p": {"params": replace(base, top_p=0.8)},
+        "guidance": {"params": replace(base, cfg=6.0)},
+        "temperature": {"params": replace(base, temperature=0.8)},
+        "top-k": {"params": replace(base, top_k=40)},
+        "top-p": {"params": replace(base, top_p=0.8)},
     }.items():
         replace(contestant, **changed)(1)
         yield change, len(counted.taken())

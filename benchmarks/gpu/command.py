@@ -22,14 +22,17 @@ RESULTS = ROOT / "benchmarks/results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=about,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks gpu", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10, help="time for all stages together (3, 10 or 25)")
     parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], help="run only these stages")
-    parser.add_argument("--dry", action="store_true",
-                        help="run on the CPU with tiny models (always if there is no GPU)")
-    parser.add_argument("--generate", action="store_true",
-                        help="also measure generate of transformers, which is compiled")
+    parser.add_argument(
+        "--dry", action="store_true", help="run on the CPU with tiny models (always if there is no GPU)"
+    )
+    parser.add_argument(
+        "--generate", action="store_true", help="also measure generate of transformers, which is compiled"
+    )
     parser.add_argument("--out", type=Path, help="JSON report, with its page next to it (default: benchmarks/results/)")
     for name, kind in (("--stage", str), ("--into", Path), ("--seconds", float)):  # of the processes of the stages
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
@@ -48,8 +51,14 @@ def all_stages(options: argparse.Namespace) -> str | None:
     if dry and not options.dry:
         print("There is no CUDA device, so this is a dry run: nothing in it was measured on a GPU.", flush=True)
     out = options.out or RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
-    report = {"schema": SCHEMA, "device": device, "dry": dry, "minutes": options.minutes, "commit": commit(),
-              "stages": []}
+    report = {
+        "schema": SCHEMA,
+        "device": device,
+        "dry": dry,
+        "minutes": options.minutes,
+        "commit": commit(),
+        "stages": [],
+    }
     stages = tuple(stage for stage in STAGES if not options.only or stage.name in options.only)
     arguments = ["--generate"] if options.generate else []
     with tempfile.TemporaryDirectory() as folder:

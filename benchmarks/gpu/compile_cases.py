@@ -41,17 +41,29 @@ def cases() -> Iterator[Case]:
     with torch.device("meta"):
         for name, (key_heads, shared, slots, dim, more) in ATTENTION.items():
             for count in (1, 32):
-                yield "attention.attend_few", f"{name}, {count} tokens", attended(
-                    key_heads, shared, slots, dim, count, **more)
+                yield (
+                    "attention.attend_few",
+                    f"{name}, {count} tokens",
+                    attended(key_heads, shared, slots, dim, count, **more),
+                )
         for storage in STORAGES:
             for rows in (2, 64):
                 for name, (outer, inner, fused) in PRODUCTS.items():
-                    yield "linear.few_rows", f"{storage or 'bf16'}, {rows} rows, {name}", multiplied(
-                        rows, outer, inner, storage, fused)
-            yield "linear.few_rows", f"{storage or 'fp16'}, 64 rows, fp16", multiplied(
-                64, 4096, 4096, storage, ("norm", "residual"), FP16)
-            yield "linear.few_rows", f"{storage or 'fp32'}, 64 rows, fp32", multiplied(
-                64, 4096, 4096, storage, ("norm", "residual"), FP32)
+                    yield (
+                        "linear.few_rows",
+                        f"{storage or 'bf16'}, {rows} rows, {name}",
+                        multiplied(rows, outer, inner, storage, fused),
+                    )
+            yield (
+                "linear.few_rows",
+                f"{storage or 'fp16'}, 64 rows, fp16",
+                multiplied(64, 4096, 4096, storage, ("norm", "residual"), FP16),
+            )
+            yield (
+                "linear.few_rows",
+                f"{storage or 'fp32'}, 64 rows, fp32",
+                multiplied(64, 4096, 4096, storage, ("norm", "residual"), FP32),
+            )
         yield from sampled()
         yield from verified()
         yield from others()
@@ -65,9 +77,14 @@ def attended(key_heads: int, shared: int, slots: int, dim: int, count: int, dtyp
     halves = dim != 64  # LlamaGen-XL rotates neighbours
     return (
         torch.empty(2, count, heads + 2 * key_heads, dim, dtype=dtype),
-        torch.empty(2, count, 2 * dim if halves else dim), halves, norm,
-        torch.empty(2, 2 * key_heads, slots, dim, dtype=dtype), whole(2, 1), whole(2, count),
-        torch.empty(2, 1, count, slots, dtype=dtype), whole(2, key_heads, FEW, dtype=torch.int32),
+        torch.empty(2, count, 2 * dim if halves else dim),
+        halves,
+        norm,
+        torch.empty(2, 2 * key_heads, slots, dim, dtype=dtype),
+        whole(2, 1),
+        whole(2, count),
+        torch.empty(2, 1, count, slots, dtype=dtype),
+        whole(2, key_heads, FEW, dtype=torch.int32),
     )
 
 
@@ -77,8 +94,10 @@ def multiplied(rows: int, outer: int, inner: int, storage: str | None, fused: tu
         None: lambda: (torch.empty(outer, inner, dtype=dtype), None),
         "int8": lambda: (whole(outer, inner, dtype=torch.int8), torch.empty(outer)),
         "fp8": lambda: (whole(outer, inner, dtype=torch.uint8), None),
-        "int4": lambda: (whole(outer, inner // GROUP, GROUP // 2, dtype=torch.uint8),
-                         torch.empty(outer, inner // GROUP, 2, dtype=BF16)),
+        "int4": lambda: (
+            whole(outer, inner // GROUP, GROUP // 2, dtype=torch.uint8),
+            torch.empty(outer, inner // GROUP, 2, dtype=BF16),
+        ),
     }[storage]()
     norm = torch.empty(inner, dtype=dtype) if "norm" in fused else None
     residual = torch.empty(rows, outer, dtype=dtype) if "residual" in fused else None
@@ -90,9 +109,22 @@ def sampled() -> Iterator[Case]:
     for vocab in (8, 16384, 184_622):
         for count, forced, top_p in ((1, None, 1.0), (33, None, 1.0), (1, whole(1, 1), 0.9)):
             entropy = None if forced is None else (1.0, 1.0, 1.0)
-            yield "logits.probabilities", f"{vocab} ids, {count} tokens, top-p {top_p}", (
-                torch.empty(2, count, vocab, dtype=BF16), forced, 3.0, 1.0, vocab, 2000, top_p, ("top_k", "top_p"),
-                entropy, torch.empty(7))
+            yield (
+                "logits.probabilities",
+                f"{vocab} ids, {count} tokens, top-p {top_p}",
+                (
+                    torch.empty(2, count, vocab, dtype=BF16),
+                    forced,
+                    3.0,
+                    1.0,
+                    vocab,
+                    2000,
+                    top_p,
+                    ("top_k", "top_p"),
+                    entropy,
+                    torch.empty(7),
+                ),
+            )
     p, uniform, position, key = torch.empty(1, 32, 16384), torch.empty(1, 32), whole(1, 32), whole(1, 2)
     yield "sampling.categorical", "", (p, uniform)
     yield "sampling.redraw", "", (p, p, uniform)
@@ -106,23 +138,49 @@ def verified() -> Iterator[Case]:
     """Windows, trees of 58 slots and six levels, blocks of five."""
     window, uniform, position = torch.empty(1, 32, 16384), torch.empty(1, 32), whole(1, 32)
     exists = whole(1, 32, dtype=torch.bool)
-    yield "verification.maximal_coupling", "", (
-        window, torch.empty(1, 64, 16384), position, position, exists, uniform, uniform)
+    yield (
+        "verification.maximal_coupling",
+        "",
+        (window, torch.empty(1, 64, 16384), position, position, exists, uniform, uniform),
+    )
     p, token, children, table = torch.empty(1, 58, 16384), whole(1, 58), whole(1, 58, 10), whole(16384, 1000)
     yield "verification.sample_and_match_rows", "", (p, token, children, 6, torch.empty(1, 58))
     for function, rule in (("exact", None), ("relaxed", Lantern(delta=0.3, table=table.to(torch.int32)))):
         for drawn in (True, False):
             drafts = (torch.empty(1, 20, 16384), whole(58)) if drawn else (None, None)
-            yield f"verification.{function}_rejection_sampling", "drawn drafts" if drawn else "most likely drafts", (
-                p, token, children, *drafts, torch.empty(1, 6, 10), torch.empty(1, 7), torch.empty(1, 6), rule)
-    yield "verification.block", "", (
-        torch.empty(1, 6, 16384), torch.empty(1, 5, 16384), whole(1, 6), whole(1, 6, dtype=torch.bool),
-        torch.empty(1, 5), torch.empty(1, 6))
+            yield (
+                f"verification.{function}_rejection_sampling",
+                "drawn drafts" if drawn else "most likely drafts",
+                (p, token, children, *drafts, torch.empty(1, 6, 10), torch.empty(1, 7), torch.empty(1, 6), rule),
+            )
+    yield (
+        "verification.block",
+        "",
+        (
+            torch.empty(1, 6, 16384),
+            torch.empty(1, 5, 16384),
+            whole(1, 6),
+            whole(1, 6, dtype=torch.bool),
+            torch.empty(1, 5),
+            torch.empty(1, 6),
+        ),
+    )
     yield "neighbours.aggregate", "", (window, position, uniform, table.to(torch.int32), 1000)
     yield "guesses.mean_probs", "", (torch.empty(1, 64, 16384), whole(1, 1), position, 32)
-    yield "records.write", "", (
-        torch.empty(1, 1025, 12), whole(1, 1025), position, exists, position, window, whole(8),
-        (whole(1, 1), position, position, uniform, uniform))
+    yield (
+        "records.write",
+        "",
+        (
+            torch.empty(1, 1025, 12),
+            whole(1, 1025),
+            position,
+            exists,
+            position,
+            window,
+            whole(8),
+            (whole(1, 1), position, position, uniform, uniform),
+        ),
+    )
     p, q = ((torch.empty(1, 32, 16), torch.empty(1, 32, 16), torch.empty(1, 32)) for _ in range(2))
     yield "continuous.log_ratio", "", (p[0], p, q, 1.0, 1.0)
     yield "continuous.redraw", "", (torch.empty(64, 1, 32, 16), torch.empty(64, 1, 32), p, q, 1.0)

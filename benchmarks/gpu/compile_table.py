@@ -30,7 +30,7 @@ TABLE = ROOT / "benchmarks/results/compiled.json"
 CACHE = Path(os.environ.get("SPECAR_CACHE") or Path.home() / ".cache/comfyui-specar")
 TRITONS = {"3.1.0": "2.5", "3.3.1": "2.7", "3.5.1": "2.9", "3.9.0": "none yet"}  # and torch that comes with it
 ARCHS = {75: "RTX 20", 86: "RTX 30", 90: "H100", 120: "RTX 50"}
-UNKNOWN = ("3.1.0", "120"),  # newer than that Triton, which ends the process over them, and than torch 2.5
+UNKNOWN = (("3.1.0", "120"),)  # newer than that Triton, which ends the process over them, and than torch 2.5
 PAIRS = [(version, str(arch)) for version in TRITONS for arch in ARCHS if (version, str(arch)) not in UNKNOWN]
 NEWEST = list(TRITONS)[-1]
 LOOPS = NEWEST, "86"  # where instructions of loops are counted
@@ -45,8 +45,11 @@ def sources() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.compile_table", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.compile_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--triton", nargs="+", choices=list(TRITONS), default=list(TRITONS))
     parser.add_argument("--arch", nargs="+", type=int, choices=list(ARCHS), default=list(ARCHS), help="86 is sm_86")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # of the processes that this starts
@@ -61,8 +64,11 @@ def main() -> None:
         for (version, arch), entry in zip(wanted, threads.map(lambda pair: compiled_by(*pair), wanted)):
             table["tritons"].setdefault(version, {})[arch] = {"sources": sources()} | entry
             write(table)
-            print(f"Triton {version}, sm_{arch}: {entry['cases']} cases, {len(entry['failures'])} failures, "
-                  f"{worst(entry, 'spilled')} bytes spilled", flush=True)
+            print(
+                f"Triton {version}, sm_{arch}: {entry['cases']} cases, {len(entry['failures'])} failures, "
+                f"{worst(entry, 'spilled')} bytes spilled",
+                flush=True,
+            )
     write(table)
 
 
@@ -115,7 +121,7 @@ def instructions_per_weight(cubin: bytes, row_tiles: int) -> int:
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             instructions.append(instruction[1])
             if back := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[1]):
-                longest = max(longest, instructions[labels.get(back[1], len(instructions)):], key=len)
+                longest = max(longest, instructions[labels.get(back[1], len(instructions)) :], key=len)
     products = sum("HMMA" in instruction for instruction in longest)
     return round(1000 * len(longest) * row_tiles / (128 * products)) if products else 0
 
@@ -134,31 +140,49 @@ def write(table: dict[str, Any]) -> None:
 
 def page(table: dict[str, Any]) -> str:
     """The table in words."""
-    rows = [(f"{version} (torch {TRITONS[version]})", f"sm_{arch} ({ARCHS[int(arch)]})", entry["cases"],
-             len(entry["failures"]), *(worst(entry, column) for column in COLUMNS))
-            for version, arch in PAIRS if (entry := table["tritons"].get(version, {}).get(arch))]
+    rows = [
+        (
+            f"{version} (torch {TRITONS[version]})",
+            f"sm_{arch} ({ARCHS[int(arch)]})",
+            entry["cases"],
+            len(entry["failures"]),
+            *(worst(entry, column) for column in COLUMNS),
+        )
+        for version, arch in PAIRS
+        if (entry := table["tritons"].get(version, {}).get(arch))
+    ]
     version, arch = LOOPS
     after = table["tritons"].get(version, {}).get(arch, {}).get("loops", {})
     loops = [(name, table["before"].get(name, ""), number) for name, number in after.items()]
     kernels = table["tritons"].get(version, {}).get(arch, {}).get("kernels", {})
-    return "\n".join((
-        "# Triton kernels, compiled", "",
-        "Compiled without a GPU and run on none; written by `python -m benchmarks.gpu.compile_table`. A case is a "
-        "kernel with the arguments of a model (benchmarks/gpu/compile_cases.py). Registers of a thread, bytes that it "
-        "spills to its stack, and bytes of shared memory are the most of all cases. From compute capability "
-        f"{'.'.join(map(str, OLDEST))} on no case may fail or spill more than {SPILLED} bytes. GPUs before that run "
-        "the torch versions of the kernels (kernels/dispatch.py): the rows of sm_75 show why. Triton 3.1 does not know "
-        "sm_120, nor does torch 2.5.",
-        "", *lines(("Triton", "GPU", "cases", "failures", *COLUMNS), rows), "",
-        f"## Kernels (Triton {version}, sm_{arch})", "",
-        *lines(("kernel", *COLUMNS), [(name, *numbers) for name, numbers in kernels.items()]), "",
-        f"## Products: instructions of the main loop (Triton {version}, sm_{arch})", "",
-        "Instructions of a warp per 1,000 weights, x in bf16. They bound how fast weights are read: an RTX 3060 starts "
-        "at most 199 of them in a nanosecond (28 multiprocessors, 4 each, 1.78 GHz). Counted in machine code, not "
-        "timed. *Before*: gate and value were two products, tiles of 32 columns had four warps, and step and minimum "
-        "of 4 bits were loaded for every number.", "",
-        *lines(("storage, rows, matrix", "before", "now"), loops), "",
-    ))
+    return "\n".join(
+        (
+            "# Triton kernels, compiled",
+            "",
+            "Compiled without a GPU and run on none; written by `python -m benchmarks.gpu.compile_table`. A case is a "
+            "kernel with the arguments of a model (benchmarks/gpu/compile_cases.py). Registers of a thread, bytes that it "
+            "spills to its stack, and bytes of shared memory are the most of all cases. From compute capability "
+            f"{'.'.join(map(str, OLDEST))} on no case may fail or spill more than {SPILLED} bytes. GPUs before that run "
+            "the torch versions of the kernels (kernels/dispatch.py): the rows of sm_75 show why. Triton 3.1 does not know "
+            "sm_120, nor does torch 2.5.",
+            "",
+            *lines(("Triton", "GPU", "cases", "failures", *COLUMNS), rows),
+            "",
+            f"## Kernels (Triton {version}, sm_{arch})",
+            "",
+            *lines(("kernel", *COLUMNS), [(name, *numbers) for name, numbers in kernels.items()]),
+            "",
+            f"## Products: instructions of the main loop (Triton {version}, sm_{arch})",
+            "",
+            "Instructions of a warp per 1,000 weights, x in bf16. They bound how fast weights are read: an RTX 3060 starts "
+            "at most 199 of them in a nanosecond (28 multiprocessors, 4 each, 1.78 GHz). Counted in machine code, not "
+            "timed. *Before*: gate and value were two products, tiles of 32 columns had four warps, and step and minimum "
+            "of 4 bits were loaded for every number.",
+            "",
+            *lines(("storage, rows, matrix", "before", "now"), loops),
+            "",
+        )
+    )
 
 
 def lines(head: tuple, rows: list[tuple]) -> list[str]:

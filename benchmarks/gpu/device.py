@@ -41,17 +41,22 @@ def of_the_gpu(findings: Findings) -> dict[str, object]:
     if not capturable(device):
         findings.warning(subjects.NO_GRAPHS)
     return {
-        "name": about.name, "capability": f"{about.major}.{about.minor}",
-        "memory": f"{about.total_memory / 2**30:.1f} GiB", "multiprocessors": about.multi_processor_count,
-        "driver": driver(), "CUDA of torch": torch.version.cuda, "allocator": torch.cuda.get_allocator_backend(),
+        "name": about.name,
+        "capability": f"{about.major}.{about.minor}",
+        "memory": f"{about.total_memory / 2**30:.1f} GiB",
+        "multiprocessors": about.multi_processor_count,
+        "driver": driver(),
+        "CUDA of torch": torch.version.cuda,
+        "allocator": torch.cuda.get_allocator_backend(),
         "copying moves": f"{bandwidth(device, CHUNK) / 1e9:.0f} GB/s",
-    }  # fmt: skip
+    }
 
 
 def driver() -> str:
     """The driver's version, from the program that comes with it."""
     if not (program := shutil.which("nvidia-smi")):
         return "unknown (there is no nvidia-smi)"
-    asked = subprocess.run([program, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                           text=True, check=False)
+    asked = subprocess.run(
+        [program, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
     return asked.stdout.strip().partition("\n")[0] or "unknown"

@@ -31,7 +31,12 @@ class Findings:
     def __init__(self, out: Path | None, seconds: float, dry: bool):
         self.out, self.dry, self._ends = out, dry, time.perf_counter() + seconds
         self.content: dict[str, Any] = {
-            "summary": "", "rows": [], "failures": [], "warnings": [], "not_run": {}, "at": None,
+            "summary": "",
+            "rows": [],
+            "failures": [],
+            "warnings": [],
+            "not_run": {},
+            "at": None,
         }
 
     @property

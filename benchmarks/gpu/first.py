@@ -39,6 +39,7 @@ def free_memory(dry: bool) -> int:
 @contextmanager
 def failing() -> Iterator[None]:
     """Captures of sessions that begin meanwhile fail at their end, as they read the device."""
+
     class Failing(session.Graphs):
         def _record(self, run: Callable[[], Any]) -> Any:
             return super()._record(lambda: (run(), torch.zeros(1, device=self.device).item()))
@@ -92,8 +93,11 @@ def run_storages(findings: Findings, **_options: object) -> None:
                     row |= {"passes": runs[-1].passes} | ({} if dry else {"ms": min(run.pass_ms for run in runs[2:])})
                 sampler = None
                 free_memory(dry)
-    findings.content["summary"] = f"{len(findings.rows)} runs went through" if dry else "; ".join(
-        f"{row['model']}: {row['ms']:.3g} ms" for row in findings.rows if row["method"] == BASE)
+    findings.content["summary"] = (
+        f"{len(findings.rows)} runs went through"
+        if dry
+        else "; ".join(f"{row['model']}: {row['ms']:.3g} ms" for row in findings.rows if row["method"] == BASE)
+    )
 
 
 def run_unloading(findings: Findings, **_options: object) -> None:
@@ -102,8 +106,13 @@ def run_unloading(findings: Findings, **_options: object) -> None:
     with findings.listening(), captures(dry), findings.item(model="llamagen-xl") as row:
         size = subjects.tiny(sizes.SIZES["llamagen-xl"]) if dry else sizes.SIZES["llamagen-xl"]
         before = free_memory(dry)
-        case = subjects.random_subject("llamagen-xl", size, device, torch.float32 if dry else torch.bfloat16,
-                                       subjects.DRY_TOKENS if dry else TOKENS)
+        case = subjects.random_subject(
+            "llamagen-xl",
+            size,
+            device,
+            torch.float32 if dry else torch.bfloat16,
+            subjects.DRY_TOKENS if dry else TOKENS,
+        )
         for method in ("sjd coupled w16", "chain of 5"):
             case.sampler(method)(SEED)
         row["used, MiB"] = max(0, before - free_memory(dry)) / 2**20

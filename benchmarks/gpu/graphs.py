@@ -114,8 +114,10 @@ def compare(findings: Findings, listed: list[tuple[str, torch.dtype]]) -> None:
                     row |= compared(sampler, case.sampler(method), counted)
                     total, same = total + 1, same + row["same"]
                     if not row["same"]:
-                        findings.failure(f"{', '.join(about.values())}: captured steps draw other tokens than called "
-                                         f"ones: first run from token {row['first']}, repeated {row['again']}")
+                        findings.failure(
+                            f"{', '.join(about.values())}: captured steps draw other tokens than called "
+                            f"ones: first run from token {row['first']}, repeated {row['again']}"
+                        )
                     if not row["captures"] and sampler.method.one_shape:
                         findings.failure(f"{', '.join(about.values())}: nothing was captured")
     findings.content["summary"] = f"{same} of {total} methods draw the same tokens captured, replayed and called"

@@ -34,8 +34,12 @@ CONTINUOUS = "continuous"  # the bundled pair
 PASSES = 3  # of every run: the prompt's is followed by a first and a repeated step
 LARGEST_TABLE = 2**16  # codes for which a table of neighbours is made here
 SETTINGS: tuple[dict[str, Any], ...] = (  # that lead to other ways through a kernel than the authors' own
-    {"cfg": 1.0}, {"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 0}, {"top_p": 0.9},
-    {"top_p": 0.9, "order": ("top_p", "top_k")}, {"top_k": 0},
+    {"cfg": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 0},
+    {"top_p": 0.9},
+    {"top_p": 0.9, "order": ("top_p", "top_k")},
+    {"top_k": 0},
 )
 
 
@@ -145,8 +149,10 @@ def compare(findings: Findings, listed: dict[str, sizes.Size], dtypes: tuple[tor
     if never := sorted(set(calls.accelerated()) - called):
         findings.not_run(", ".join(never), "nothing that was run calls it")
     wrong = sum(row["disagreed"] for row in findings.rows)
-    findings.content["summary"] = (f"{len(called)} kernels, {sum(row['calls'] for row in findings.rows)} calls with "
-                                   f"different arguments, {wrong} did not agree")
+    findings.content["summary"] = (
+        f"{len(called)} kernels, {sum(row['calls'] for row in findings.rows)} calls with "
+        f"different arguments, {wrong} did not agree"
+    )
 
 
 @contextmanager
@@ -166,8 +172,11 @@ def comparing(findings: Findings, tries: dict[Hashable, int], model: str, dtype:
 def discrete_runs(findings: Findings, title: str, name: str, size: sizes.Size, dtype: torch.dtype) -> None:
     """A few passes of all methods with called steps, and of next-token with other settings."""
     case = subjects.random_subject(name, size, subjects.device_of(findings.dry), dtype, subjects.FEW, PASSES)
-    methods = [method for method in (*subjects.methods(), *MORE)
-               if size.codes <= LARGEST_TABLE or not method.startswith("LANTERN")]
+    methods = [
+        method
+        for method in (*subjects.methods(), *MORE)
+        if size.codes <= LARGEST_TABLE or not method.startswith("LANTERN")
+    ]
     runs = [*((method, {}) for method in methods), *((BASE, settings) for settings in SETTINGS)]
     for method, settings in findings.each(runs, f"runs of {title}"):
         with findings.trying(", ".join((title, method, *map(str, settings.items())))):

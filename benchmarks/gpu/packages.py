@@ -16,12 +16,17 @@ from typing import Any
 from .findings import NotRun
 
 WANTED = {  # package -> what is not run without it
-    "triton": "the Triton kernels", "safetensors": "whatever reads the bundled models, and LANTERN",
-    "einops": "whatever decodes images", "numpy": "LANTERN, ComfyUI", "PIL": "ComfyUI", "aiohttp": "ComfyUI",
+    "triton": "the Triton kernels",
+    "safetensors": "whatever reads the bundled models, and LANTERN",
+    "einops": "whatever decodes images",
+    "numpy": "LANTERN, ComfyUI",
+    "PIL": "ComfyUI",
+    "aiohttp": "ComfyUI",
     "transformers": "--generate, ComfyUI",
-}  # fmt: skip
+}
 _IMPORTED = {  # module -> functions that the pack imports from it
-    "safetensors": ("safe_open",), "safetensors.torch": ("load_file", "save_file", "save"),
+    "safetensors": ("safe_open",),
+    "safetensors.torch": ("load_file", "save_file", "save"),
     "einops": ("rearrange", "repeat"),
 }
 

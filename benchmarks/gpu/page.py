@@ -6,8 +6,10 @@ from typing import Any
 
 from ..tables import grid
 
-DRY = ("**Dry run, without a CUDA device:** tiny models on a CPU, a tape in place of CUDA graphs, Triton's interpreter "
-       "in place of its compiler. It shows that the command works, and nothing about a GPU.")
+DRY = (
+    "**Dry run, without a CUDA device:** tiny models on a CPU, a tape in place of CUDA graphs, Triton's interpreter "
+    "in place of its compiler. It shows that the command works, and nothing about a GPU."
+)
 
 
 def page(report: dict[str, Any]) -> str:
@@ -15,8 +17,10 @@ def page(report: dict[str, Any]) -> str:
     parts = [f"# {report['device']}", f"{report['minutes']:g} minutes, commit {report['commit']}."]
     if report["dry"]:
         parts.append(DRY)
-    rows = [(entry["title"], f"**{entry['verdict']}**", _cell(entry["why"]), f"{entry['seconds']:g}")
-            for entry in report["stages"]]
+    rows = [
+        (entry["title"], f"**{entry['verdict']}**", _cell(entry["why"]), f"{entry['seconds']:g}")
+        for entry in report["stages"]
+    ]
     parts.append(grid(("stage", "verdict", "", "seconds"), rows))
     for entry in report["stages"]:
         parts += _stage(entry)

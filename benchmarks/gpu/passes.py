@@ -37,8 +37,15 @@ def run(findings: Findings, generate: bool = False, **_options: object) -> None:
             gc.collect()
             if not dry:
                 torch.cuda.empty_cache()
-    findings.content["summary"] = f"{len(findings.rows)} runs went through" if dry else "; ".join(
-        f"{row['model']}: {row['ms']} ms, floor {row['floor, ms']}" for row in findings.rows if row["method"] == BASE)
+    findings.content["summary"] = (
+        f"{len(findings.rows)} runs went through"
+        if dry
+        else "; ".join(
+            f"{row['model']}: {row['ms']} ms, floor {row['floor, ms']}"
+            for row in findings.rows
+            if row["method"] == BASE
+        )
+    )
 
 
 def measure(findings: Findings, case: Subject, counted: Captures, generate: bool) -> None:
@@ -71,8 +78,10 @@ def measure(findings: Findings, case: Subject, counted: Captures, generate: bool
             else:
                 row |= beside(case, contestant, runs)
         if contestant.name == BASE and row.get("times the floor", 0) > SLOWEST:
-            findings.warning(f"{case.name}: a pass of next-token takes {row['times the floor']} times its floor (at "
-                             f"most {SLOWEST} is expected): are its graphs replayed?")
+            findings.warning(
+                f"{case.name}: a pass of next-token takes {row['times the floor']} times its floor (at "
+                f"most {SLOWEST} is expected): are its graphs replayed?"
+            )
 
 
 def beside(case: Subject, contestant: Sampler, runs: dict[str, list[Run]]) -> dict[str, object]:
@@ -82,8 +91,12 @@ def beside(case: Subject, contestant: Sampler, runs: dict[str, list[Run]]) -> di
     device = case.model.device
     floor = beside_the_floor(case, measured, bandwidth(device, weights_read(case.model.backbone)))
     ms = measured["pass_ms"]["median"]
-    row = {"ms": ms, "floor, ms": floor["floor_ms"], "times the floor": round(ms / floor["floor_ms"], 1),
-           "cost": round(1 / measured["ms_over"][BASE], 2)}
+    row = {
+        "ms": ms,
+        "floor, ms": floor["floor_ms"],
+        "times the floor": round(ms / floor["floor_ms"], 1),
+        "cost": round(1 / measured["ms_over"][BASE], 2),
+    }
     if not isinstance(contestant, Sampler):
         return row
     short = case.sampler(contestant.name, Stretch.middle(case.stretch.layout, PROFILED))

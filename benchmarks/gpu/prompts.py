@@ -49,8 +49,11 @@ async def draw(findings: Findings, url: str, pid: int) -> None:
                 reply.raise_for_status()  # it happens before the next prompt
         with findings.item(step=step, workflow=name) as row:
             await one(url, pid, Job(name, SEED, seeded(known[name], SEED)), seen)
-            row |= {"seconds": round(seen.seconds[name][-1], 2), "MiB": seen.memory[-1],
-                    "different images so far": len(seen.images[name, SEED])}
+            row |= {
+                "seconds": round(seen.seconds[name][-1], 2),
+                "MiB": seen.memory[-1],
+                "different images so far": len(seen.images[name, SEED]),
+            }
     for failed in seen.failures:
         findings.failure(failed)
     if any(len(drawn) > 1 for drawn in seen.images.values()):

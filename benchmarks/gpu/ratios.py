@@ -55,5 +55,8 @@ def run(findings: Findings, **_options: object) -> None:
                     row |= {"seconds": round(found["seconds"], 3), "faster": round(faster, 2)}
     timed = [row for row in findings.rows if "faster" in row and row["method"] != BASE]
     best = max(timed, key=lambda row: row["faster"], default=None)
-    findings.content["summary"] = (f"{best['method']} is {best['faster']} times as fast as next-token" if best
-                                   else f"{len(findings.rows)} runs went through")
+    findings.content["summary"] = (
+        f"{best['method']} is {best['faster']} times as fast as next-token"
+        if best
+        else f"{len(findings.rows)} runs went through"
+    )

@@ -47,8 +47,14 @@ STAGES = (
     Stage("plain", "The same without Triton", 3, "first.run_storages", {"SPECAR_DISABLE_TRITON": "1"}, on_a_cpu=False),
     Stage("unloading", "Memory before and after unloading", 1, "first.run_unloading"),
     Stage("kernels", "Triton kernels against their torch references", 8, "kernels.run"),
-    Stage("races", f"Triton kernels under {SANITIZER}", 3, "kernels.run_races",
-          before=(SANITIZER, "--tool", "racecheck", "--error-exitcode", "86"), on_a_cpu=False),
+    Stage(
+        "races",
+        f"Triton kernels under {SANITIZER}",
+        3,
+        "kernels.run_races",
+        before=(SANITIZER, "--tool", "racecheck", "--error-exitcode", "86"),
+        on_a_cpu=False,
+    ),
     Stage("allocator", "Captured steps with cudaMallocAsync", 4, "graphs.run_allocator", ALLOCATOR),
     Stage("captures", "Captures of an image of LlamaGen-XL", 4, "captures.run"),
     Stage("passes", "What a pass costs", 10, "passes.run"),
@@ -61,13 +67,32 @@ def process(stage: Stage, seconds: float, folder: Path, arguments: list[str], dr
     """Run a stage for so many seconds at most, and judge what it wrote into ``folder``."""
     into, log = folder / f"{stage.name}.json", folder / f"{stage.name}.log"
     soft = seconds - min(GRACE, seconds / 3)
-    command = [*stage.before, sys.executable, "-m", "benchmarks", "gpu", "--stage", stage.name, "--into", str(into),
-               "--seconds", f"{soft:.1f}", *arguments, *(["--dry"] if dry else [])]
+    command = [
+        *stage.before,
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "gpu",
+        "--stage",
+        stage.name,
+        "--into",
+        str(into),
+        "--seconds",
+        f"{soft:.1f}",
+        *arguments,
+        *(["--dry"] if dry else []),
+    ]
     begun, code = time.perf_counter(), None
     with log.open("wb") as words:
         try:
-            child = subprocess.Popen(command, cwd=ROOT, env=os.environ | stage.environment, stdout=words,
-                                     stderr=subprocess.STDOUT, start_new_session=True)
+            child = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | stage.environment,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         except FileNotFoundError as error:
             return not_run(stage, f"{error.filename} is not installed")
         try:
@@ -79,8 +104,14 @@ def process(stage: Stage, seconds: float, folder: Path, arguments: list[str], dr
     found = json.loads(into.read_text(encoding="utf-8")) if into.is_file() else {}
     words = log.read_text(errors="replace", encoding="utf-8")[-LOG:]
     verdict, why = judged(found, code, seconds, words)
-    return {"stage": stage.name, "title": stage.title, "verdict": verdict, "why": why,
-            "seconds": round(time.perf_counter() - begun, 1), **found}
+    return {
+        "stage": stage.name,
+        "title": stage.title,
+        "verdict": verdict,
+        "why": why,
+        "seconds": round(time.perf_counter() - begun, 1),
+        **found,
+    }
 
 
 def end(child: subprocess.Popen) -> None:

@@ -43,8 +43,16 @@ def need_graphs(dry: bool) -> None:
 
 def tiny(size: sizes.Size) -> sizes.Size:
     """The same family with two narrow layers, 64 codes and an image of 8 x 8 tokens."""
-    config = replace(size.config, dim=32, layers=2, heads=4, kv_heads=min(size.config.kv_heads, 2), ffn_dim=64,
-                     vocab=64 + sum(size.specials), head_dim=0)  # 0: that of these sizes
+    config = replace(
+        size.config,
+        dim=32,
+        layers=2,
+        heads=4,
+        kv_heads=min(size.config.kv_heads, 2),
+        ffn_dim=64,
+        vocab=64 + sum(size.specials),
+        head_dim=0,
+    )  # 0: that of these sizes
     return replace(size, config=config, grid=(8, 8), defaults=replace(size.defaults, cfg=3.0, top_k=20))
 
 
@@ -58,14 +66,22 @@ def whole_vocabulary(size: sizes.Size) -> sizes.Size:
     return replace(size, config=replace(size.config, vocab=EMU3_IDS))
 
 
-def random_subject(name: str, size: sizes.Size, device: torch.device, dtype: torch.dtype, tokens: int,
-                   most: int = 0) -> Subject:
+def random_subject(
+    name: str, size: sizes.Size, device: torch.device, dtype: torch.dtype, tokens: int, most: int = 0
+) -> Subject:
     """A model of a size with random weights that generates ``tokens`` in the middle of an image. A name may say how the
     matrices are stored (X:int8, X:fp8, X:int4)."""
     storage = name.partition(":")[2]
     model = sizes.build(size, dtype, device, STORAGES[storage] if storage else None)
-    return Subject(name, model, sizes.prompt(model), model.defaults, Stretch.middle(model.layout(), tokens),
-                   sizes.eagle(model), most=most)
+    return Subject(
+        name,
+        model,
+        sizes.prompt(model),
+        model.defaults,
+        Stretch.middle(model.layout(), tokens),
+        sizes.eagle(model),
+        most=most,
+    )
 
 
 def bundled_subject(device: torch.device, dtype: torch.dtype, tokens: int = 0) -> Subject:

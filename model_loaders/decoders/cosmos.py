@@ -54,9 +54,12 @@ def config_of(weights: Mapping[str, Tensor], levels: tuple[int, ...]) -> CosmosC
     blocks = numbered(weights, r"decoder\.up\.0\.block\.", LEVELS)
     stem = weights.get("encoder.conv_in.0.weight")
     return CosmosConfig(
-        levels, tuple(len(weights[f"decoder.up.{i}.block.0.conv1.0.weight"]) for i in range(depth)),
-        CosmosConfig.stem if stem is None else len(stem), len(weights["post_quant_conv.weight"]), blocks - 1,
-    )  # fmt: skip
+        levels,
+        tuple(len(weights[f"decoder.up.{i}.block.0.conv1.0.weight"]) for i in range(depth)),
+        CosmosConfig.stem if stem is None else len(stem),
+        len(weights["post_quant_conv.weight"]),
+        blocks - 1,
+    )
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDecoder:

@@ -35,10 +35,13 @@ _QUOTES = (r"'([^']*)'", r"\u201c([^\u201c\u201d]*)\u201d", r'"([^"]*)"', r"\u30
 _LONGEST = 2048  # tokens of a quotation
 _PAD, _END, _BYTES = 0, 1, 3  # ids of ByT5; a byte is its value plus the last
 _VAE = (  # (pattern, replacement) from diffusers' names to latent diffusion's; levels of the decoder are turned around
-    (r"^mid_block\.resnets\.0\.", "mid.block_1."), (r"^mid_block\.resnets\.1\.", "mid.block_2."),
-    (r"\.resnets\.", ".block."), (r"\.conv_shortcut\.", ".nin_shortcut."), (r"\.upsamplers\.0\.", ".upsample."),
+    (r"^mid_block\.resnets\.0\.", "mid.block_1."),
+    (r"^mid_block\.resnets\.1\.", "mid.block_2."),
+    (r"\.resnets\.", ".block."),
+    (r"\.conv_shortcut\.", ".nin_shortcut."),
+    (r"\.upsamplers\.0\.", ".upsample."),
     (r"^conv_norm_out\.", "norm_out."),
-)  # fmt: skip
+)
 
 
 class Pixels(nn.Module):
@@ -66,7 +69,12 @@ class GlmImageDecoder:
     reader: T5
 
     def decode_tokens(
-        self, tokens: Tensor, prompt: str, seed: int = 0, steps: int = STEPS, cfg: float = CFG,
+        self,
+        tokens: Tensor,
+        prompt: str,
+        seed: int = 0,
+        steps: int = STEPS,
+        cfg: float = CFG,
         callback: Callable[[int], None] = lambda step: None,
     ) -> Tensor:
         """Pixels [B, 32 * h, 32 * w, 3] (fp32) in 0..1 for tokens [B, h, w] (int64) of images of one prompt.
@@ -88,8 +96,15 @@ class GlmImageDecoder:
 
     @torch.inference_mode()
     def latents(
-        self, tokens: Tensor, text: Tensor, null: Tensor, seed: int, steps: int, cfg: float,
-        device: torch.device | str, callback: Callable[[int], None] = lambda step: None,
+        self,
+        tokens: Tensor,
+        text: Tensor,
+        null: Tensor,
+        seed: int,
+        steps: int,
+        cfg: float,
+        device: torch.device | str,
+        callback: Callable[[int], None] = lambda step: None,
     ) -> Tensor:
         """The VAE's latents [B, C, 4 * h, 4 * w] (fp32) for tokens [B, h, w] (int64) and the features of ``read``.
 
@@ -179,7 +194,11 @@ def load_dit(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> DiT:
     with incomplete_without("all tensors of the diffusion transformer", checkpoint.path):
         dim, patch = tensors["image_projector.proj.weight"].shape
         config = DiTConfig(
-            dim, numbered(tensors, r"transformer_blocks\.", LAYERS), heads, patch // side**2, side,
+            dim,
+            numbered(tensors, r"transformer_blocks\.", LAYERS),
+            heads,
+            patch // side**2,
+            side,
             tensors["glyph_projector.net.0.proj.weight"].shape[1],
             len(tensors["time_condition_embed.timestep_embedder.linear_1.weight"]),
             tensors["time_condition_embed.condition_embedder.linear_1.weight"].shape[1] // 4,
@@ -200,8 +219,11 @@ def load_vae(checkpoint: Checkpoint, operations=nn) -> Autoencoder:
         levels = numbered(tensors, r"decoder\.up\.", LEVELS)
         widths = [len(tensors[f"decoder.up.{i}.block.0.conv1.weight"]) for i in range(levels)]
         config = KLConfig(
-            tensors["decoder.conv_in.weight"].shape[1], tuple(width // widths[0] for width in widths), widths[0],
-            numbered(tensors, r"decoder\.up\.0\.block\.", LEVELS) - 1, middle_attention=False,
+            tensors["decoder.conv_in.weight"].shape[1],
+            tuple(width // widths[0] for width in widths),
+            widths[0],
+            numbered(tensors, r"decoder\.up\.0\.block\.", LEVELS) - 1,
+            middle_attention=False,
         )
         mean, std = (torch.tensor(settings[f"latents_{name}"], dtype=torch.float32) for name in ("mean", "std"))
     if not len(mean) == len(std) == config.channels or not (std > 0).all():

@@ -33,7 +33,12 @@ class Autoencoder:
 
     @classmethod
     def load(
-        cls: type[A], module: nn.Module, factor: int, channels: int, tensors: Weights, checkpoint: Checkpoint,
+        cls: type[A],
+        module: nn.Module,
+        factor: int,
+        channels: int,
+        tensors: Weights,
+        checkpoint: Checkpoint,
         dtype: torch.dtype,
     ) -> A:
         """A decoder with a module on the meta device, filled with tensors of a checkpoint; see load_weights."""

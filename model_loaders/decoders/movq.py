@@ -27,11 +27,14 @@ from .image_decoder import ImageDecoder
 
 _ROOTS = ("model.vqmodel.", "vqmodel.", "")  # in a transformers model, in one of older versions, in a separate file
 _ORIGINAL = (  # (pattern, replacement) from the names of BAAI/Emu3-VisionTokenizer
-    (r"^encoder\.down\.", "encoder.down_block.down."), (r"^decoder\.up\.", "decoder.up_block.up."),
-    (r"^(encoder|decoder)\.mid\.", r"\1.middle_block."), (r"\.attn_1\.norm\.", ".attn_norm."),
-    (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."), (r"\.(attn_1|attn\.\d+)\.([qkv])\.", r".\1.\2_proj."),
+    (r"^encoder\.down\.", "encoder.down_block.down."),
+    (r"^decoder\.up\.", "decoder.up_block.up."),
+    (r"^(encoder|decoder)\.mid\.", r"\1.middle_block."),
+    (r"\.attn_1\.norm\.", ".attn_norm."),
+    (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."),
+    (r"\.(attn_1|attn\.\d+)\.([qkv])\.", r".\1.\2_proj."),
     (r"\.(attn_1|attn\.\d+)\.proj_out\.", r".\1.out_proj."),
-)  # fmt: skip
+)
 _TIME = r"encoder\.time_conv\."
 _SMALLER = 128  # base channels of MoVQGAN 67M and 102M; that of 270M has 256
 
@@ -72,13 +75,17 @@ def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     channels = len(tensors["post_quant_conv.weight" if is_still(tensors) else "post_quant_conv.conv.weight"])
     levels = {int(m[1]) for name in tensors if (m := re.match(down + r"(\d+)\.attn\.", name))}
     return {
-        "codebook_size": codes, "embed_dim": dim, "latent_channels": channels, "base_channels": base,
+        "codebook_size": codes,
+        "embed_dim": dim,
+        "latent_channels": channels,
+        "base_channels": base,
         "double_latent": len(tensors["encoder.conv_out.weight"]) == 2 * channels,
         "channel_multiplier": [width // base for width in widths],
-        "num_res_blocks": numbered(tensors, down + r"0\.block\.", LEVELS), "attn_resolutions": sorted(levels),
+        "num_res_blocks": numbered(tensors, down + r"0\.block\.", LEVELS),
+        "attn_resolutions": sorted(levels),
         "hidden_size": len(tensors["encoder.middle_block.attn_1.q_proj.weight"]),
         "temporal_downsample_factor": 2 ** (0 if is_still(tensors) else numbered(tensors, _TIME, LEVELS)),
-    }  # fmt: skip
+    }
 
 
 def is_still(tensors: Collection[str]) -> bool:

@@ -23,8 +23,11 @@ from .image_decoder import ImageDecoder
 
 _ROOTS = ("", "gen_vision_model.", "model.vqmodel.", "vqmodel.")  # prefixes of the names, in files and in models
 _COMPVIS = (  # (pattern, replacement) from CompVis's names, which transformers uses too
-    (r"^(encoder|decoder)\.(?:down|up)\.(\d+)\.", r"\1.conv_blocks.\2."), (r"\.block\.(\d+)\.", r".res.\1."),
-    (r"\.mid\.block_1\.", ".mid.0."), (r"\.mid\.attn_1\.", ".mid.1."), (r"\.mid\.block_2\.", ".mid.2."),
+    (r"^(encoder|decoder)\.(?:down|up)\.(\d+)\.", r"\1.conv_blocks.\2."),
+    (r"\.block\.(\d+)\.", r".res.\1."),
+    (r"\.mid\.block_1\.", ".mid.0."),
+    (r"\.mid\.attn_1\.", ".mid.1."),
+    (r"\.mid\.block_2\.", ".mid.2."),
 )
 _LEVEL = r"decoder\.conv_blocks\.(\d+)\."
 _IBQ, _IBQ_CODES = "Emu3p5VisionVQ", 131072  # model_type and number of codes of Emu3.5's
@@ -57,8 +60,10 @@ def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             named[name] = tensor
     if mirrored(tensors, root):
         deepest = numbered(named, r"decoder\.conv_blocks\.", LEVELS) - 1
-        named = {re.sub(_LEVEL, lambda m: f"decoder.conv_blocks.{deepest - int(m[1])}.", name): tensor
-                 for name, tensor in named.items()}
+        named = {
+            re.sub(_LEVEL, lambda m: f"decoder.conv_blocks.{deepest - int(m[1])}.", name): tensor
+            for name, tensor in named.items()
+        }
     return named
 
 
@@ -70,9 +75,14 @@ def config_of(tensors: Mapping[str, Tensor], unit_codes: bool = True, by_product
     widths = [tensors[f"encoder.conv_blocks.{i}.res.0.conv1.weight"].shape[0] for i in range(levels)]
     codes, dim = tensors["quantize.embedding.weight"].shape
     return VQConfig(
-        codebook_size=codes, codebook_dim=dim, ch_mult=tuple(w // base for w in widths), base_channels=base,
-        z_channels=tensors["post_quant_conv.weight"].shape[0], num_res_blocks=blocks,
-        attention=any(".attn." in name for name in tensors), unit_codes=unit_codes,
+        codebook_size=codes,
+        codebook_dim=dim,
+        ch_mult=tuple(w // base for w in widths),
+        base_channels=base,
+        z_channels=tensors["post_quant_conv.weight"].shape[0],
+        num_res_blocks=blocks,
+        attention=any(".attn." in name for name in tensors),
+        unit_codes=unit_codes,
         by_product=by_product or codes == _IBQ_CODES,
     )
 

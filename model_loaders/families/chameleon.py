@@ -90,17 +90,29 @@ def load(
         kind = lumina(checkpoint, words, grid, search) if rows == 1 else anole(checkpoint, words, search)
     config = backbone_config(checkpoint, _ROOT, words.codes + len(kind.specials), _HEADS, norm_eps=1e-5)
     if rows not in (1, config.heads):
-        raise CheckpointError(f"{path.name} normalises its {config.heads} heads in {rows} groups, as models of 34B do. "
-                              "Only those of 7B are supported.")
+        raise CheckpointError(
+            f"{path.name} normalises its {config.heads} heads in {rows} groups, as models of 34B do. "
+            "Only those of 7B are supported."
+        )
     defaults = SamplingParams(**meta.get("defaults", {"cfg": kind.cfg, "top_k": min(kind.top_k, words.codes)}))
     with torch.device("meta"):
         prefix = TextPrefix(len(embeddings), config.dim, lambda _, size: features_of(kind.null(size)), operations)
         backbone = Backbone(config, operations)
     model = DiscreteModel(
-        backbone, prefix, kind.family, legal_grid(grid or kind.grid), defaults, kind.encoder, words.patch,
-        positions=SequencePositions(rope_theta(settings)), grids=kind.grids, row_ends=len(kind.specials) > 1, endings=1,
-        longest=longest(settings, kind.grids), word_ids=(*words.images, *kind.specials),
-    )  # fmt: skip
+        backbone,
+        prefix,
+        kind.family,
+        legal_grid(grid or kind.grid),
+        defaults,
+        kind.encoder,
+        words.patch,
+        positions=SequencePositions(rope_theta(settings)),
+        grids=kind.grids,
+        row_ends=len(kind.specials) > 1,
+        endings=1,
+        longest=longest(settings, kind.grids),
+        word_ids=(*words.images, *kind.specials),
+    )
     if model.grid not in model.grids:
         width, height = (side * words.patch for side in model.grid[::-1])
         raise CheckpointError(f"{title(path)}: {model.unsupported_size(width, height)}")
@@ -108,8 +120,10 @@ def load(
     named |= word_tensors(embeddings, head, len(embeddings), words.images, kind.specials)
     named |= others(tensors, _ROOT, _TABLE, _HEAD, (_VQ,))
     if not named["backbone.output.weight"][0].any():
-        raise CheckpointError(f"The head of {path.name} is zero for all image tokens: it is the initial state "
-                              "of a training and cannot generate images. Use a released model.")
+        raise CheckpointError(
+            f"The head of {path.name} is zero for all image tokens: it is the initial state "
+            "of a training and cannot generate images. Use a released model."
+        )
     model.dtype = dtype
     return load_weights(model, named, checkpoint, dtype)
 
@@ -137,8 +151,14 @@ def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | No
     tokens = (BOS, TURN_END, *lumina_tokens(words, grids))
     tokenizer = open_tokenizer("Lumina-mGPT", source, words, tokens, checkpoint.path, _TOKENIZERS, search)
     write = partial(lumina_prompt, words, tokenizer)
-    return Kind("lumina-mgpt", (side, side), grids, (words[ROW_END], words[END]),
-                TextEncoder(write, (side, side)), partial(lumina_opening, words))
+    return Kind(
+        "lumina-mgpt",
+        (side, side),
+        grids,
+        (words[ROW_END], words[END]),
+        TextEncoder(write, (side, side)),
+        partial(lumina_opening, words),
+    )
 
 
 def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:
@@ -148,9 +168,16 @@ def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -
     grids = size_table(side, words.patch)
     tokens = lumina_tokens(words, grids)  # without the end of a turn, which may be several
     tokenizer = open_tokenizer("Lumina-mGPT 2.0", source, words, tokens, checkpoint.path, _TOKENIZERS2, search)
-    return Kind("lumina-mgpt-2", (side, side), grids, (words[ROW_END], words[END]),
-                TextEncoder(partial(lumina2_prompt, words, tokenizer), (side, side)), partial(lumina_opening, words),
-                cfg=4.0, top_k=4096)
+    return Kind(
+        "lumina-mgpt-2",
+        (side, side),
+        grids,
+        (words[ROW_END], words[END]),
+        TextEncoder(partial(lumina2_prompt, words, tokenizer), (side, side)),
+        partial(lumina_opening, words),
+        cfg=4.0,
+        top_k=4096,
+    )
 
 
 def anole(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:
@@ -172,8 +199,10 @@ def check(checkpoint: Checkpoint) -> None:
             "others)."
         )
     if settings.get("swin_norm"):
-        raise CheckpointError(f"{title(path)} normalises after its blocks (swin_norm), as models of 34B do. Only "
-                              "those of 7B are supported.")
+        raise CheckpointError(
+            f"{title(path)} normalises after its blocks (swin_norm), as models of 34B do. Only "
+            "those of 7B are supported."
+        )
     masked = settings.get("mask_image_logits")
     if masked:
         raise CheckpointError(
@@ -263,12 +292,14 @@ FAMILY = Family(
         r"Lumina-mGPT-7B-768": (Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"), _DECODER_SOURCE),
         r"Lumina-mGPT-7B-(512|1024|768-Omni)": (
             Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"),
-            Source("Alpha-VLLM/Lumina-mGPT-7B-768", r"ar_models/\g<0>", "tokenizer.json"), _DECODER_SOURCE,
+            Source("Alpha-VLLM/Lumina-mGPT-7B-768", r"ar_models/\g<0>", "tokenizer.json"),
+            _DECODER_SOURCE,
         ),
         r"Lumina-mGPT-2\.0(-Omni)?": (
-            Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"), Source(_MOVQGAN, "vae", "movqgan_270M.ckpt"),
+            Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"),
+            Source(_MOVQGAN, "vae", "movqgan_270M.ckpt"),
         ),
         r"Anole-7b-v0\.1-hf": (Source(r"leloy/\g<0>", r"ar_models/\g<0>"),),
         r"anole_drafter": (Source(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
     },
-)  # fmt: skip
+)

@@ -34,8 +34,10 @@ from ..text.language_model import layer_tensors, matrix
 _TABLE, _LAYER = "embed_tokens.weight", "layers.0."
 _QKV = [f"{_LAYER}self_attn.{part}_proj.weight" for part in "qkv"]
 _INPUT_TYPES = {  # LANTERN's config entry -> (family, grid) of the target
-    "c2i": ("llamagen-c2i", [24, 24]), "t2i": ("llamagen-t2i", [16, 16]), "t2i2": ("llamagen-t2i", [32, 32]),
-}  # fmt: skip
+    "c2i": ("llamagen-c2i", [24, 24]),
+    "t2i": ("llamagen-t2i", [16, 16]),
+    "t2i2": ("llamagen-t2i", [32, 32]),
+}
 _NORM_EPS = 1e-6  # default if config.json has none
 
 
@@ -85,8 +87,15 @@ class EagleDrafter:
         return 2 * batch * (1 + guided) * slots * config.cached_heads * config.head_dim * self.dtype.itemsize
 
     def start(
-        self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
-        layout: TokenLayout, slack: int, guided: bool, into: EagleState | None = None,
+        self,
+        target_state: State,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        batch: int,
+        layout: TokenLayout,
+        slack: int,
+        guided: bool,
+        into: EagleState | None = None,
     ) -> EagleState:
         """Feed the pairs of the prompt. The first observation feeds its last hidden state, with the next token."""
         branches = [  # without features: the target's unconditional branch
@@ -96,24 +105,30 @@ class EagleDrafter:
         pairs = [branch.shape[1] - 1 for branch in branches]
         longest = max(pairs)
         missing = [longest - count for count in pairs]
-        hidden = torch.cat([
-            F.pad(b[:, :-1], (0, 0, 0, m)) for b, m in zip(branches, missing, strict=True)
-        ]).to(self.dtype)  # fmt: skip
-        ids = torch.cat([
-            F.pad(self._prompt_ids(target_state, index, b)[:, 1:], (0, m))
-            for index, (b, m) in enumerate(zip(branches, missing, strict=True))
-        ])  # fmt: skip
+        hidden = torch.cat([F.pad(b[:, :-1], (0, 0, 0, m)) for b, m in zip(branches, missing, strict=True)]).to(
+            self.dtype
+        )
+        ids = torch.cat(
+            [
+                F.pad(self._prompt_ids(target_state, index, b)[:, 1:], (0, m))
+                for index, (b, m) in enumerate(zip(branches, missing, strict=True))
+            ]
+        )
         config = self.module.config
         # Observations may carry one more token than was drafted: the one the target added.
         places = layout.length + slack + 1
         cache = KVCache.of(
-            1, len(hidden), config.cached_heads, slots_of(longest, places), config.head_dim, self.dtype, self.device,
+            1,
+            len(hidden),
+            config.cached_heads,
+            slots_of(longest, places),
+            config.head_dim,
+            self.dtype,
+            self.device,
             into and into.cache,
         )
         counts = torch.tensor(pairs, device=self.device).repeat_interleave(batch)
-        table = Table.of(
-            self.model.positions, places, counts, target_state.grid, config.head_dim, into and into.table
-        )
+        table = Table.of(self.model.positions, places, counts, target_state.grid, config.head_dim, into and into.table)
         if longest > 0:
             mask = cache.open(longest)
             self.module(hidden, ids, self._prompt_rotation(longest), cache, mask)
@@ -193,7 +208,11 @@ class EagleDrafter:
         position 0 on.
         """
         rotation = rotation_of(
-            self.model.positions, prompt, ids.shape[1] - prompt, self.model.grid, self.module.config.head_dim,
+            self.model.positions,
+            prompt,
+            ids.shape[1] - prompt,
+            self.model.grid,
+            self.module.config.head_dim,
             self.device,
         )
         return self.module(hidden.to(self.device, self.dtype), ids.to(self.device), rotation)
@@ -210,8 +229,10 @@ def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, opera
     config = replace(config, norm_eps=norm_eps(settings, path), vocab=sum(map(len, table)))
     weights: dict[str, Tensor | tuple[Tensor, ...]] = {"tok_embeddings.weight": table}
     weights |= {n: tensor for n, tensor in tensors.items() if n != _TABLE and not n.startswith("layers.")}
-    weights |= {n.replace(_LAYER, "layer.").replace("layers.", "layer.layers."): part
-                for n, part in layer_tensors(tensors, "", path).items()}  # a second layer has no place in ours
+    weights |= {
+        n.replace(_LAYER, "layer.").replace("layers.", "layer.layers."): part
+        for n, part in layer_tensors(tensors, "", path).items()
+    }  # a second layer has no place in ours
     with torch.device("meta"):
         module = Eagle(config, "fc.bias" in tensors, operations)
     load_weights(module, join_gates(weights), checkpoint, dtype)
@@ -272,8 +293,14 @@ def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -
             f"{target.head_dim} channels as in this model."
         )
     return replace(
-        target, layers=1, ffn_dim=len(gate), attention_norm="layers.0.input_layernorm.weight" in tensors,
-        head_norms=head_norms, head_rms=head_rms, kv_heads=kv_heads, vocab=rows,
+        target,
+        layers=1,
+        ffn_dim=len(gate),
+        attention_norm="layers.0.input_layernorm.weight" in tensors,
+        head_norms=head_norms,
+        head_rms=head_rms,
+        kv_heads=kv_heads,
+        vocab=rows,
         qkv_bias=f"{_LAYER}self_attn.q_proj.bias" in tensors,
         post_norms=False,
     )
@@ -282,10 +309,14 @@ def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -
 def check_sizes(settings: dict[str, Any], config: BackboneConfig, path: Path) -> None:
     """Raise CheckpointError if config.json contradicts the weights or the target."""
     for entry, its in {
-        "hidden_size": config.dim, "intermediate_size": config.ffn_dim, "vocab_size": config.vocab,
-        "num_attention_heads": config.heads, "num_key_value_heads": config.cached_heads, "num_hidden_layers": 1,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "vocab_size": config.vocab,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.cached_heads,
+        "num_hidden_layers": 1,
         "hidden_act": "silu",
-    }.items():  # fmt: skip
+    }.items():
         if settings.get(entry, its) != its:
             raise CheckpointError(
                 f"{path.name}: config.json says {entry} {settings[entry]!r}, but this model and the "

@@ -56,24 +56,42 @@ _PATCH = 8
 _SIDES = {"gen": 90, "stage1": 64}  # words of released names -> tokens per side of a square image
 _ASPECT = 4  # the widest and tallest images supported
 _FOLDERS = (  # with the same tokenizer
-    "Emu3-Gen", "Emu3-Stage1", "Emu3-Gen-hf", "Emu3-Stage1-hf", "Emu3-Chat", "Emu3-Chat-hf", "Emu3.5-Image", "Emu3.5",
-)  # fmt: skip
+    "Emu3-Gen",
+    "Emu3-Stage1",
+    "Emu3-Gen-hf",
+    "Emu3-Stage1-hf",
+    "Emu3-Chat",
+    "Emu3-Chat-hf",
+    "Emu3.5-Image",
+    "Emu3.5",
+)
 _PATTERN = (  # how the original tokenizer splits a text: contractions, words, digits, signs, white space
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _NAMES = {  # names of the special tokens
-    "beginning": "<|extra_203|>", "end": "<|extra_204|>", "row_end": "<|extra_200|>", "frame_end": "<|extra_201|>",
-    "image": "<|image token|>", "opening": "<|image start|>", "closing": "<|image end|>",
-}  # fmt: skip
+    "beginning": "<|extra_203|>",
+    "end": "<|extra_204|>",
+    "row_end": "<|extra_200|>",
+    "frame_end": "<|extra_201|>",
+    "image": "<|image token|>",
+    "opening": "<|image start|>",
+    "closing": "<|image end|>",
+}
 _FIRST = "<|visual token 000000|>"
 
 
 def ranked(codes: int) -> tuple[str, ...]:
     """The special tokens after the ranks, those of the image codes at the end."""
     return (
-        "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)), "<|image token|>",
-        "<|image start|>", "<|image end|>", *(f"<|visual token {code:06d}|>" for code in range(codes)),
-    )  # fmt: skip
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        *(f"<|extra_{i}|>" for i in range(205)),
+        "<|image token|>",
+        "<|image start|>",
+        "<|image end|>",
+        *(f"<|visual token {code:06d}|>" for code in range(codes)),
+    )
 
 
 _RANKED = ranked(_CODES)
@@ -107,8 +125,19 @@ def load(
 
     encoder = TextEncoder(lambda text, size: framed(text + QUALITY, size), default, write_negative=framed)
     return assembled(
-        checkpoint, dtype, operations, "emu3", words, words.specials, encoder, NEGATIVE, grids, patch, _HEADS,
-        {"cfg": 3.0, "top_k": 2048}, longest=9216,
+        checkpoint,
+        dtype,
+        operations,
+        "emu3",
+        words,
+        words.specials,
+        encoder,
+        NEGATIVE,
+        grids,
+        patch,
+        _HEADS,
+        {"cfg": 3.0, "top_k": 2048},
+        longest=9216,
     )
 
 
@@ -126,9 +155,19 @@ def table_names(root: str) -> tuple[str, str]:
 
 
 def assembled(
-    checkpoint: Checkpoint, dtype: torch.dtype, operations, family: str, words: Words, specials: tuple[int, ...],
-    encoder: TextEncoder, negative: str, grids: Sequence[tuple[int, int]], patch: int, known_heads: Mapping[int, int],
-    params: Mapping[str, Any], longest: int,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    operations,
+    family: str,
+    words: Words,
+    specials: tuple[int, ...],
+    encoder: TextEncoder,
+    negative: str,
+    grids: Sequence[tuple[int, int]],
+    patch: int,
+    known_heads: Mapping[int, int],
+    params: Mapping[str, Any],
+    longest: int,
 ) -> DiscreteModel:
     """The model of a family, with the weights of a checkpoint.
 
@@ -148,9 +187,19 @@ def assembled(
         prefix = TextPrefix(words.first, config.dim, null, operations)
         backbone = Backbone(config, operations)
     model = DiscreteModel(
-        backbone, prefix, family, encoder.grid, SamplingParams(**params), encoder, patch,
-        positions=SequencePositions(rope_theta(text, 1e6)), grids=grids, row_ends=True, endings=len(specials) - 1,
-        longest=positive(text, "max_position_embeddings", longest), word_ids=(*words.images, *specials),
+        backbone,
+        prefix,
+        family,
+        encoder.grid,
+        SamplingParams(**params),
+        encoder,
+        patch,
+        positions=SequencePositions(rope_theta(text, 1e6)),
+        grids=grids,
+        row_ends=True,
+        endings=len(specials) - 1,
+        longest=positive(text, "max_position_embeddings", longest),
+        word_ids=(*words.images, *specials),
     )
     named = backbone_tensors(checkpoint.tensors, root, path)
     named |= word_tensors(embeddings, head, words.first, words.images, specials)
@@ -281,9 +330,7 @@ class Words:
         return cls(first, len(codes), **found)
 
 
-def prompt_ids(
-    words: Words, tokenizer: Tokenizer | RankTokenizer, text: str, grid: tuple[int, int]
-) -> list[int]:
+def prompt_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, text: str, grid: tuple[int, int]) -> list[int]:
     """Begin of text, text, begin of image, its size in tokens, image token. Raises CheckpointError for the tokenizer of
     another model."""
     size = tokenizer.ids(f"{grid[0]}*{grid[1]}")
@@ -291,7 +338,10 @@ def prompt_ids(
 
 
 def open_tokenizer(
-    path: Path, search: Sequence[Path], specials: Sequence[str] = _RANKED, repository: str = "BAAI/Emu3-Gen",
+    path: Path,
+    search: Sequence[Path],
+    specials: Sequence[str] = _RANKED,
+    repository: str = "BAAI/Emu3-Gen",
     words: Words | None = None,
 ) -> Tokenizer | RankTokenizer:
     """The tokenizer from folders of transformers or original ones, of this model or another Emu3. words: its ids are
@@ -300,21 +350,23 @@ def open_tokenizer(
     stated = words and words.named
     if found is not None and found.suffix == ".tiktoken":
         return RankTokenizer(found, _PATTERN, specials, stated)
-    return Tokenizer(found, (
-        "Emu3 reads prompts through emu3.tiktoken (or tokenizer.json), which was not found. Put that of "
-        f"{repository} into the folder {path.parent}."
-    ), stated)  # fmt: skip
+    return Tokenizer(
+        found,
+        (
+            "Emu3 reads prompts through emu3.tiktoken (or tokenizer.json), which was not found. Put that of "
+            f"{repository} into the folder {path.parent}."
+        ),
+        stated,
+    )
 
 
 _DECODER = "Emu3-VisionTokenizer"
 FAMILY = Family(
     labels=("Emu3",),
-    decoders={"emu3": ReleasedDecoder(
-        (f"{_DECODER}/model",), f"the folder {_DECODER} (repository BAAI/{_DECODER})"
-    )},
+    decoders={"emu3": ReleasedDecoder((f"{_DECODER}/model",), f"the folder {_DECODER} (repository BAAI/{_DECODER})")},
     recognise=recognise,
     load=load,
-    releases={r"Emu3-(Gen|Stage1)": (
-        Source(r"BAAI/\g<0>", r"ar_models/\g<0>"), Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}"),
-    )},
-)  # fmt: skip
+    releases={
+        r"Emu3-(Gen|Stage1)": (Source(r"BAAI/\g<0>", r"ar_models/\g<0>"), Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}"))
+    },
+)

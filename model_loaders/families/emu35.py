@@ -67,24 +67,36 @@ def load(
         return prompt_ids(words, tokenizer, text, size)
 
     encoder = TextEncoder(
-        lambda text, size: framed(PROMPT.format(text), size), chosen_size(name, grids[0], grids, grid),
+        lambda text, size: framed(PROMPT.format(text), size),
+        chosen_size(name, grids[0], grids, grid),
         write_negative=lambda text, size: framed(NEGATIVE.format(text), size),
     )
     return assembled(
-        checkpoint, dtype, operations, "emu3.5", words, (words.row_end,), encoder, "", grids, _PATCH, {},
-        {"cfg": meaning(name, _CFG) or _CFG["emu35image"], "top_k": 5120}, longest=32768,
+        checkpoint,
+        dtype,
+        operations,
+        "emu3.5",
+        words,
+        (words.row_end,),
+        encoder,
+        "",
+        grids,
+        _PATCH,
+        {},
+        {"cfg": meaning(name, _CFG) or _CFG["emu35image"], "top_k": 5120},
+        longest=32768,
     )
 
 
 FAMILY = Family(
     labels=(_IMAGE,),
-    decoders={"emu3.5": ReleasedDecoder(
-        (f"{_DECODER}/model",), f"the folder {_DECODER} (repository BAAI/{_DECODER})"
-    )},
+    decoders={"emu3.5": ReleasedDecoder((f"{_DECODER}/model",), f"the folder {_DECODER} (repository BAAI/{_DECODER})")},
     recognise=recognise,
     load=load,
-    releases={r"Emu3\.5(-Image)?": (
-        Source(r"BAAI/\g<0>", r"ar_models/\g<0>"),
-        Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}", "model.safetensors and config.json"),
-    )},
-)  # fmt: skip
+    releases={
+        r"Emu3\.5(-Image)?": (
+            Source(r"BAAI/\g<0>", r"ar_models/\g<0>"),
+            Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}", "model.safetensors and config.json"),
+        )
+    },
+)

@@ -105,8 +105,18 @@ def load(
         prefix = TextPrefix(len(table), config.dim, null, operations)
     defaults = SamplingParams(**{"temperature": 0.9, "top_p": 0.75} | meta.get("defaults", {}))
     model = DiscreteModel(
-        backbone, prefix, _NAME, default, defaults, encoder, _PIXELS, positions=positions, grids=grids,
-        longest=positive(settings, "max_position_embeddings", 131_072), word_ids=range(codes), preview=preview,
+        backbone,
+        prefix,
+        _NAME,
+        default,
+        defaults,
+        encoder,
+        _PIXELS,
+        positions=positions,
+        grids=grids,
+        longest=positive(settings, "max_position_embeddings", 131_072),
+        word_ids=range(codes),
+        preview=preview,
         guidance=False,
     )
     named = backbone_tensors(tensors, _ROOT, path)
@@ -134,8 +144,10 @@ def positions_of(settings: Mapping[str, Any], head_dim: int, side: int) -> AxisP
     rope = settings.get("rope_parameters") or {}
     theta = rope_theta(settings)
     partial, sections = rope.get("partial_rotary_factor", _PARTIAL), rope.get("mrope_section", _SECTIONS)
-    whole = isinstance(sections, (list, tuple)) and len(sections) == 3 and all(
-        type(section) is int and section > 0 for section in sections
+    whole = (
+        isinstance(sections, (list, tuple))
+        and len(sections) == 3
+        and all(type(section) is int and section > 0 for section in sections)
     )
     if not whole or not isinstance(partial, (int, float)) or 2 * sum(sections) != head_dim * partial:
         raise CheckpointError(

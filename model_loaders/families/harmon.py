@@ -66,8 +66,13 @@ class HarmonModel(MaskedModel):
         return unsupported_size(width, height, product(rows, cols), side)
 
     def start(
-        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int],
-        guided: bool, graphs: Graphs | None = None,
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        batch: int,
+        grid: tuple[int, int],
+        guided: bool,
+        graphs: Graphs | None = None,
     ) -> MaskedState:
         """Encode both guidance branches with the language model. Raises ValueError for CONDITIONING of other models."""
         prompts = [self.features(conditioning, batch, "positive")]
@@ -106,7 +111,8 @@ def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
     """Formats prompts as the authors do: a prompt becomes "Generate an image: ...", without one any image is asked for;
     a negative prompt is all that the user says."""
     return TextEncoder(
-        lambda text, _size: prompt_ids(tokenizer, f"Generate an image: {text}" if text else _ANY), grid,
+        lambda text, _size: prompt_ids(tokenizer, f"Generate an image: {text}" if text else _ANY),
+        grid,
         write_negative=lambda text, _size: prompt_ids(tokenizer, text),
     )
 
@@ -123,7 +129,7 @@ def language_model(tensors: dict[str, Tensor], heads: int | None, path: Path) ->
     if heads is None or width % (2 * bounded_int("llm_heads", heads, 1, width)):
         raise CheckpointError(
             f"{path.name} has a language model of width {width}, which is not a released Harmon size, so its number of "
-            "attention heads is unknown. Add safetensors metadata specar = {\"llm_heads\": ...}."
+            'attention heads is unknown. Add safetensors metadata specar = {"llm_heads": ...}.'
         )
     layers = count(tensors, f"{_LLM}layers.")
     kv_heads = tensors[f"{_LLM}layers.0.self_attn.k_proj.weight"].shape[0] * heads // width
@@ -164,7 +170,8 @@ def open_tokenizer(path: Path, vocab: int, search: Sequence[Path]) -> Tokenizer:
         find_tokenizer(path, _TOKENIZERS, search, ("tokenizer.json", "vocab.json")),
         f"{path.name} reads prompts through Qwen2.5's tokenizer, which was not found. Put a folder {_TOKENIZERS[1]} "
         "with its tokenizer.json into models/text_encoders.",
-        _SPECIALS if vocab == _VOCAB else None, vocab,
+        _SPECIALS if vocab == _VOCAB else None,
+        vocab,
     )
 
 

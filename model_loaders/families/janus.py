@@ -47,25 +47,39 @@ _PARTS = {  # ours -> original, transformers
     "backbone.output.fc2": ("gen_head.vision_head", "model.generation_head.vision_head"),
 }
 _AROUND = {  # the modules of these parts, for tensors that they lack here
-    "gen_embed.": "backbone.tok_embeddings.", "model.generation_embeddings.": "backbone.tok_embeddings.",
-    "gen_aligner.": "backbone.tok_embeddings.", "model.generation_aligner.": "backbone.tok_embeddings.",
-    "gen_head.": "backbone.output.", "model.generation_head.": "backbone.output.",
-    "language_model.model.": "backbone.", "model.language_model.": "backbone.",
-}  # fmt: skip
+    "gen_embed.": "backbone.tok_embeddings.",
+    "model.generation_embeddings.": "backbone.tok_embeddings.",
+    "gen_aligner.": "backbone.tok_embeddings.",
+    "model.generation_aligner.": "backbone.tok_embeddings.",
+    "gen_head.": "backbone.output.",
+    "model.generation_head.": "backbone.output.",
+    "language_model.model.": "backbone.",
+    "model.language_model.": "backbone.",
+}
 _SKIPPED = (
-    "vision_model.", "aligner.", "gen_vision_model.", "language_model.lm_head.",
-    "model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.",
-)  # fmt: skip
+    "vision_model.",
+    "aligner.",
+    "gen_vision_model.",
+    "language_model.lm_head.",
+    "model.vision_model.",
+    "model.aligner.",
+    "model.vqmodel.",
+    "lm_head.",
+)
 _BEGIN, _PAD, _IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
 _PLACEHOLDER = "<image_placeholder>"  # of an image that is read
 
 
 def recognise(tensors: Collection[str]) -> bool:
     """Whether this is a Janus, under either naming, or a related model that only reads images."""
-    marks = {_ROOTS[0]: ("gen_embed.", "gen_head.", "aligner."),
-             _ROOTS[1]: ("model.generation_embeddings.", "model.generation_head.", "model.aligner.")}
-    return any(f"{root}embed_tokens.weight" in tensors and any(name.startswith(marks[root]) for name in tensors)
-               for root in _ROOTS)
+    marks = {
+        _ROOTS[0]: ("gen_embed.", "gen_head.", "aligner."),
+        _ROOTS[1]: ("model.generation_embeddings.", "model.generation_head.", "model.aligner."),
+    }
+    return any(
+        f"{root}embed_tokens.weight" in tensors and any(name.startswith(marks[root]) for name in tensors)
+        for root in _ROOTS
+    )
 
 
 def load(
@@ -87,19 +101,30 @@ def load(
     words = sizes["prefix.embedding.weight"][0]
     config = backbone_config(checkpoint, root, codes, {dim: heads for dim, (_, heads) in _RELEASED.items()}, 1e-6)
     folder = _RELEASED.get(config.dim, ("Janus-Pro",))[0]
-    tokenizer = Tokenizer(find_tokenizer(path, (folder,), search), (
-        f"{folder} reads prompts through tokenizer.json, which was not found. Put that of deepseek-ai/{folder} into "
-        f"the folder {path.parent}."
-    ), stated_ids(checkpoint), words)  # fmt: skip
+    tokenizer = Tokenizer(
+        find_tokenizer(path, (folder,), search),
+        (
+            f"{folder} reads prompts through tokenizer.json, which was not found. Put that of deepseek-ai/{folder} into "
+            f"the folder {path.parent}."
+        ),
+        stated_ids(checkpoint),
+        words,
+    )
     with torch.device("meta"):
         backbone = Backbone(config, operations)
         backbone.tok_embeddings = CodeEmbedding(codes, code_dim, config.dim, operations)
         backbone.output = CodeHead(config.dim, inner, codes, operations)
         prefix = TextPrefix(words, config.dim, partial(without_words, tokenizer), operations)
     model = DiscreteModel(
-        backbone, prefix, "janus-pro", own, SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
-        TextEncoder(partial(written, tokenizer), own), meta.get("pixels_per_token", 16),
-        positions=SequencePositions(rope_theta(settings)), longest=positive(settings, "max_position_embeddings", 16384),
+        backbone,
+        prefix,
+        "janus-pro",
+        own,
+        SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
+        TextEncoder(partial(written, tokenizer), own),
+        meta.get("pixels_per_token", 16),
+        positions=SequencePositions(rope_theta(settings)),
+        longest=positive(settings, "max_position_embeddings", 16384),
     )
     model.dtype = dtype
     return load_weights(model, named, checkpoint, dtype)
@@ -153,9 +178,11 @@ def stated_ids(checkpoint: Checkpoint) -> dict[str, int]:
     settings = checkpoint.settings
     beside = read_settings(checkpoint.path.parent / "generation_config.json") if settings else {}
     found = {
-        _PLACEHOLDER: settings.get("image_token_id"), _BEGIN: beside.get("bos_token_id"),
-        _PAD: beside.get("pad_token_id"), _IMAGE: (beside.get("generation_kwargs") or {}).get("boi_token_id"),
-    }  # fmt: skip
+        _PLACEHOLDER: settings.get("image_token_id"),
+        _BEGIN: beside.get("bos_token_id"),
+        _PAD: beside.get("pad_token_id"),
+        _IMAGE: (beside.get("generation_kwargs") or {}).get("boi_token_id"),
+    }
     return {token: id for token, id in found.items() if id is not None}
 
 
@@ -177,6 +204,9 @@ def without_words(tokenizer: Tokenizer, features: Tensor, _grid: tuple[int, int]
 
 
 FAMILY = Family(
-    ("Janus-Pro",), {"janus-pro": ReleasedDecoder()}, recognise, load,
+    ("Janus-Pro",),
+    {"janus-pro": ReleasedDecoder()},
+    recognise,
+    load,
     releases={r"Janus-Pro-[17]B": (Source(r"deepseek-community/\g<0>", r"ar_models/\g<0>"),)},
 )

@@ -30,12 +30,24 @@ from ..text.language_model import layer_tensors, positive
 from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 
 _HEADS = {  # (dim, layers) -> heads of the official sizes
-    (768, 12): 12, (1024, 24): 16, (1280, 36): 20, (1536, 48): 24, (2560, 48): 40, (2048, 22): 32, (3200, 24): 32,
+    (768, 12): 12,
+    (1024, 24): 16,
+    (1280, 36): 20,
+    (1536, 48): 24,
+    (2560, 48): 40,
+    (2048, 22): 32,
+    (3200, 24): 32,
     (4096, 32): 32,
-}  # fmt: skip
+}
 _SIDES = {  # whole words of released names -> tokens per side
-    "256": 16, "384": 24, "512": 32, "stage1": 16, "stage2": 32, "llamagent2i": 16, "llamagent2i2": 32,
-}  # fmt: skip
+    "256": 16,
+    "384": 24,
+    "512": 32,
+    "stage1": 16,
+    "stage2": 32,
+    "llamagent2i": 16,
+    "llamagent2i2": 32,
+}
 PARTS = {"cls_embedding.": "prefix.", "": "backbone."}  # of a DiscreteModel: released -> ours
 _HUGGING_FACE = {"model.embed_tokens.": "tok_embeddings.", "lm_head.": "output.", "model.": "", "": ""}  # -> released
 
@@ -68,7 +80,7 @@ def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> Backb
     if heads is None or dim % (4 * bounded_int("heads", heads, 1, dim)):  # positions rotate channels in groups of four
         raise CheckpointError(
             f"{path.name} has width {dim} and {layers} layers, which is not a released LlamaGen size, so its number of "
-            "attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
+            'attention heads is unknown. Add safetensors metadata specar = {"heads": ...}.'
         )
     return BackboneConfig(dim, layers, heads, gate.shape[0], vocab, positive(settings, "rms_norm_eps", 1e-5))
 
@@ -170,12 +182,16 @@ FAMILY = Family(
     releases={
         r"c2i_\w+\.pt": (Source(_REPOSITORY, "ar_models", r"\g<0>"), Source(_REPOSITORY, "vae", "vq_ds16_c2i.pt")),
         r"t2i_XL_stage\w+\.pt": (
-            Source(_TEXT_REPOSITORY, "ar_models", r"\g<0>"), Source(_TEXT_REPOSITORY, "vae", "vq_ds16_t2i.pt"),
-            Source("google/flan-t5-xl", "text_encoders/flan-t5-xl",
-                   "config.json, tokenizer.json, both *.safetensors and their index"),
+            Source(_TEXT_REPOSITORY, "ar_models", r"\g<0>"),
+            Source(_TEXT_REPOSITORY, "vae", "vq_ds16_t2i.pt"),
+            Source(
+                "google/flan-t5-xl",
+                "text_encoders/flan-t5-xl",
+                "config.json, tokenizer.json, both *.safetensors and their index",
+            ),
         ),
         r"vq_ds16_c2i\.pt": (Source(_REPOSITORY, "vae", r"\g<0>"),),
         r"vq_ds16_t2i\.pt": (Source(_TEXT_REPOSITORY, "vae", r"\g<0>"),),
         r"llamagen2?_drafter": (Source(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
     },
-)  # fmt: skip
+)

@@ -55,7 +55,7 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, grid: tuple[int, in
         raise CheckpointError(
             f"{path.name} has width {dim}, which is not a released MAR size, so its number of heads is unknown"
             f"{'' if heads is None else f' ({heads} does not divide it)'}. Add safetensors metadata "
-            "specar = {\"heads\": ...}."
+            'specar = {"heads": ...}.'
         )
     side = math.isqrt(length)
     rows, cols = grid or (side, side)
@@ -63,14 +63,25 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, grid: tuple[int, in
         asked = f"a grid of {cols} x {rows} was requested" if grid else "which is not a square number: set the grid"
         raise CheckpointError(f"{path.name} has positions for {length} tokens; {asked}.")
     return MARConfig(
-        dim, count(tensors, "encoder_blocks."), count(tensors, "decoder_blocks."), heads, rows, cols,
-        tensors["z_proj.weight"].shape[1], tensors["encoder_pos_embed_learned"].shape[1] - length, conditions,
+        dim,
+        count(tensors, "encoder_blocks."),
+        count(tensors, "decoder_blocks."),
+        heads,
+        rows,
+        cols,
+        tensors["z_proj.weight"].shape[1],
+        tensors["encoder_pos_embed_learned"].shape[1] - length,
+        conditions,
         captions is not None,
     )
 
 
 def head_of(
-    tensors: dict[str, Tensor], config: MARConfig, steps: int, path: Path, operations=nn,
+    tensors: dict[str, Tensor],
+    config: MARConfig,
+    steps: int,
+    path: Path,
+    operations=nn,
     first: int = TRAINING_STEPS - 1,
 ) -> DiffusionHead:
     """The diffusion head by its shapes, to denoise starting at step ``first``.

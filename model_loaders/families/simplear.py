@@ -97,9 +97,16 @@ def load(
     images = range(first, first + codes)
     defaults = SamplingParams(**{"cfg": 6.0} | meta.get("defaults", {}))
     model = DiscreteModel(
-        backbone, prefix, _NAME, tuple(grid) if grid else grids[0], defaults, encoder,
-        positions=SequencePositions(rope_theta(settings, 1e6)), grids=grids,
-        longest=positive(settings, "max_position_embeddings", None), word_ids=images,
+        backbone,
+        prefix,
+        _NAME,
+        tuple(grid) if grid else grids[0],
+        defaults,
+        encoder,
+        positions=SequencePositions(rope_theta(settings, 1e6)),
+        grids=grids,
+        longest=positive(settings, "max_position_embeddings", None),
+        word_ids=images,
     )
     weights = backbone_tensors(tensors, _ROOT, path)
     weights |= word_tensors(table, None if tied else tensors[_HEAD], first, images)
@@ -168,13 +175,23 @@ def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
 _COSMOS = "Cosmos-1.0-Tokenizer-DV8x16x16"
 FAMILY = Family(
     labels=("SimpleAR",),
-    decoders={_NAME: ReleasedDecoder(
-        (f"{_COSMOS}/decoder", f"{_COSMOS}/autoencoder", "cosmos_dv8x16x16_decoder", "cosmos_dv8x16x16_autoencoder"),
-        f"the folder {_COSMOS} (repository nvidia/{_COSMOS})",
-    )},
+    decoders={
+        _NAME: ReleasedDecoder(
+            (
+                f"{_COSMOS}/decoder",
+                f"{_COSMOS}/autoencoder",
+                "cosmos_dv8x16x16_decoder",
+                "cosmos_dv8x16x16_autoencoder",
+            ),
+            f"the folder {_COSMOS} (repository nvidia/{_COSMOS})",
+        )
+    },
     recognise=recognise,
     load=load,
-    releases={r"SimpleAR-(0\.5|1\.5)B-(RL|SFT)": (
-        Source(r"Daniel0724/\g<0>", r"ar_models/\g<0>"), Source(f"nvidia/{_COSMOS}", f"vae/{_COSMOS}", "decoder.jit"),
-    )},
-)  # fmt: skip
+    releases={
+        r"SimpleAR-(0\.5|1\.5)B-(RL|SFT)": (
+            Source(r"Daniel0724/\g<0>", r"ar_models/\g<0>"),
+            Source(f"nvidia/{_COSMOS}", f"vae/{_COSMOS}", "decoder.jit"),
+        )
+    },
+)

@@ -33,8 +33,10 @@ from .mar import defaults_of
 
 SCALE = 0.2325  # of KL-16's latents
 _SIZES = {  # (width, encoder blocks) -> heads, guidance and denoising steps of the released models
-    (768, 8): (12, 2.7, 40), (1024, 16): (16, 2.3, 50), (1280, 20): (16, 2.2, 50),
-}  # fmt: skip
+    (768, 8): (12, 2.7, 40),
+    (1024, 16): (16, 2.3, 50),
+    (1280, 20): (16, 2.2, 50),
+}
 
 
 @dataclass
@@ -71,8 +73,13 @@ class CellModel(ContinuousBase):
         return 1 + (params.cfg - 1) * (before // CELL).float() / (CELLS - 1)
 
     def start(
-        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int],
-        guided: bool, graphs: Graphs | None = None,
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        batch: int,
+        grid: tuple[int, int],
+        guided: bool,
+        graphs: Graphs | None = None,
     ) -> CellState:
         """Class embeddings of both guidance branches; without ``negative``, the second is the null class.
 
@@ -88,8 +95,17 @@ class CellModel(ContinuousBase):
         return CellState(self.backbone.class_emb(torch.cat(numbers)).to(self.dtype), graphs)
 
     def predict(
-        self, state: CellState, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor,
-        temperature: float, noise0: Tensor, noise_t: Tensor, schedule: Flow,
+        self,
+        state: CellState,
+        tokens: Tensor,
+        known: Tensor,
+        query: Tensor,
+        seen: int,
+        cfg: Tensor,
+        temperature: float,
+        noise0: Tensor,
+        noise_t: Tensor,
+        schedule: Flow,
     ) -> Normal:
         """See ContinuousModel. Raises ValueError unless whole cells are queried.
 
@@ -98,8 +114,9 @@ class CellModel(ContinuousBase):
         """
         batch, variants, count = query.shape
         if count % CELL:
-            raise ValueError(f"This model generates cells of {CELL} tokens; {count} tokens were requested. Request "
-                             "whole cells.")
+            raise ValueError(
+                f"This model generates cells of {CELL} tokens; {count} tokens were requested. Request whole cells."
+            )
         order, branches = self.order.to(tokens.device), len(state.classes) // batch
         each = variants * count // CELL  # queried cells of an image
         cells = (self.order.argsort().to(query.device)[query[..., ::CELL]] // CELL).flatten()
@@ -113,8 +130,15 @@ class CellModel(ContinuousBase):
             mask = nn.functional.pad(sees.repeat_interleave(CELL, dim=1), (0, CELL), value=True)
             mask = mask[:, None, None].repeat(branches, 1, 1, 1)
         end = self.backbone.denoise(
-            cells, state.classes.repeat_interleave(each, dim=0), past, mask, cfg.reshape(-1, CELL, 1), temperature,
-            noise0.reshape(-1, CELL, self.channels), noise_t.reshape(schedule.steps, -1, CELL, self.channels), schedule,
+            cells,
+            state.classes.repeat_interleave(each, dim=0),
+            past,
+            mask,
+            cfg.reshape(-1, CELL, 1),
+            temperature,
+            noise0.reshape(-1, CELL, self.channels),
+            noise_t.reshape(schedule.steps, -1, CELL, self.channels),
+            schedule,
             state.graphs,
         )
         return Normal(*end).map(lambda t: t.reshape(*query.shape, *t.shape[2:]))
@@ -145,7 +169,7 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, path: Path) -> XARC
     if heads is None:
         raise CheckpointError(
             f"{path.name} has width {dim} and {encoder} encoder blocks, which is not a released xAR size, so its "
-            "number of attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
+            'number of attention heads is unknown. Add safetensors metadata specar = {"heads": ...}.'
         )
     if dim % (4 * bounded_int("heads", heads, 1, dim)):
         raise CheckpointError(f"{path.name}: {heads} heads do not fit its width {dim}.")

@@ -16,15 +16,55 @@ from typing import Any
 
 from ...limits import CODES, DIMENSIONS, DIRECTORY, LARGEST, PICKLE, FileError, bounded_int, legal_sizes
 
-_CODES = frozenset(b"".join((  # that PyTorch writes, in Python (of protocols 2 to 5) and in C++
-    pickle.PROTO, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1,
-    pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING, pickle.EMPTY_LIST,
-    pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.EMPTY_TUPLE, pickle.TUPLE,
-    pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD,
-    pickle.POP, pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT, pickle.FRAME,
-    pickle.MEMOIZE, pickle.SHORT_BINUNICODE, pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.STACK_GLOBAL,
-    pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET,
-)))  # fmt: skip
+_CODES = frozenset(
+    b"".join(
+        (  # that PyTorch writes, in Python (of protocols 2 to 5) and in C++
+            pickle.PROTO,
+            pickle.STOP,
+            pickle.MARK,
+            pickle.NONE,
+            pickle.NEWTRUE,
+            pickle.NEWFALSE,
+            pickle.BININT,
+            pickle.BININT1,
+            pickle.BININT2,
+            pickle.LONG1,
+            pickle.BINFLOAT,
+            pickle.BINUNICODE,
+            pickle.SHORT_BINSTRING,
+            pickle.EMPTY_LIST,
+            pickle.APPEND,
+            pickle.APPENDS,
+            pickle.EMPTY_DICT,
+            pickle.SETITEM,
+            pickle.SETITEMS,
+            pickle.EMPTY_TUPLE,
+            pickle.TUPLE,
+            pickle.TUPLE1,
+            pickle.TUPLE2,
+            pickle.TUPLE3,
+            pickle.GLOBAL,
+            pickle.REDUCE,
+            pickle.NEWOBJ,
+            pickle.BUILD,
+            pickle.POP,
+            pickle.BINPERSID,
+            pickle.BINGET,
+            pickle.LONG_BINGET,
+            pickle.BINPUT,
+            pickle.LONG_BINPUT,
+            pickle.FRAME,
+            pickle.MEMOIZE,
+            pickle.SHORT_BINUNICODE,
+            pickle.SHORT_BINBYTES,
+            pickle.BINBYTES,
+            pickle.STACK_GLOBAL,
+            pickle.EMPTY_SET,
+            pickle.ADDITEMS,
+            pickle.FROZENSET,
+        )
+    )
+)
 _DIRECTORY_SIZE, _DIRECTORY_BEGIN = 5, 6  # places in what zipfile finds at the end of an archive
 
 

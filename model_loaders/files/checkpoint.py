@@ -30,16 +30,34 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 TORCHSCRIPT = (".jit",)
 INDEX = ".index.json"
 WEIGHT_FILES = (  # of a Hugging Face folder, in order of preference
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-)  # fmt: skip
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 # Entries of a pickle that hold its weights, in order of preference. Averaged weights come first, as in the scripts that
 # read such files: LlamaGen's take "ema", MAR's "model_ema", those of BasicSR "params_ema". Then the weights of the last
 # step: of training scripts, DeepSpeed ("module"), Lightning ("state_dict") and pairs of networks ("generator").
 _CONTAINERS = (
-    "ema", "model_ema", "ema_model", "ema_state_dict", "state_dict_ema", "params_ema", "g_ema", "shadow",
-    "model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "params", "weights",
+    "ema",
+    "model_ema",
+    "ema_model",
+    "ema_state_dict",
+    "state_dict_ema",
+    "params_ema",
+    "g_ema",
+    "shadow",
+    "model",
+    "module",
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "net",
+    "network",
+    "params",
+    "weights",
     "generator",
-)  # fmt: skip
+)
 
 StorageChoice = Callable[[torch.nn.Module], torch.dtype | None]  # model on the meta device -> storage
 
@@ -145,8 +163,10 @@ def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
 def outline(path: Path) -> Checkpoint:
     """A checkpoint whose tensors are on the meta device: names, shapes and dtypes. Raises as open_checkpoint does."""
     checkpoint = _open(path, "outline")
-    tensors = {name: tensor if name.endswith(MARK) else tensor.to("meta")  # marks of the metadata are known
-               for name, tensor in checkpoint.tensors.items()}
+    tensors = {
+        name: tensor if name.endswith(MARK) else tensor.to("meta")  # marks of the metadata are known
+        for name, tensor in checkpoint.tensors.items()
+    }
     return replace(checkpoint, tensors=with_scales(_own_names(tensors), path))
 
 
@@ -193,8 +213,11 @@ def shard_of(index: Path) -> dict[str, str]:
     texts = isinstance(shards, dict) and all(isinstance(name, str) for name in shards.values())
     files = set(shards.values()) if texts else set()
     if not 0 < len(files) <= SHARDS or not all(
-        PurePath(name).name == PureWindowsPath(name).name == name and name not in ("", "..")
-        and not name.endswith(INDEX) and len(name) < 256 for name in files
+        PurePath(name).name == PureWindowsPath(name).name == name
+        and name not in ("", "..")
+        and not name.endswith(INDEX)
+        and len(name) < 256
+        for name in files
     ):
         raise CheckpointError(
             f"{index} does not list the shard of each tensor, a file beside it ({SHARDS} at most). Download it again."
@@ -279,8 +302,11 @@ def _weights_in(content: Any, file: str, seen: set[int], depth: int = CONTAINERS
         log.info("%s holds several sets of weights (%s): %r is used.", file, ", ".join(sound), sound[0])
     if sound:
         return inner[sound[0]]
-    return {legal_name(name): tensor for name, tensor in content.items()
-            if isinstance(name, str) and isinstance(tensor, Tensor)}
+    return {
+        legal_name(name): tensor
+        for name, tensor in content.items()
+        if isinstance(name, str) and isinstance(tensor, Tensor)
+    }
 
 
 def _open_torchscript(path: Path) -> Checkpoint:

@@ -18,17 +18,31 @@ _RELEASED = (
     "quantised formats (float8_e4m3fn, int8_tensorwise, nvfp4)."
 )
 _KINDS = (  # pattern for the name of a tensor; what its file is; what to do. The first that matches
-    (r"\.(base_layer|original_module|modules_to_save)\.", "holds the weights of an adapter (PEFT) that is not merged "
-     "into the model", "Merge it (merge_and_unload(), then save_pretrained) and choose the result."),
-    (r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b|[._]lora([._]|_linear_layer\.)(down|up)\.|\.(hada_w|lokr_w|"
-     r"ia3_l|oft_|dora_scale|vera_lambda)", "is an adapter (LoRA or the like)", MERGE),
-    (r"(^|\.)_?flat_param(_\d+)?$", "holds flattened parameters of FSDP, often of one process only",
-     "Save the whole model (state_dict_type FULL_STATE_DICT) and choose the result."),
+    (
+        r"\.(base_layer|original_module|modules_to_save)\.",
+        "holds the weights of an adapter (PEFT) that is not merged into the model",
+        "Merge it (merge_and_unload(), then save_pretrained) and choose the result.",
+    ),
+    (
+        r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b|[._]lora([._]|_linear_layer\.)(down|up)\.|\.(hada_w|lokr_w|"
+        r"ia3_l|oft_|dora_scale|vera_lambda)",
+        "is an adapter (LoRA or the like)",
+        MERGE,
+    ),
+    (
+        r"(^|\.)_?flat_param(_\d+)?$",
+        "holds flattened parameters of FSDP, often of one process only",
+        "Save the whole model (state_dict_type FULL_STATE_DICT) and choose the result.",
+    ),
     (r"\.W_q$", "is quantised by HQQ, which is not supported", _RELEASED),
     (r"\.biases$", "is quantised by MLX, which is not supported", _RELEASED),
-    (r"(weight_scale|scale_weight|weight_scale_inv|scaled_fp8|comfy_quant|\.qweight|\.absmax|\.SCB|\.weight_packed|"
-     r"\.weight\._(data|scale))$", "is quantised with scales, which is not supported", _RELEASED),
-)  # fmt: skip
+    (
+        r"(weight_scale|scale_weight|weight_scale_inv|scaled_fp8|comfy_quant|\.qweight|\.absmax|\.SCB|\.weight_packed|"
+        r"\.weight\._(data|scale))$",
+        "is quantised with scales, which is not supported",
+        _RELEASED,
+    ),
+)
 
 
 def refuse_foreign(names: Iterable[str], path: Path) -> None:

@@ -41,10 +41,16 @@ def meaning(name: str, table: Mapping[str, T]) -> T | None:
     """
     words = re.findall(r"[^\W_]+", _SQUARE.sub(r"\1", name.lower()))
     runs = combinations(range(len(words) + 1), 2)
-    found = {(first, last): table[joined] for first, last in runs
-             if (joined := "".join(words[first:last])) in table and (last == first + 1 or not joined.isdigit())}
-    whole = {value for (first, last), value in found.items()
-             if not any(a <= first and last <= b and (a, b) != (first, last) for a, b in found)}
+    found = {
+        (first, last): table[joined]
+        for first, last in runs
+        if (joined := "".join(words[first:last])) in table and (last == first + 1 or not joined.isdigit())
+    }
+    whole = {
+        value
+        for (first, last), value in found.items()
+        if not any(a <= first and last <= b and (a, b) != (first, last) for a, b in found)
+    }
     return whole.pop() if len(whole) == 1 else None
 
 

@@ -23,22 +23,42 @@ from .archives import BoundedUnpickler, Call, check_keys, check_view, members_of
 _ZIP = b"PK\3\4"
 _OLD = b"\nl\xfc\x9cF\xf9 j\xa8P\x19"  # start of files in PyTorch's format before zip files
 _STORAGES = {
-    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
-}  # fmt: skip
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
 # Names of what is saved beside weights and is not needed: whole packages, and single names.
 _BESIDE = (
-    "numpy", "pytorch_lightning", "lightning", "lightning_fabric", "lightning_utilities", "omegaconf", "mmengine",
-    "pathlib", "datetime",
-)  # fmt: skip
+    "numpy",
+    "pytorch_lightning",
+    "lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "omegaconf",
+    "mmengine",
+    "pathlib",
+    "datetime",
+)
 _ALSO = {
-    "argparse": {"Namespace"}, "types": {"SimpleNamespace"}, "typing": {"Any"}, "_codecs": {"encode"},
+    "argparse": {"Namespace"},
+    "types": {"SimpleNamespace"},
+    "typing": {"Any"},
+    "_codecs": {"encode"},
     "collections": {"deque"},
-    "torch": {"Size", "Tensor", "device"}, "torch.nn.parameter": {"Parameter", "Buffer"},
+    "torch": {"Size", "Tensor", "device"},
+    "torch.nn.parameter": {"Parameter", "Buffer"},
     "builtins": {"bool", "bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
-}  # fmt: skip
+}
 _ALSO["__builtin__"] = _ALSO["builtins"]
 
 
@@ -101,8 +121,14 @@ def _view(storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int
 
 
 def _any_dtype(
-    storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool, hooks: Any,
-    dtype: torch.dtype, metadata: Any = None,
+    storage: Tensor,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    metadata: Any = None,
 ) -> Tensor:
     return _view(storage.view(dtype), offset, size, stride)
 
@@ -130,7 +156,7 @@ _FUNCTIONS = {
     ("collections", "OrderedDict"): _table,
     ("collections", "defaultdict"): _table,
     ("collections", "Counter"): _table,
-}  # fmt: skip
+}
 
 
 class _Reader(BoundedUnpickler):

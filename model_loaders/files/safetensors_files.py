@@ -18,11 +18,23 @@ from torch import Tensor
 from ...limits import HEADER, LARGEST, TENSORS, FileError, bounded_int, legal_name, legal_sizes, parse_json
 
 _DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
-    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "C64": torch.complex64,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
-}  # fmt: skip
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
 if hasattr(torch, "float8_e8m0fnu"):  # since PyTorch 2.7: scales of quantised files
     _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
@@ -93,8 +105,9 @@ def _header(file: BinaryIO, size: int) -> tuple[list[_Entry], dict[str, str]]:
 def _entry(name: str, value: Any) -> tuple[tuple[int, int], _Entry]:
     """((begin, end) in bytes, entry) of a tensor in the header. Raises ValueError for an invalid one."""
     legal_name(name)
-    dtype, shape, place = (value.get(key) if isinstance(value, dict) else None
-                           for key in ("dtype", "shape", "data_offsets"))
+    dtype, shape, place = (
+        value.get(key) if isinstance(value, dict) else None for key in ("dtype", "shape", "data_offsets")
+    )
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise FileError(f"{name} has the dtype {dtype!r:.50}")
     if not isinstance(place, list) or len(place) != 2:

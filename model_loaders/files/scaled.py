@@ -89,8 +89,10 @@ def marks(metadata: Mapping[str, str], path: Path) -> dict[str, Tensor]:
     if not isinstance(layers, dict):
         raise CheckpointError(f"{path.name} has invalid metadata {METADATA}: it names no layers. Download it again.")
     written = {layer: json.dumps(about).encode() for layer, about in layers.items()}
-    return {f"{legal_name(layer)}{MARK}": torch.frombuffer(bytearray(mark), dtype=torch.uint8)
-            for layer, mark in written.items()}
+    return {
+        f"{legal_name(layer)}{MARK}": torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        for layer, mark in written.items()
+    }
 
 
 def with_scales(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -19,10 +19,17 @@ from ...limits import MODULES, TENSORS, FileError, legal_name
 from .archives import BoundedUnpickler, Call, check_view, members_of, pickle_in, stored
 
 _STORAGES = {
-    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-}  # fmt: skip
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
 _LISTS = ("build_intlist", "build_doublelist", "build_boollist", "build_tensorlist", "restore_type_tag")
 
 
@@ -122,7 +129,12 @@ class _Unpickler(BoundedUnpickler):
 
 
 def _rebuild_tensor(
-    storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], grad: bool, hooks: Any,
+    storage: Tensor,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    grad: bool,
+    hooks: Any,
     metadata: Any = None,
 ) -> Tensor:
     """A view of a storage. Raises ValueError if it exceeds the storage."""

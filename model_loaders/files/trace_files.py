@@ -32,8 +32,16 @@ def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
     path = stem(path)
     tensors = {f"positions.{k}": v.contiguous() for k, v in trace.positions.items()}
     tensors |= {f"rounds.{k}": v.contiguous() for k, v in trace.rounds.items()}
-    header = {"rows": trace.rows, "cols": trace.cols, "stride": trace.stride, "lead": trace.lead,
-              "totals": trace.totals, "settings": trace.settings, "schema": SCHEMA, "continuous": trace.continuous}
+    header = {
+        "rows": trace.rows,
+        "cols": trace.cols,
+        "stride": trace.stride,
+        "lead": trace.lead,
+        "totals": trace.totals,
+        "settings": trace.settings,
+        "schema": SCHEMA,
+        "continuous": trace.continuous,
+    }
     contents = {
         with_ending(path, ".safetensors"): save(tensors, metadata={"specar": json.dumps(header)}),
         with_ending(path, ".json"): json.dumps(trace.report(), indent=1).encode(),
@@ -96,8 +104,16 @@ def load_trace(path: str | Path) -> Trace:
     absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
     if absent:
         raise FileError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")
-    trace = Trace(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
-                  header["settings"], header.get("lead", 0))  # earlier files have no lead
+    trace = Trace(
+        header["rows"],
+        header["cols"],
+        header["stride"],
+        positions,
+        rounds,
+        header["totals"],
+        header["settings"],
+        header.get("lead", 0),
+    )  # earlier files have no lead
     try:
         if schema == SCHEMA_1:
             trace.totals = renamed(trace.totals)

@@ -36,7 +36,7 @@ _PASSED = re.compile(r"norm|embed|(^|_)(ln|pos|pe)(_|$)|^wpe$", re.IGNORECASE)
 
 
 def load_weights(
-    module: M, tensors: Weights, checkpoint: Checkpoint, dtype: torch.dtype, precise: tuple[str, ...] = (),
+    module: M, tensors: Weights, checkpoint: Checkpoint, dtype: torch.dtype, precise: tuple[str, ...] = ()
 ) -> M:
     """Fill a module built on the meta device, and return it in eval mode, without gradients.
 
@@ -78,8 +78,12 @@ def _check_names(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tens
             "again, or choose another file."
         )
     if beside := [name for name in left if not _BUFFERS.search(name)]:
-        log.info("%s holds %d tensors that this model does not use; they are ignored: %s", path.name, len(beside),
-                 ", ".join(f"{name.removeprefix(_place(name)[0])!r:.60}" for name in beside[:3]))
+        log.info(
+            "%s holds %d tensors that this model does not use; they are ignored: %s",
+            path.name,
+            len(beside),
+            ", ".join(f"{name.removeprefix(_place(name)[0])!r:.60}" for name in beside[:3]),
+        )
 
 
 def _place(name: str) -> tuple[str, str]:
@@ -109,8 +113,9 @@ def _narrow(
     rounded, scales = zip(*(_rounded(part, storage, dtype, name, path) for part in parts), strict=True)
     if all(scale is None for scale in scales):
         return _joined(rounded), None
-    return _joined(rounded), _joined([torch.ones(len(part)) if scale is None else scale
-                                      for part, scale in zip(rounded, scales, strict=True)])
+    return _joined(rounded), _joined(
+        [torch.ones(len(part)) if scale is None else scale for part, scale in zip(rounded, scales, strict=True)]
+    )
 
 
 def _rounded(

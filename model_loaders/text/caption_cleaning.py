@@ -14,9 +14,7 @@ from html.entities import html5
 from html.parser import HTMLParser
 from urllib.parse import unquote_plus
 
-_DASHES = (
-    "-\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u301c\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d"
-)
+_DASHES = "-\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u301c\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d"
 _FILES = "(?:png|jpe?g|bmp|webp|eps|pdf|apk|mp4)"
 _DOMAINS = "(?:com|co|ru|net|org|edu|gov|it)"
 
@@ -29,8 +27,10 @@ def _rules(*rules: tuple[str, str]) -> Rules:
 
 _ADDRESSES = _rules(
     ("<person>", "person"),
-    *((rf"\b(?:{start}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.-]+\.{_DOMAINS}[\w/-]*\b/?(?!@))", "")
-      for start in ("https?", "www")),
+    *(
+        (rf"\b(?:{start}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.-]+\.{_DOMAINS}[\w/-]*\b/?(?!@))", "")
+        for start in ("https?", "www")
+    ),
 )
 _MARKS = _rules(
     (r"@\w+\b", ""),  # account names
@@ -139,11 +139,14 @@ def _without_tags(text: str) -> str:
 
 _CONTROLS = dict.fromkeys([*range(9), 11, *range(14, 32), 127, *range(0x206A, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFD)])
 _CHARACTERS = {  # compatibility characters -> what they stand for; typographic quotation marks
-    **{code: unicodedata.normalize("NFKC", chr(code)) for code in (
-        *map(ord, "ĲĳŉǄǅǆǇǈǉǊǋǌǱǲǳﬀﬁﬂﬃﬄﬆ"), 0x3000, *range(0xFF01, 0xFFF0)
-    )},
-    ord("ﬅ"): "ſt", **dict.fromkeys(range(0x201C, 0x2020), '"'), **dict.fromkeys((0x2BC, *range(0x2018, 0x201C)), "'"),
-}  # fmt: skip
+    **{
+        code: unicodedata.normalize("NFKC", chr(code))
+        for code in (*map(ord, "ĲĳŉǄǅǆǇǈǉǊǋǌǱǲǳﬀﬁﬂﬃﬄﬆ"), 0x3000, *range(0xFF01, 0xFFF0))
+    },
+    ord("ﬅ"): "ſt",
+    **dict.fromkeys(range(0x201C, 0x2020), '"'),
+    **dict.fromkeys((0x2BC, *range(0x2018, 0x201C)), "'"),
+}
 
 
 def _repaired(text: str) -> str:

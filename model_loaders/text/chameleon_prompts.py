@@ -16,9 +16,13 @@ BOS, BEGIN, END, ROW_END, TURN_END = "<s>", "<racm3:break>", "<eoss>", "<reserve
 LUMINA2_WORDS = 171385
 _RELEASED = {  # words -> id of the first code, number of codes, special tokens, patch
     65536: (4, 8192, {BOS: 0, END: 8196, BEGIN: 8197} | {f"<reserved{n:05}>": n + 4 for n in range(8706, 9000)}, 16),
-    LUMINA2_WORDS: (155000, 16384, {BEGIN: 151665, END: 151666}
-                    | {f"<reserved{n:05}>": n + 142871 for n in range(8796, 8900)}, 8),
-}  # fmt: skip
+    LUMINA2_WORDS: (
+        155000,
+        16384,
+        {BEGIN: 151665, END: 151666} | {f"<reserved{n:05}>": n + 142871 for n in range(8796, 8900)},
+        8,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -64,22 +68,32 @@ class Vocabulary:
     def __getitem__(self, token: str) -> int:
         """Id of a special token. Raises CheckpointError if there is none."""
         if token not in self.ids:
-            raise CheckpointError(f"The vocabulary_map in config.json of {title(self.path)} lacks {token}: it is "
-                                  "that of another model.")
+            raise CheckpointError(
+                f"The vocabulary_map in config.json of {title(self.path)} lacks {token}: it is that of another model."
+            )
         return self.ids[token]
 
 
 def open_tokenizer(
-    name: str, source: str, words: Vocabulary, tokens: Sequence[str], path: Path, folders: Sequence[str],
+    name: str,
+    source: str,
+    words: Vocabulary,
+    tokens: Sequence[str],
+    path: Path,
+    folders: Sequence[str],
     search: Sequence[Path],
 ) -> Tokenizer:
     """The tokenizer in a model's own folder, or in one of ``folders``, which were released with the same. name and
     source: of the model, and of the repository that has it, for the error message. tokens: special tokens to which it
     must give the same ids as ``words``, if they are there."""
-    return Tokenizer(find_tokenizer(path, folders, search), (
-        f"{name} reads prompts through tokenizer.json, which was not found. Put the one of {source} into the folder "
-        f"{path.parent}."
-    ), {token: words.ids[token] for token in tokens if token in words.ids})  # fmt: skip
+    return Tokenizer(
+        find_tokenizer(path, folders, search),
+        (
+            f"{name} reads prompts through tokenizer.json, which was not found. Put the one of {source} into the folder "
+            f"{path.parent}."
+        ),
+        {token: words.ids[token] for token in tokens if token in words.ids},
+    )
 
 
 def message_ids(words: Vocabulary, tokenizer: Tokenizer, text: str) -> list[int]:

@@ -23,12 +23,18 @@ from ..files.names import count, renamed, root_of
 _ADDING = ("added_tokens.json", "tokenizer_config.json")
 _STACKED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NAMES = {
-    "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
-    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
     "mlp.gate_up_proj": "feed_forward.w1_w3",  # GLM-4's, as are the norms behind a block's two parts
-    "post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "ffn_post_norm",
-}  # fmt: skip
+    "post_self_attn_layernorm": "attention_post_norm",
+    "post_mlp_layernorm": "ffn_post_norm",
+}
 
 
 def language_root(tensors: Collection[str], roots: Sequence[str], attention: str = "q_proj.weight") -> str | None:
@@ -79,8 +85,9 @@ def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> di
     """
     layers = join_gates(layer_tensors(tensors, root, path))
     named(tensors, f"{root}norm.weight", path)
-    norm = renamed({name: tensor for name, tensor in tensors.items() if name.startswith(f"{root}norm.")},
-                   {root: "backbone."})
+    norm = renamed(
+        {name: tensor for name, tensor in tensors.items() if name.startswith(f"{root}norm.")}, {root: "backbone."}
+    )
     return norm | {f"backbone.{name}": tensor for name, tensor in layers.items()}
 
 
@@ -90,8 +97,9 @@ def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return whole.get("text_config") or whole.get("language_config") or whole
 
 
-def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: Mapping[int, int],
-                    norm_eps: float) -> BackboneConfig:
+def backbone_config(
+    checkpoint: Checkpoint, root: str, vocab: int, known_heads: Mapping[int, int], norm_eps: float
+) -> BackboneConfig:
     """Sizes of a Llama-type model: from its weights, and the number of heads from config.json or, for a file without
     one, from ``known_heads`` (width -> heads of the released sizes).
 
@@ -101,8 +109,10 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
     settings = text_settings(checkpoint)
     layers = count(tensors, f"{root}layers.")
     fused = f"{root}layers.0.mlp.gate_up_proj.weight" in tensors
-    q, k, gate = (matrix(tensors, f"{root}layers.0.{part}.weight", path)
-                  for part in ("self_attn.q_proj", "self_attn.k_proj", f"mlp.{'gate_up' if fused else 'gate'}_proj"))
+    q, k, gate = (
+        matrix(tensors, f"{root}layers.0.{part}.weight", path)
+        for part in ("self_attn.q_proj", "self_attn.k_proj", f"mlp.{'gate_up' if fused else 'gate'}_proj")
+    )
     dim = q.shape[1]
     head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
     head_rms = head_norm is not None and head_norm.ndim == 1  # LayerNorms have a row for every head, or one for all
@@ -115,12 +125,19 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
             "under its released name, together with its config.json, in a separate folder."
         )
     return BackboneConfig(
-        dim, layers, heads, len(gate) // (1 + fused), vocab, positive(settings, "rms_norm_eps", norm_eps),
-        kv_heads=kv_heads, qkv_bias=f"{root}layers.0.self_attn.q_proj.bias" in tensors,
-        head_norms=0 if head_norm is None or head_rms else len(head_norm), head_rms=head_rms,
+        dim,
+        layers,
+        heads,
+        len(gate) // (1 + fused),
+        vocab,
+        positive(settings, "rms_norm_eps", norm_eps),
+        kv_heads=kv_heads,
+        qkv_bias=f"{root}layers.0.self_attn.q_proj.bias" in tensors,
+        head_norms=0 if head_norm is None or head_rms else len(head_norm),
+        head_rms=head_rms,
         head_dim=len(q) // heads if head_rms else 0,  # Qwen3's heads may be wider than its width divided by them
         post_norms=f"{root}layers.0.post_self_attn_layernorm.weight" in tensors,
-    )  # fmt: skip
+    )
 
 
 def positive(settings: Mapping[str, Any], name: str, default: float | None) -> float | None:
@@ -152,6 +169,7 @@ def word_tensors(
 
     The first ``words`` rows are for prompts, the others for image codes and special tokens. head None: tied.
     """
+
     def image_rows(table: Tensor) -> tuple[Tensor, ...]:
         return (table[codes.start : codes.stop], *(table[special : special + 1] for special in specials))
 
@@ -208,8 +226,10 @@ def check_ids(file: Path, stated: Mapping[str, int], id_of: Callable[[str], int 
     for token, wanted in stated.items():
         if (found := id_of(token)) != wanted:
             has = "has no token" if found is None else f"has the id {found} for"
-            raise CheckpointError(f"{file} {has} {token}, which has the id {wanted} in the model's files: it is the "
-                                  "tokenizer of another model. Use the one released with it.")
+            raise CheckpointError(
+                f"{file} {has} {token}, which has the id {wanted} in the model's files: it is the "
+                "tokenizer of another model. Use the one released with it."
+            )
 
 
 class Tokenizer:
@@ -239,8 +259,10 @@ class Tokenizer:
             opened.post_processor = _alone()
             count = opened.get_vocab_size()
             if self.words is not None and count > self.words:
-                raise CheckpointError(f"{self.file} has {count} tokens, but the model {self.words}: it is the "
-                                      "tokenizer of another model. Use the one released with it.")
+                raise CheckpointError(
+                    f"{self.file} has {count} tokens, but the model {self.words}: it is the "
+                    "tokenizer of another model. Use the one released with it."
+                )
             check_ids(self.file, self.stated, opened.token_to_id)
             self._opened = opened
         return self._opened
@@ -280,8 +302,10 @@ class Tokenizer:
         token = settings.get("bos_token") or settings.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if not isinstance(token, str):
-            raise CheckpointError(f"{file}, which names the first token of every prompt, is missing or names none. "
-                                  "Download the one that belongs to tokenizer.json.")
+            raise CheckpointError(
+                f"{file}, which names the first token of every prompt, is missing or names none. "
+                "Download the one that belongs to tokenizer.json."
+            )
         return self.id(token)
 
     def __len__(self) -> int:

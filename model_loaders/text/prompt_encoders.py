@@ -44,8 +44,15 @@ class WordEncoder(PromptEncoder):
     most ``slots`` words used.
     """
 
-    def __init__(self, table: Tensor, words: list[str], stop_words: list[str], synonyms: dict[str, str],
-                 backgrounds: list[str], slots: int):
+    def __init__(
+        self,
+        table: Tensor,
+        words: list[str],
+        stop_words: list[str],
+        synonyms: dict[str, str],
+        backgrounds: list[str],
+        slots: int,
+    ):
         self.table, self.words, self.slots = table.float(), words, slots
         self.index = {word: i for i, word in enumerate(words)}
         self.stop_words, self.synonyms, self.backgrounds = set(stop_words), synonyms, backgrounds
@@ -77,8 +84,10 @@ class WordEncoder(PromptEncoder):
         text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
         known, unknown = [], []
         for word in re.findall(r"[a-z0-9_'-]+", text):
-            word = next((w for w in (word, word.rstrip("s"), word.removesuffix("es"))
-                         if w in self.index or w in self.synonyms), word)
+            word = next(
+                (w for w in (word, word.rstrip("s"), word.removesuffix("es")) if w in self.index or w in self.synonyms),
+                word,
+            )
             for part in self.synonyms.get(word, word).split():
                 if part in self.index:
                     known.append(part)

@@ -16,13 +16,23 @@ OWN = "ar"  # the entry of this pack's CLIP
 OF_THE_MASK = "set_area_to_bounds"  # says nothing alone
 CELL = 8  # pixels for each unit of an area
 WORDS = {  # entry of ComfyUI's nodes -> in words
-    "area": "area", "mask": "mask", "mask_strength": "strength", "strength": "strength", "start_percent": "time range",
-    "end_percent": "time range", "guidance": "guidance (set cfg on the sampler)", "hooks": "hooks (such as a LoRA's)",
-    "control": "a ControlNet", "cross_attn_controlnet": "a ControlNet's prompt", "gligen": "GLIGEN's boxes",
-    "unclip_conditioning": "a picture (unCLIP)", "clip_vision_output": "a picture (CLIP Vision)",
-    "concat_latent_image": "a picture to inpaint or animate", "concat_image": "a picture to upscale",
+    "area": "area",
+    "mask": "mask",
+    "mask_strength": "strength",
+    "strength": "strength",
+    "start_percent": "time range",
+    "end_percent": "time range",
+    "guidance": "guidance (set cfg on the sampler)",
+    "hooks": "hooks (such as a LoRA's)",
+    "control": "a ControlNet",
+    "cross_attn_controlnet": "a ControlNet's prompt",
+    "gligen": "GLIGEN's boxes",
+    "unclip_conditioning": "a picture (unCLIP)",
+    "clip_vision_output": "a picture (CLIP Vision)",
+    "concat_latent_image": "a picture to inpaint or animate",
+    "concat_image": "a picture to upscale",
     "reference_latents": "reference pictures",
-}  # fmt: skip
+}
 
 
 def ignored(entries: Mapping[str, Any], pixels: tuple[int, int]) -> list[str]:
@@ -34,8 +44,14 @@ def ignored(entries: Mapping[str, Any], pixels: tuple[int, int]) -> list[str]:
 
 def refused(entries: Mapping[str, Any]) -> str:
     """The first picture or model that comes with a prompt, in words; "" if there is none."""
-    return next((WORDS.get(name, repr(name)) for name, value in entries.items()
-                 if name not in (OWN, "mask") and not plain(value)), "")
+    return next(
+        (
+            WORDS.get(name, repr(name))
+            for name, value in entries.items()
+            if name not in (OWN, "mask") and not plain(value)
+        ),
+        "",
+    )
 
 
 def plain(value: Any) -> bool:

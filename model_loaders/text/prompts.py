@@ -59,7 +59,10 @@ class Prompted:
         return self.prompt_encoder.parse(text)[1] if isinstance(self.prompt_encoder, WordEncoder) else []
 
     def notices(
-        self, positive: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, guided: bool,
+        self,
+        positive: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None,
+        guided: bool,
         grid: tuple[int, int],
     ) -> tuple[str, ...]:
         """What the model does not use of the prompts of a run on ``grid`` (rows, cols), ``read`` before, a sentence
@@ -74,8 +77,10 @@ class Prompted:
                 found += self.prompt_encoder.notices(text)
             count = (prompt.features if isinstance(prompt, EncodedPrompt) else prompt[0][0]).shape[1]
             if count > (self.prompt_encoder.slots or count):
-                found.append(f"The {name} prompt has {count} words or tokens, as after Conditioning (Concat), but the "
-                             f"model learned to read {self.prompt_encoder.slots} at most. Use a shorter prompt.")
+                found.append(
+                    f"The {name} prompt has {count} words or tokens, as after Conditioning (Concat), but the "
+                    f"model learned to read {self.prompt_encoder.slots} at most. Use a shorter prompt."
+                )
             if settings := prompt_settings.ignored(prompt[0][1] if isinstance(prompt, list) else {}, pixels):
                 found.append(f"AR models do not use what is set on the {name} prompt: {', '.join(settings)}.")
         if negative is not None and not guided:
@@ -98,7 +103,10 @@ class Prompted:
         return self.encode_features(features_of(ids))
 
     def read(
-        self, conditioning: Conditioning | EncodedPrompt | None, batch: int, name: str,
+        self,
+        conditioning: Conditioning | EncodedPrompt | None,
+        batch: int,
+        name: str,
         grid: tuple[int, int] | None = None,
     ) -> EncodedPrompt | None:
         """The prompt of a CONDITIONING for ``batch`` images of ``grid`` (rows, cols); None for no negative prompt,
@@ -112,8 +120,10 @@ class Prompted:
         if isinstance(conditioning, EncodedPrompt) or (negative and conditioning is None):
             return conditioning
         if not isinstance(conditioning, list):
-            raise TypeError(f"The {name} prompt is {conditioning!r}, but must be a CONDITIONING: that of CLIP Text "
-                            'Encode, or of model.encode_prompt("...").')
+            raise TypeError(
+                f"The {name} prompt is {conditioning!r}, but must be a CONDITIONING: that of CLIP Text "
+                'Encode, or of model.encode_prompt("...").'
+            )
         if len(conditioning) != 1:
             raise ValueError(f"{name} combines {len(conditioning)} prompts; AR models take one. Use a single prompt.")
         features, extra = conditioning[0]
@@ -123,8 +133,10 @@ class Prompted:
             origin = f"was encoded for {family}" if family else "does not come from this pack's CLIP"
             raise ValueError(f"{name} {origin}, but the model is {self.family}. Encode it with this model's CLIP.")
         if brought := prompt_settings.refused(extra):
-            raise ValueError(f"{name} comes with {brought}, which AR models cannot use. Connect CLIP Text Encode "
-                             "directly, without the node that adds it.")
+            raise ValueError(
+                f"{name} comes with {brought}, which AR models cannot use. Connect CLIP Text Encode "
+                "directly, without the node that adds it."
+            )
         text = own.get("text")
         if negative and text == "":
             return None

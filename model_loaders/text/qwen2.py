@@ -20,10 +20,18 @@ class Qwen2(nn.Module):
         from transformers import Qwen2Config, Qwen2Model
 
         self.width, self.hidden, self.vocab = width, hidden, vocab
-        self.model = Qwen2Model(Qwen2Config(
-            vocab_size=vocab, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, rope_theta=1e6, rms_norm_eps=1e-6,
-        ))  # fmt: skip
+        self.model = Qwen2Model(
+            Qwen2Config(
+                vocab_size=vocab,
+                hidden_size=width,
+                intermediate_size=hidden,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                rope_theta=1e6,
+                rms_norm_eps=1e-6,
+            )
+        )
         with torch.device("cpu"):  # its frequencies are not in the file, so they must not be on the meta device
             self.model.rotary_emb = type(self.model.rotary_emb)(self.model.config)
 
@@ -31,9 +39,7 @@ class Qwen2(nn.Module):
         """See LanguageModel."""
         return self.model.embed_tokens(ids)
 
-    def read(
-        self, x: Tensor, mask: Tensor, places: Tensor, before: KeysAndValues = ()
-    ) -> tuple[Tensor, KeysAndValues]:
+    def read(self, x: Tensor, mask: Tensor, places: Tensor, before: KeysAndValues = ()) -> tuple[Tensor, KeysAndValues]:
         """See LanguageModel; only the first tokens' keys and values are returned, later ones are discarded."""
         cache = _cache_type()(before)
         out = self.model(

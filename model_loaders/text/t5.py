@@ -35,10 +35,18 @@ class T5(nn.Module):
         from transformers import T5Config, T5EncoderModel
 
         self.words, self.device = words, torch.device("cpu")
-        self.encoder = T5EncoderModel(T5Config(
-            vocab_size=words, d_model=dim, num_layers=layers, num_heads=heads, d_kv=head_dim, d_ff=ffn_dim,
-            relative_attention_num_buckets=buckets, feed_forward_proj="gated-gelu",
-        ))  # fmt: skip
+        self.encoder = T5EncoderModel(
+            T5Config(
+                vocab_size=words,
+                d_model=dim,
+                num_layers=layers,
+                num_heads=heads,
+                d_kv=head_dim,
+                d_ff=ffn_dim,
+                relative_attention_num_buckets=buckets,
+                feed_forward_proj="gated-gelu",
+            )
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids [B, n] without padding -> features [B, n, dim]."""
@@ -71,8 +79,10 @@ class T5Encoder(PromptEncoder):
     def caption(self, text: str) -> str:
         """A prompt as the encoder reads it. Raises ValueError for one that is too long."""
         if len(text) > CAPTION:
-            raise ValueError(f"The prompt has {len(text)} characters, but the model reads {self.slots} tokens, about "
-                             f"as many words. Shorten it, to at most {CAPTION} characters.")
+            raise ValueError(
+                f"The prompt has {len(text)} characters, but the model reads {self.slots} tokens, about "
+                f"as many words. Shorten it, to at most {CAPTION} characters."
+            )
         # Twice, as in LlamaGen's training: the second pass removes what the first leaves (a tag within a tag).
         return clean_caption(clean_caption(text)) if self.clean else text.lower().strip()
 
@@ -97,8 +107,10 @@ class T5Encoder(PromptEncoder):
         """Features [1, n, width] (fp32, CPU) of the n tokens of a caption, the end token included."""
         ids, module = self.ids(text), self.module()
         if max(ids) >= module.words:
-            raise CheckpointError(f"{self.tokenizer.file} is not the tokenizer of {self.weights.name}: its ids exceed "
-                                  f"the encoder's vocabulary of {module.words}.")
+            raise CheckpointError(
+                f"{self.tokenizer.file} is not the tokenizer of {self.weights.name}: its ids exceed "
+                f"the encoder's vocabulary of {module.words}."
+            )
         self.place(module)
         return module(torch.tensor([ids], device=module.device)).float().cpu()
 
@@ -169,7 +181,9 @@ def build(tensors: dict[str, Tensor], width: int, path: Path, name: str = "flan-
             f"{name}, or its encoder alone in one file."
         ) from error
     if dim != width:
-        raise CheckpointError(f"{path.name} has {dim} features per token, but the model reads {width}: it is not "
-                              f"{name}. Put {name} into {path.parent}.")
+        raise CheckpointError(
+            f"{path.name} has {dim} features per token, but the model reads {width}: it is not "
+            f"{name}. Put {name} into {path.parent}."
+        )
     layers = count(tensors, "encoder.encoder.block.")
     return T5(words, dim, layers, heads, inner // heads, ffn_dim, buckets)

@@ -26,9 +26,7 @@ class RankTokenizer:
     <|...|>. stated: see check_ids.
     """
 
-    def __init__(
-        self, file: Path, pattern: str, specials: Sequence[str], stated: Mapping[str, int] | None = None
-    ):
+    def __init__(self, file: Path, pattern: str, specials: Sequence[str], stated: Mapping[str, int] | None = None):
         self.file, self.pattern, self.specials, self.stated = file, pattern, specials, stated or {}
         self._opened: tuple[Mapping[bytes, int], Mapping[str, int]] | None = None
 

@@ -33,8 +33,10 @@ class Automatic:
         if self.device.type in ("cpu", "mps") or not isinstance(model, DiscreteModel):
             return self.own
         reads_narrow = dispatch.runs_triton(self.device)
-        ways = [Way(model.dtype, each, model.weight_bytes(model.dtype, each), beside_weights(model, model.dtype, each))
-                for each in candidates(self.own, reads_narrow)]
+        ways = [
+            Way(model.dtype, each, model.weight_bytes(model.dtype, each), beside_weights(model, model.dtype, each))
+            for each in candidates(self.own, reads_narrow)
+        ]
         free = available(self.device, ways[0].needed)
         chosen = choose(ways, free, reads_narrow)
         self.why = reason(ways, chosen, free, reads_narrow)

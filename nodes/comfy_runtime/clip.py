@@ -77,9 +77,7 @@ def text_of(conditioning: Conditioning) -> str | None:
     return conditioning[0][1].get("ar", {}).get("text") if conditioning else None
 
 
-def prompts_of(
-    positive: Conditioning, negative: Conditioning | None
-) -> tuple[Conditioning, Conditioning | None]:
+def prompts_of(positive: Conditioning, negative: Conditioning | None) -> tuple[Conditioning, Conditioning | None]:
     """Both prompts of a sampler, the negative one None where it is empty or zeroed (Conditioning Zero Out).
 
     Raises ValueError for an empty positive.

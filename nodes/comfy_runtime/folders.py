@@ -28,8 +28,17 @@ MODELS = "ar_models"
 DRAFTERS = "ar_drafters"
 USED = (*SAFETENSORS, *PICKLES, *TORCHSCRIPT, ".json", ".tiktoken", ".txt", ".model")  # extensions of read files
 COMPANIONS = (  # file names beside a model, except released names of image decoders
-    "vq", "vae", "encoder", "decoder", "autoencoder", "text_encoder", "tokenizer", "vocab", "merges", "added_tokens",
-)  # fmt: skip
+    "vq",
+    "vae",
+    "encoder",
+    "decoder",
+    "autoencoder",
+    "text_encoder",
+    "tokenizer",
+    "vocab",
+    "merges",
+    "added_tokens",
+)
 SHARD = re.compile(r"-\d+-of-\d+\.")
 BUNDLED = "default (bundled)"
 BUNDLED_DRAFTER = "EAGLE drafter (bundled)"
@@ -101,8 +110,11 @@ def choices_in(keys: Iterable[str], marks: Sequence[str], endings: tuple[str, ..
         own = {folder for folder, names in by_folder.items() if folder and is_model(names, marks)}
         folders |= own
         for folder, names in by_folder.items():
-            weights = {name for name in names if name.lower().endswith(endings)
-                       and os.path.exists(os.path.join(root, folder, name))}  # not a link that leads nowhere
+            weights = {
+                name
+                for name in names
+                if name.lower().endswith(endings) and os.path.exists(os.path.join(root, folder, name))
+            }  # not a link that leads nowhere
             if folder in own:
                 weights = {name for name in weights if inside and name not in marks and not SHARD.search(name)}
             elif not inside and any(folder.startswith(model + os.sep) for model in own):

@@ -110,8 +110,13 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     device = mm.get_torch_device()
     automatic = Automatic(choice, device, stays_narrow(path)) if dtype == "auto" else None
     model = load_model(
-        path, dtype=DTYPES[dtype] or auto_dtype(device, path), grid=grid, search_folders=search_folders(),
-        operations=Operations, storage=automatic or STORAGE.get(dtype), int8_cache=dtype == INT8_CACHE,
+        path,
+        dtype=DTYPES[dtype] or auto_dtype(device, path),
+        grid=grid,
+        search_folders=search_folders(),
+        operations=Operations,
+        storage=automatic or STORAGE.get(dtype),
+        int8_cache=dtype == INT8_CACHE,
     )
     model.offload_embedding()
     if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):
@@ -215,7 +220,13 @@ def decode_tiled(decoder: Autoencoder, latent: Tensor, width: int, height: int, 
     overlap = max(0, min(overlap, min(width, height) - 1))
     steps = len(latent) * comfy.utils.get_tiled_scale_steps(latent.shape[3], latent.shape[2], width, height, overlap)
     pixels = comfy.utils.tiled_scale(
-        latent, lambda tile: decoder.decode(tile).movedim(-1, 1), width, height, overlap, upscale_amount=decoder.factor,
-        output_device=mm.intermediate_device(), pbar=comfy.utils.ProgressBar(steps),
+        latent,
+        lambda tile: decoder.decode(tile).movedim(-1, 1),
+        width,
+        height,
+        overlap,
+        upscale_amount=decoder.factor,
+        output_device=mm.intermediate_device(),
+        pbar=comfy.utils.ProgressBar(steps),
     )
     return pixels.movedim(1, -1)

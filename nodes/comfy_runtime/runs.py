@@ -27,9 +27,7 @@ class TooLargeError(ValueError):
 
 
 @contextmanager
-def placed(
-    loaded: LoadedModel, drafter: LoadedDrafter | None, method: Method, request: AnyRequest
-) -> Iterator[None]:
+def placed(loaded: LoadedModel, drafter: LoadedDrafter | None, method: Method, request: AnyRequest) -> Iterator[None]:
     """Model and drafter on the compute device, with memory for the run. Raises TooLargeError if it needs more memory
     than there is: on a CPU, the system would kill the process."""
     memory, session_key = method.run_bytes(request) + cast_room(loaded.model), method.session_key(request)

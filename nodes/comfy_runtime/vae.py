@@ -44,7 +44,11 @@ class ARVae:
         return self.encode_tiled(pixels, TILE, TILE, TILE // 4) if whole is None else whole
 
     def decode_tiled(
-        self, latent: Tensor, tile_x: int | None = None, tile_y: int | None = None, overlap: int | None = None,
+        self,
+        latent: Tensor,
+        tile_x: int | None = None,
+        tile_y: int | None = None,
+        overlap: int | None = None,
         **_options: Any,
     ) -> Tensor:
         """As :meth:`decode`, in tiles of so many tokens that overlap. Tiles are decoded separately, so colours may
@@ -55,8 +59,9 @@ class ARVae:
         self, latent: Tensor, tile_x: int | None = None, tile_y: int | None = None, overlap: int | None = None
     ) -> Tensor:
         tile = max(1, TILE // self.downscale_ratio)
-        width, height = (max(1, min(side or tile, size)) for side, size in ((tile_x, latent.shape[3]),
-                                                                            (tile_y, latent.shape[2])))
+        width, height = (
+            max(1, min(side or tile, size)) for side, size in ((tile_x, latent.shape[3]), (tile_y, latent.shape[2]))
+        )
         self._found.load(width * height * self._found.area)
         overlap = tile // 4 if overlap is None else overlap
         return models.decode_tiled(self._found.decoder, latent, width, height, overlap)
@@ -73,8 +78,9 @@ class ARVae:
         height, width = (size // side for size in pixels.shape[1:3])
         self._found.load(min(tile_x, pixels.shape[2]) * min(tile_y, pixels.shape[1]))
         latent = torch.zeros(len(pixels), decoder.channels, height, width)
-        across, down = (tiles(size, max(1, tile // side), overlap // side)
-                        for size, tile in ((width, tile_x), (height, tile_y)))
+        across, down = (
+            tiles(size, max(1, tile // side), overlap // side) for size, tile in ((width, tile_x), (height, tile_y))
+        )
         for index, (top, bottom, rows), (left, right, cols) in product(range(len(pixels)), down, across):
             tile = pixels[index : index + 1, top * side : bottom * side, left * side : right * side]
             encoded = decoder.encode_latent(tile)

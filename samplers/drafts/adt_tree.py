@@ -45,7 +45,8 @@ class TreeShapes:
     def where(self, condition: Tensor, other: TreeShapes) -> TreeShapes:
         """These where ``condition`` holds, else ``other``."""
         return TreeShapes(
-            torch.where(condition, self.depth, other.depth), torch.where(condition, self.width, other.width),
+            torch.where(condition, self.depth, other.depth),
+            torch.where(condition, self.width, other.width),
             torch.where(condition, self.alpha, other.alpha),
         )
 
@@ -111,10 +112,13 @@ class ADTTree(Structure):
         super().check()
         for name, (low, high), most in (("depths", self.depths, 32), ("widths", self.widths, 64)):
             if not 1 <= low <= high <= most:
-                raise ValueError(f"{name} are {low} to {high}, but must rise within 1 to {most}. Set the lower one "
-                                 f"({name[:-1]}_min) to at most the upper one ({name[:-1]}_max).")
+                raise ValueError(
+                    f"{name} are {low} to {high}, but must rise within 1 to {most}. Set the lower one "
+                    f"({name[:-1]}_min) to at most the upper one ({name[:-1]}_max)."
+                )
         for name, value, low, high in (
-            ("nodes", self.nodes, self.depths[1], 1024), ("first depth", self.first[0], 1, 32),
+            ("nodes", self.nodes, self.depths[1], 1024),
+            ("first depth", self.first[0], 1, 32),
             ("first width", self.first[1], 1, 64),
         ):
             if not low <= value <= high:
@@ -201,7 +205,8 @@ class ADTTree(Structure):
         place, at = torch.arange(layout.length, device=position.device), history.at
         here = position[:, None]
         rows = torch.div(here, layout.stride, rounding_mode="floor") - torch.div(
-            place, layout.stride, rounding_mode="floor")
+            place, layout.stride, rounding_mode="floor"
+        )
         columns = here % layout.stride - place % layout.stride
         distance = (rows**2 + columns**2).float().sqrt()
         known = (history.free == place) & ~at.alpha.isnan()  # not forced, and decided: later positions have no alpha
@@ -261,8 +266,14 @@ class ADTTree(Structure):
         return grow_sampled(work, root, nested(widths), round_index, levels, self.sampled_width(plan))
 
     def learn(
-        self, history: History, plan: tuple[Tensor, Tensor], tree: Tree, before: Tensor, after: Tensor,
-        accepted: Tensor, update: Tensor,
+        self,
+        history: History,
+        plan: tuple[Tensor, Tensor],
+        tree: Tree,
+        before: Tensor,
+        after: Tensor,
+        accepted: Tensor,
+        update: Tensor,
     ) -> History:
         """The memory after a round that planned ``plan`` and verified ``tree``; see remember()."""
         effective = tree.spread()[0]

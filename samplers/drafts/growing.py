@@ -45,8 +45,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Root:
-    """The root of every tree: the last decided token [B], the number decided [B], and the drafter's StepOut after it.
-    """
+    """The root of every tree: the last decided token [B], the number decided [B], and the drafter's StepOut after it."""
 
     token: Tensor
     committed: Tensor
@@ -54,7 +53,11 @@ class Root:
 
 
 def grow_sampled(
-    work: Drafting, root: Root, shape: Shape, round_index: Tensor, depth: Tensor | None = None,
+    work: Drafting,
+    root: Root,
+    shape: Shape,
+    round_index: Tensor,
+    depth: Tensor | None = None,
     width: Tensor | None = None,
 ) -> Tree:
     """A tree of a fixed shape whose siblings are sampled without replacement from q (EAGLE; Li et al., ICML 2024).
@@ -100,12 +103,28 @@ def grow_sampled(
     token, exists, probability = (torch.cat(parts, dim=1) for parts in zip(*drafts, strict=True))
     parent, at_depth, rank = (x.expand_as(token) for x in (buffers.parent, buffers.depth, buffers.rank))
     most_siblings = max(max(level.rank) for level in shape) + 1
-    return Tree(token, parent, at_depth, rank, exists, probability, len(shape), most_siblings,
-                torch.cat(draft_probs, dim=1), buffers.draft_row, buffers.tree_mask)
+    return Tree(
+        token,
+        parent,
+        at_depth,
+        rank,
+        exists,
+        probability,
+        len(shape),
+        most_siblings,
+        torch.cat(draft_probs, dim=1),
+        buffers.draft_row,
+        buffers.tree_mask,
+    )
 
 
 def grow_top_k(
-    work: Drafting, root: Root, levels: int, most: int, nodes: int, depth: Tensor | None = None,
+    work: Drafting,
+    root: Root,
+    levels: int,
+    most: int,
+    nodes: int,
+    depth: Tensor | None = None,
     width: Tensor | None = None,
 ) -> Tree:
     """EAGLE-2's dynamic tree (Li et al., EMNLP 2024): the best ``nodes`` of all candidates by cumulative probability.
@@ -132,10 +151,16 @@ def grow_top_k(
         if depth is not None:
             legal = legal & (number <= depth)[:, None, None]
         scores = (score[..., None] + best.values.log()).masked_fill(~legal, -torch.inf)  # [B, F, most]
-        found.append(_Candidates(
-            best.indices.flatten(1), frontier[..., None].expand_as(scores).flatten(1), number,
-            index.expand_as(scores).flatten(1), scores.flatten(1), best.values.flatten(1),
-        ))
+        found.append(
+            _Candidates(
+                best.indices.flatten(1),
+                frontier[..., None].expand_as(scores).flatten(1),
+                number,
+                index.expand_as(scores).flatten(1),
+                scores.flatten(1),
+                best.values.flatten(1),
+            )
+        )
         if number < levels:
             score, chosen = scores.flatten(1).topk(most)
             score = score.masked_fill(~allowed, -torch.inf)

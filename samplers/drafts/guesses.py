@@ -108,8 +108,16 @@ def neighbour_probs(
 
 
 def first_guesses(
-    initial: str, target_probs: Ring, known: Tensor, last: Tensor, position: Tensor, u: Tensor, noise: Tensor | None,
-    layout: TokenLayout, vocab: int, forcing: bool,
+    initial: str,
+    target_probs: Ring,
+    known: Tensor,
+    last: Tensor,
+    position: Tensor,
+    u: Tensor,
+    noise: Tensor | None,
+    layout: TokenLayout,
+    vocab: int,
+    forcing: bool,
 ) -> tuple[Tensor, Tensor]:
     """Guesses [B, T] at positions [B, T] that no forward pass has seen, and the q [B, T, V+] they are sampled from.
 

@@ -77,8 +77,7 @@ class Structure(ABC):
     def learn(
         self, history: Any, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor, update: Tensor
     ) -> Any:
-        """The memory after a round. All [B]: tokens decided before and after it, accepted drafts, images to ``update``.
-        """
+        """The memory after a round. All [B]: tokens decided before and after it, accepted drafts, images to ``update``."""
 
 
 class _Fixed(Structure):
@@ -93,8 +92,9 @@ class _Fixed(Structure):
     def extent(self, plan: None, left: Tensor) -> None:
         return None
 
-    def learn(self, history: None, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor,
-              update: Tensor) -> None:
+    def learn(
+        self, history: None, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor, update: Tensor
+    ) -> None:
         return None
 
 

@@ -159,18 +159,28 @@ def tree_buffers(shape: Shape, vocab: int, device: torch.device) -> TreeBuffers:
     levels = []
     for level, rows in zip(shape, inner_rows, strict=True):
         most = min(max(level.rank) + 1, vocab)
-        levels.append(LevelBuffers(
-            parent=tensor(list(level.parent)),
-            child=tensor([p * most + min(r, most - 1) for p, r in zip(level.parent, level.rank, strict=True)]),
-            in_vocab=tensor([r < most for r in level.rank], torch.bool),
-            probs_start=tensor([p * vocab for p in level.parent]),
-            mask=tensor([[[expanded[j] in line[expanded[i]] for j in range(1, rows.stop)] for i in rows]], torch.bool),
-        ))
+        levels.append(
+            LevelBuffers(
+                parent=tensor(list(level.parent)),
+                child=tensor([p * most + min(r, most - 1) for p, r in zip(level.parent, level.rank, strict=True)]),
+                in_vocab=tensor([r < most for r in level.rank], torch.bool),
+                probs_start=tensor([p * vocab for p in level.parent]),
+                mask=tensor(
+                    [[[expanded[j] in line[expanded[i]] for j in range(1, rows.stop)] for i in rows]], torch.bool
+                ),
+            )
+        )
     tree_mask = [[ancestor in line[slot] for ancestor in range(len(parent))] for slot in range(len(parent))]
     places = [place for inner in (1, *(level.inner for level in shape)) for place in range(inner)]
     return TreeBuffers(
-        tensor(parent), tensor(depth), tensor(rank), tensor(draft_row), tensor([tree_mask], torch.bool), tuple(levels),
-        probs_level=tensor([depth[slot] for slot in expanded]), probs_place=tensor(places),
+        tensor(parent),
+        tensor(depth),
+        tensor(rank),
+        tensor(draft_row),
+        tensor([tree_mask], torch.bool),
+        tuple(levels),
+        probs_level=tensor([depth[slot] for slot in expanded]),
+        probs_place=tensor(places),
     )
 
 
@@ -181,7 +191,7 @@ Path = tuple[int, ...]  # child numbers from the root: (0, 1) is the second chil
 _PUBLISHED = {
     "eagle_25": ((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,)),
     "lantern_57": ((5,), (4, 3, 3, 2, 1), (4, 3, 3, 2, 2, 1, 0, 1), (4, 3, 2, 1, 2, 1, 0, 1), (3, 2, 0, 0, 2, 1, 0, 1)),
-}  # fmt: skip
+}
 PUBLISHED = tuple(_PUBLISHED)
 
 
@@ -201,20 +211,27 @@ def shape_of(paths: tuple[Path, ...]) -> Shape:
     """The shape of a list of paths. Raises ValueError unless they are a prefix-closed tree of distinct paths."""
     distinct = set(paths)
     if not distinct or len(distinct) < len(paths) or any(not path or min(path) < 0 for path in distinct):
-        raise ValueError("The tree is not a list of distinct, non-empty paths of child numbers. Count children from 0, "
-                         "as in (0,), (1,), (0, 0).")
+        raise ValueError(
+            "The tree is not a list of distinct, non-empty paths of child numbers. Count children from 0, "
+            "as in (0,), (1,), (0, 0)."
+        )
     for path in distinct:
         for needed in (path[:-1], (*path[:-1], path[-1] - 1)):
             if needed and needed[-1] >= 0 and needed not in distinct:
-                raise ValueError(f"The tree has {path} but lacks {needed}. Add it: a tree needs the parents and "
-                                 "earlier siblings of its paths.")
+                raise ValueError(
+                    f"The tree has {path} but lacks {needed}. Add it: a tree needs the parents and "
+                    "earlier siblings of its paths."
+                )
     parents = {path[:-1] for path in distinct}
     levels, above = [], [()]
     for depth in range(1, max(map(len, distinct)) + 1):
         here = sorted((p for p in distinct if len(p) == depth), key=lambda path: (path not in parents, sum(path), path))
-        levels.append(Level(
-            tuple(above.index(path[:-1]) for path in here), tuple(path[-1] for path in here),
-            sum(path in parents for path in here),
-        ))
+        levels.append(
+            Level(
+                tuple(above.index(path[:-1]) for path in here),
+                tuple(path[-1] for path in here),
+                sum(path in parents for path in here),
+            )
+        )
         above = here
     return tuple(levels)

@@ -38,8 +38,10 @@ def check_captured(method: Method, request: Request) -> None:
     _checked.add(model)
     trials = (replace(request, seed=request.seed + number) for number in range(SEEDS))
     if not any(same(*(trial(method, each, captured) for captured in (False, True))) for each in trials):
-        graphs.give_up("captured steps compute something else here than the same steps called. The image is generated "
-                       f"without them. Please report this with the GPU, its driver and torch {torch.__version__}.")
+        graphs.give_up(
+            "captured steps compute something else here than the same steps called. The image is generated "
+            f"without them. Please report this with the GPU, its driver and torch {torch.__version__}."
+        )
 
 
 def trial(method: Method, request: Request, captured: bool) -> tuple[Tensor, Tensor]:
@@ -65,4 +67,5 @@ def same(called: tuple[Tensor, Tensor], captured: tuple[Tensor, Tensor]) -> bool
     """Are the tokens the same, and their probabilities up to round-off?"""
     both = (called[0] >= 0) & (captured[0] >= 0)
     return torch.equal(called[0][both], captured[0][both]) and torch.allclose(
-        called[1][both], captured[1][both], **CLOSE)
+        called[1][both], captured[1][both], **CLOSE
+    )

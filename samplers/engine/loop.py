@@ -31,8 +31,15 @@ S = TypeVar("S", bound=DecodeState)
 
 
 def decode(
-    request: Request, session: Session, model_state: Any, step: Callable[[S], S], state: S, width: int,
-    prefix_length: Tensor, start_time: float, past_end: int = 0,
+    request: Request,
+    session: Session,
+    model_state: Any,
+    step: Callable[[S], S],
+    state: S,
+    width: int,
+    prefix_length: Tensor,
+    start_time: float,
+    past_end: int = 0,
 ) -> list[float]:
     """Repeat ``step``, which feeds ``width`` tokens past the decided ones, until all images are complete.
 
@@ -50,8 +57,7 @@ def decode(
         if request.callback:
             passes = len(times) - 1 - poll.lag
             record = session.record
-            request.callback(
-                Progress(record.image, known, length, passes, state.draft, state.committed, record.p))
+            request.callback(Progress(record.image, known, length, passes, state.draft, state.committed, record.p))
         if int(known.min()) >= length:
             break
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.

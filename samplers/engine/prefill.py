@@ -45,8 +45,13 @@ def prefix_length(layout: TokenLayout) -> Tensor:
 
 
 def read_prefix(
-    model: ARModel, state: Any, layout: TokenLayout, batch: int, drafter: Drafter | None = None,
-    draft_state: Any = None, callback: Callback | None = None,
+    model: ARModel,
+    state: Any,
+    layout: TokenLayout,
+    batch: int,
+    drafter: Drafter | None = None,
+    draft_state: Any = None,
+    callback: Callback | None = None,
 ) -> Start:
     """Feed the prefix tokens of ``batch`` images to a fresh state, and to the drafter's.
 
@@ -71,8 +76,12 @@ def read_prefix(
             drafter.set_attention_length(draft_state, begin + len(index))
             drafter.observe(draft_state, chunk, positions, before, count[:, 0])
         last, more = (count - 1).clamp(min=0), count[:, 0] > 0
-        out = StepOut(*(choose(more, take(new, last), old) for new, old in (
-            (after.logits, out.logits[:, -1:]), (after.hidden, out.hidden[:, -1:]))))
+        out = StepOut(
+            *(
+                choose(more, take(new, last), old)
+                for new, old in ((after.logits, out.logits[:, -1:]), (after.hidden, out.hidden[:, -1:]))
+            )
+        )
         fed = fed + count
         if callback:
             callback(Progress(tokens[:, :-1], fed[:, 0].cpu(), layout.length, 0))

@@ -127,24 +127,34 @@ class ContinuousSpeculative(Method):
         if not self.tolerance >= 0:
             raise ValueError(f"tolerance is {self.tolerance}, but must be at least 0.")
         if self.mode != "block" and self.condition == "prefix":
-            raise ValueError(f"Mode {self.mode!r} needs a target that sees the earlier drafts. Use condition 'drafts' "
-                             "(target_sees: what is decided, and earlier guesses).")
+            raise ValueError(
+                f"Mode {self.mode!r} needs a target that sees the earlier drafts. Use condition 'drafts' "
+                "(target_sees: what is decided, and earlier guesses)."
+            )
         if self.mode == "exact" and self.path != "off":
-            raise ValueError("Mode 'exact' does not support Sigma, which biases the distribution. Use path 'off' "
-                             "(sigma).")
+            raise ValueError(
+                "Mode 'exact' does not support Sigma, which biases the distribution. Use path 'off' (sigma)."
+            )
         if self.mode == "exact" and request.params.kind == "ddim":
-            raise ValueError("Mode 'exact' needs the noise of the last denoising step, which ddim lacks. Use ddpm "
-                             "(head_sampler).")
+            raise ValueError(
+                "Mode 'exact' needs the noise of the last denoising step, which ddim lacks. Use ddpm (head_sampler)."
+            )
         if self.mode != "block" and request.model.group > 1:
-            raise ValueError(f"This model samples cells of {request.model.group} tokens. Use mode 'block' with it "
-                             "(each guess alone).")
+            raise ValueError(
+                f"This model samples cells of {request.model.group} tokens. Use mode 'block' with it "
+                "(each guess alone)."
+            )
         if request.params.kind == "ddpm" and not request.params.temperature > 0:
-            raise ValueError("temperature is 0, but must be above 0 with ddpm, since acceptance compares widths. "
-                             "Set it to -1 for the model's default.")
+            raise ValueError(
+                "temperature is 0, but must be above 0 with ddpm, since acceptance compares widths. "
+                "Set it to -1 for the model's default."
+            )
         pair = [(model.channels, model.group) for model in (self.drafter, request.model)]
         if pair[0] != pair[1]:
-            raise ValueError("The drafter has {} channels and samples {} tokens at once, but the model has {} and "
-                             "samples {}. Load a drafter that was trained for it.".format(*pair[0], *pair[1]))
+            raise ValueError(
+                "The drafter has {} channels and samples {} tokens at once, but the model has {} and "
+                "samples {}. Load a drafter that was trained for it.".format(*pair[0], *pair[1])
+            )
 
     def kappa(self, request: ContinuousRequest) -> float:
         """How much the test widens both Gaussians."""
@@ -158,8 +168,13 @@ class ContinuousSpeculative(Method):
 
     def describe(self, request: ContinuousRequest) -> dict[str, Any]:
         settings = {
-            "method": self.name, "length": self.length, "prefill": self.prefill, "mode": self.mode,
-            "condition": "drafts" if self.sees_drafts else "prefix", "path": self.path, "aligned": self.aligned,
+            "method": self.name,
+            "length": self.length,
+            "prefill": self.prefill,
+            "mode": self.mode,
+            "condition": "drafts" if self.sees_drafts else "prefix",
+            "path": self.path,
+            "aligned": self.aligned,
             "lossless": self.lossless,
         }
         if self.mode != "exact":
@@ -189,9 +204,7 @@ class ContinuousSpeculative(Method):
             while run.lowest < run.canvas.length:
                 run.round()
         seconds, layout = time.perf_counter() - started, TokenLayout.plain(*request.grid)
-        trace = run.record.finish(
-            layout, request.seed, self.describe(request), seconds, draft_passes=run.draft_passes
-        )
+        trace = run.record.finish(layout, request.seed, self.describe(request), seconds, draft_passes=run.draft_passes)
         verified = trace.positions["depth"] > 0
         if verified.any() and (trace.positions["log_ratio"][verified] == -math.inf).all():
             log.warning(
@@ -219,7 +232,13 @@ class ContinuousRun:
         self.own_passes = torch.zeros_like(self.canvas.done)[:, None]  # that decided tokens of the image
 
     def predict(
-        self, model: ContinuousModel, state: Any, ahead: Tensor | int, positions: Tensor, first: int, seen: int,
+        self,
+        model: ContinuousModel,
+        state: Any,
+        ahead: Tensor | int,
+        positions: Tensor,
+        first: int,
+        seen: int,
         noise: tuple[Tensor, Tensor],
     ) -> Distribution:
         """The Distribution [B, n] at undecided positions [B, n], of which the first is number ``first``.
@@ -235,9 +254,16 @@ class ContinuousRun:
         noise0, noise_t = noise
         shape = (batch, variants, -1)
         distribution = model.predict(
-            state, canvas.tokens, known, positions.reshape(shape), min(seen, canvas.length), cfg.reshape(shape),
-            self.params.temperature, noise0.reshape(*shape, model.channels),
-            noise_t.reshape(len(noise_t), *shape, model.channels), self.schedule,
+            state,
+            canvas.tokens,
+            known,
+            positions.reshape(shape),
+            min(seen, canvas.length),
+            cfg.reshape(shape),
+            self.params.temperature,
+            noise0.reshape(*shape, model.channels),
+            noise_t.reshape(len(noise_t), *shape, model.channels),
+            self.schedule,
         )
         return distribution.map(lambda t: t.flatten(1, 2))
 
@@ -277,7 +303,12 @@ class ContinuousRun:
         for start in range(0, drafts, group):
             here = slice(start, start + group)
             distribution = self.predict(
-                method.drafter, self.draft_state, start, positions[:, here], start, self.highest + start,
+                method.drafter,
+                self.draft_state,
+                start,
+                positions[:, here],
+                start,
+                self.highest + start,
                 (noise_q[0][:, here], noise_q[1][:, :, here]),
             )
             draft = self.take(distribution, positions[:, here], Purpose.DRAFT)
@@ -301,8 +332,11 @@ class ContinuousRun:
         ratio = torch.where(x.isfinite().all(-1) & ~ratio.isnan(), ratio, -math.inf)
         # 1 - u is never 0, whose log would let anything pass.
         accept = (1 - self.stream.uniform(positions, Purpose.ACCEPT)).log() <= ratio
-        test = {"log_ratio": ratio, "block": self.rounds,
-                "depth": torch.arange(x.shape[1], device=x.device) // self.group + 1}
+        test = {
+            "log_ratio": ratio,
+            "block": self.rounds,
+            "depth": torch.arange(x.shape[1], device=x.device) // self.group + 1,
+        }
         if isinstance(p, Normal):
             test["distance"] = (q.mean - p.mean).norm(dim=-1).nan_to_num(nan=math.inf)
         return accept, test
@@ -336,13 +370,9 @@ class ContinuousRun:
         is_accepted = torch.arange(n, device=x.device) < last
         source = torch.where(is_accepted, Source.ACCEPTED if exact else Source.RELAXED, Source.RESIDUAL)
         until = is_accepted | (torch.arange(n, device=x.device) == last)
-        self.record.write(
-            positions[:, :n], until & exist[:, :n], finalised_at=self.own_passes, source=source, **test
-        )
+        self.record.write(positions[:, :n], until & exist[:, :n], finalised_at=self.own_passes, source=source, **test)
         self.record.write(at, there & rejected, tries=tries)
-        self.record.write(
-            at, there & ~rejected, finalised_at=self.own_passes, source=Source.BONUS, block=self.rounds
-        )
+        self.record.write(at, there & ~rejected, finalised_at=self.own_passes, source=Source.BONUS, block=self.rounds)
         self.finish_pass(accepted + there[:, 0], accepted, n + 1)
 
     def redraw(self, p: Distribution, q: Distribution, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

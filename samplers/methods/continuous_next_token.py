@@ -96,8 +96,15 @@ class ContinuousNextToken(Method):
             after = canvas.done + count
             cfg = model.guidance(params, canvas.done, after, canvas.length)
             distribution = model.predict(
-                state, canvas.tokens, canvas.known(), positions[:, None], highest,
-                cfg[:, None, None].expand(-1, 1, most), params.temperature, noise0[:, None], noise_t[:, :, None],
+                state,
+                canvas.tokens,
+                canvas.known(),
+                positions[:, None],
+                highest,
+                cfg[:, None, None].expand(-1, 1, most),
+                params.temperature,
+                noise0[:, None],
+                noise_t[:, :, None],
                 schedule,
             )
             distribution = distribution.map(lambda t: t[:, 0])

@@ -98,7 +98,10 @@ def verify_front(run: JacobiRun, state: JacobiState, tree: Tree, p: Tensor) -> F
     others = counting(p.shape[1], p.device)[run.width :].expand(len(p), -1)
     slots = torch.cat((column[:, None], column[:, None] + 1, others), dim=1)
     verified = recursive_rejection(
-        run.rule, tree, take(p, slots), strength_at(state, position[:, None]),
+        run.rule,
+        tree,
+        take(p, slots),
+        strength_at(state, position[:, None]),
         RoundRandom(state.stream, state.step_index, position),
     )
     rank = torch.where(verified.accepted > 0, verified.rank[:, 0], _nearest(tree, verified.token[:, 0], run.codebook))
@@ -124,8 +127,14 @@ def with_front(state: JacobiState, verified: VerifiedWindow, front: FrontOutcome
         relaxed = joined(first.source == Source.RELAXED, verified.relaxed)
         tv_bound = joined(first.tv_bound, verified.tv_bound)
     return replace(
-        verified, token=joined(first.token, verified.token), accepted=accepted, q=joined(first.q, verified.q),
-        ratio=joined(first.ratio, verified.ratio), relaxed=relaxed, tv_bound=tv_bound, count=count,
+        verified,
+        token=joined(first.token, verified.token),
+        accepted=accepted,
+        q=joined(first.q, verified.q),
+        ratio=joined(first.ratio, verified.ratio),
+        relaxed=relaxed,
+        tv_bound=tv_bound,
+        count=count,
         rank=joined(first.rank, torch.zeros_like(verified.token)),
     )
 

@@ -58,8 +58,11 @@ from .settling import settled, with_settled
 from .window import JacobiRun, JacobiState, VerifiedWindow, Window, committed_count, strength_at
 
 REUSE = {  # SJD.reuse -> in words, after the options of the SJD++ Sampler
-    "coupled": "SJD, coupled", "gumbel": "SJD, same seed", "threshold_paper": "SJD++ reuse (paper)",
-    "threshold_exact": "SJD++ reuse (exact)", "resample": "SJD, redraw",
+    "coupled": "SJD, coupled",
+    "gumbel": "SJD, same seed",
+    "threshold_paper": "SJD++ reuse (paper)",
+    "threshold_exact": "SJD++ reuse (exact)",
+    "resample": "SJD, redraw",
 }
 
 
@@ -141,9 +144,7 @@ def refine(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> tupl
     return token, torch.where(exists.unsqueeze(-1), draft.q * confident + resampled_mass * p, p)
 
 
-def next_window(
-    run: JacobiRun, state: JacobiState, verified: VerifiedWindow, committed: Tensor, most: int
-) -> Window:
+def next_window(run: JacobiRun, state: JacobiState, verified: VerifiedWindow, committed: Tensor, most: int) -> Window:
     """Move the window past the committed tokens: refined guesses stay in it, first guesses fill its end.
 
     committed [B, W] (bool): columns that the pass commits; most: at least the number of them in any image (host).
@@ -163,8 +164,16 @@ def next_window(
         memory.noise.put(new, noise)
         noise = noise[:, :-1]
     first, first_q = first_guesses(
-        run.method.initial, memory.target_probs, position[:, -1:], guess[:, -1:], new[:, :-1],
-        state.initial.gather(1, new[:, :-1]), noise, layout, run.model.vocab, run.forcing,
+        run.method.initial,
+        memory.target_probs,
+        position[:, -1:],
+        guess[:, -1:],
+        new[:, :-1],
+        state.initial.gather(1, new[:, :-1]),
+        noise,
+        layout,
+        run.model.vocab,
+        run.forcing,
     )
     memory.draft_probs.put(new[:, :-1], first_q)
 
@@ -201,9 +210,16 @@ def record_pass(
     optional = {"tv_bound": verified.tv_bound, "rank": verified.rank}
     optional = {name: value[:, :most] for name, value in optional.items() if value is not None}
     run.record.write(
-        position, committed[:, :most], token, p, finalised_at=state.step_index, source=source,
-        depth=numbers((*range(1, columns), 0), device, torch.int64)[:most], q=verified.q[:, :most],
-        ratio=verified.ratio[:, :most], **optional,
+        position,
+        committed[:, :most],
+        token,
+        p,
+        finalised_at=state.step_index,
+        source=source,
+        depth=numbers((*range(1, columns), 0), device, torch.int64)[:most],
+        q=verified.q[:, :most],
+        ratio=verified.ratio[:, :most],
+        **optional,
     )
 
 
@@ -268,9 +284,7 @@ def step(run: JacobiRun, state: JacobiState) -> JacobiState:
     return after
 
 
-def begin(
-    run: JacobiRun, start: Start, layout: TokenLayout, stream: Stream, strength: Tensor | None
-) -> JacobiState:
+def begin(run: JacobiRun, start: Start, layout: TokenLayout, stream: Stream, strength: Tensor | None) -> JacobiState:
     """The state after the first prediction, which decides the first token past the prefix and the first window."""
     batch, device = len(stream.keys), run.model.device
     run.record.begin(start.tokens, start.committed)
@@ -282,7 +296,10 @@ def begin(
     state = JacobiState(
         window=Window(start.committed, torch.zeros_like(first).expand(-1, 2), unsettled),
         step_index=torch.zeros((1, 1), dtype=torch.int64, device=device),
-        stream=stream, initial=stream.uniform(positions, Purpose.INITIAL), layout=layout, strength=strength,
+        stream=stream,
+        initial=stream.uniform(positions, Purpose.INITIAL),
+        layout=layout,
+        strength=strength,
     )
     return decide(run, state, predicted(run, state, start.out.logits[:, -1:], first - 1), Source.PREFILL)
 
@@ -355,8 +372,12 @@ class SJD(Method):
 
     def describe(self, request: Request) -> dict[str, Any]:
         settings = {
-            "method": self.name, "window": self.columns(request), "reuse": self.reuse, "initial": self.initial,
-            "rule": self.rule.describe(), "lossless": self.lossless,
+            "method": self.name,
+            "window": self.columns(request),
+            "reuse": self.reuse,
+            "initial": self.initial,
+            "rule": self.rule.describe(),
+            "lossless": self.lossless,
         }
         settings |= {"threshold": self.threshold} if self.reuse.startswith("threshold") else {}
         settings |= {"front": self.front} if self.front > 1 else {}
@@ -384,7 +405,12 @@ class SJD(Method):
         codebook = model.codebook.to(model.device) if self.front > 1 and model.codebook is not None else None
         with open_session(self, request) as session:
             model_state = model.start(
-                request.conditioning, request.negative, batch, layout, slack=width, guided=params.guided,
+                request.conditioning,
+                request.negative,
+                batch,
+                layout,
+                slack=width,
+                guided=params.guided,
                 into=session.state,
             )
             memory = session.draft_state or Memory.empty(
@@ -397,12 +423,17 @@ class SJD(Method):
             start = read_prefix(model, model_state, layout, batch, callback=request.callback)
             check_finite(start.out)
             params_of_steps = session.params(params, model.device)
-            run = JacobiRun(
-                self, rule, params_of_steps, columns, forcing, model, model_state, memory, record, codebook
-            )
+            run = JacobiRun(self, rule, params_of_steps, columns, forcing, model, model_state, memory, record, codebook)
             state = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
             step_ms = decode(
-                request, session, model_state, partial(step, run), state, width, start.prefix_length, start_time,
+                request,
+                session,
+                model_state,
+                partial(step, run),
+                state,
+                width,
+                start.prefix_length,
+                start_time,
                 past_end=width if self.front > 1 else 0,
             )
             settings = self.describe(request) | {"rule": rule.describe()} | asdict(params)

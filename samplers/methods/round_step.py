@@ -89,10 +89,21 @@ class RoundStep:
         self.record.round(accepted=0, committed=committed + 1, width=1, nodes=0, depth=0, skipped=0)
         drafter_inputs = DrafterInputs(token, committed, one, out.hidden)
         state = RoundState(
-            stream, layout, strength, skippable, committed, drafter_inputs,
-            Uncached(token, torch.zeros_like(p[..., 0]), one), self.structure.start(batch, layout, device), None, None,
-            skipped=zero > 0, own_passes=one,
-            features=out.hidden.expand(-1, levels, -1) if self.skipping else None, known=one, round_index=zero[0],
+            stream,
+            layout,
+            strength,
+            skippable,
+            committed,
+            drafter_inputs,
+            Uncached(token, torch.zeros_like(p[..., 0]), one),
+            self.structure.start(batch, layout, device),
+            None,
+            None,
+            skipped=zero > 0,
+            own_passes=one,
+            features=out.hidden.expand(-1, levels, -1) if self.skipping else None,
+            known=one,
+            round_index=zero[0],
         )
         return self.advance(state, Decided(token, one, drafter_inputs))
 
@@ -113,7 +124,13 @@ class RoundStep:
         skip = torch.zeros_like(state.skipped)
         if self.skipping:
             skip = (state.committed < self.length) & vvs.decide(
-                self.skipping, tree, self.codebook, state.round_index, state.committed, self.length, state.skipped,
+                self.skipping,
+                tree,
+                self.codebook,
+                state.round_index,
+                state.committed,
+                self.length,
+                state.skipped,
                 state.skippable,
             )
         return tree, skip
@@ -141,8 +158,12 @@ class RoundStep:
             accepted = position < (before + accept_length)[:, None]
             free = (accepted & (state.layout.forced_at(position) < 0)).sum(1)
         self.record.round(
-            accepted=free, committed=decided.count, width=width, nodes=tree.exists[:, 1:].sum(1),
-            depth=tree.spread()[0], skipped=skip,
+            accepted=free,
+            committed=decided.count,
+            width=width,
+            nodes=tree.exists[:, 1:].sum(1),
+            depth=tree.spread()[0],
+            skipped=skip,
         )
         history = self.structure.learn(
             state.history, plan, tree, before, before + decided.count, accept_length, verifying
@@ -188,8 +209,11 @@ class RoundStep:
         if self.skipping:
             if was_skipped:
                 self.record_uncached(state, out.logits, position, verifying)
-            state = replace(state, features=vvs.push_features(state.features, take(out.hidden, path), count),
-                            known=state.known + count)
+            state = replace(
+                state,
+                features=vvs.push_features(state.features, take(out.hidden, path), count),
+                known=state.known + count,
+            )
         accept_length = torch.where(verifying, verified.accepted, 0)
         return replace(state, own_passes=state.own_passes + verifying), decided, accept_length
 
@@ -236,10 +260,17 @@ class RoundStep:
         position = state.committed[:, None] + counting(slots.shape[1], skip.device)
         depth, width = tree.spread()
         self.record.write(
-            position, position < (state.committed + count)[:, None], token, None,
-            finalised_at=state.own_passes[:, None] - 1, source=self.source(position, Source.SKIPPED, state.layout),
-            depth=tree.depth.gather(1, slots), q=q, rank=tree.rank.gather(1, slots),
-            tree_depth=depth[:, None], tree_width=width[:, None],
+            position,
+            position < (state.committed + count)[:, None],
+            token,
+            None,
+            finalised_at=state.own_passes[:, None] - 1,
+            source=self.source(position, Source.SKIPPED, state.layout),
+            depth=tree.depth.gather(1, slots),
+            q=q,
+            rank=tree.rank.gather(1, slots),
+            tree_depth=depth[:, None],
+            tree_width=width[:, None],
         )
         return Decided(token, count, DrafterInputs(token, state.committed, count, hidden)), q
 
@@ -250,8 +281,7 @@ class RoundStep:
         extent = self.structure.extent(plan, self.length - committed)
         drafter_inputs = decided.drafter_inputs.padded(self.min_drafter_inputs)
         return replace(
-            state, committed=committed, round_index=round_index, plan=plan, extent=extent,
-            drafter_inputs=drafter_inputs,
+            state, committed=committed, round_index=round_index, plan=plan, extent=extent, drafter_inputs=drafter_inputs
         )
 
     def target_probs(self, logits: Tensor, position: Tensor, layout: TokenLayout) -> Tensor:
@@ -264,19 +294,32 @@ class RoundStep:
         return torch.where(layout.forced_at(position) >= 0, Source.FORCED, source) if self.forcing else source
 
     def record_verified(
-        self, state: RoundState, tree: Tree, verified: Verified, decided: Decided,
-        probs_after: Callable[[Tensor], Tensor], position: Tensor,
+        self,
+        state: RoundState,
+        tree: Tree,
+        verified: Verified,
+        decided: Decided,
+        probs_after: Callable[[Tensor], Tensor],
+        position: Tensor,
     ) -> None:
         """Record the verified tokens at positions [B, L + 1]; probs_after: slots [B, n] -> target probabilities."""
         slot_before = torch.nn.functional.pad(verified.path, (1, 0))
         number = counting(tree.levels + 2, position.device)[1:]
         depth, width = tree.spread()
         self.record.write(
-            position, number <= decided.count[:, None], verified.token, probs_after(slot_before),
-            finalised_at=state.own_passes[:, None], source=self.source(position, verified.source, state.layout),
-            depth=torch.where(verified.tested, number, 0), rank=verified.rank, q=verified.q,
-            ratio=verified.ratio, tv_bound=verified.tv_bound,
-            tree_depth=depth[:, None], tree_width=width[:, None],
+            position,
+            number <= decided.count[:, None],
+            verified.token,
+            probs_after(slot_before),
+            finalised_at=state.own_passes[:, None],
+            source=self.source(position, verified.source, state.layout),
+            depth=torch.where(verified.tested, number, 0),
+            rank=verified.rank,
+            q=verified.q,
+            ratio=verified.ratio,
+            tv_bound=verified.tv_bound,
+            tree_depth=depth[:, None],
+            tree_width=width[:, None],
         )
 
     def record_uncached(self, state: RoundState, logits: Tensor, position: Tensor, verifying: Tensor) -> None:
@@ -292,6 +335,10 @@ class RoundStep:
         valid = verifying[:, None] & (index < count - 1)
         ratio = at(p, token) / uncached.q[:, 1:].clamp(min=1e-30)
         self.record.write(
-            state.committed[:, None] - count + 1 + index, valid, token, p, ratio=ratio,
+            state.committed[:, None] - count + 1 + index,
+            valid,
+            token,
+            p,
+            ratio=ratio,
             tv_bound=(1 - ratio).clamp(min=0),
         )

@@ -71,7 +71,8 @@ class Decided:
     def where(self, condition: Tensor, other: Decided) -> Decided:
         """These for the images where condition [B], else ``other``."""
         return Decided(
-            choose(condition, self.token, other.token), choose(condition, self.count, other.count),
+            choose(condition, self.token, other.token),
+            choose(condition, self.count, other.count),
             self.drafter_inputs.where(condition, other.drafter_inputs),
         )
 
@@ -133,8 +134,14 @@ def commit_path(uncached: Uncached, verified: Verified) -> Tensor:
 
 
 def after_verification(
-    uncached: Uncached, verified: Verified, hidden: Tensor, path: Tensor, committed: Tensor, length: int,
-    verifying: Tensor, refresh: bool,
+    uncached: Uncached,
+    verified: Verified,
+    hidden: Tensor,
+    path: Tensor,
+    committed: Tensor,
+    length: int,
+    verifying: Tensor,
+    refresh: bool,
 ) -> Decided:
     """The accepted drafts and the token after them, for the images ``verifying`` [B]; the others decide nothing.
 

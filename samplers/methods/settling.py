@@ -48,6 +48,11 @@ def with_settled(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -
         relaxed = torch.where(certain, relaxed, verified.relaxed)
         tv_bound = torch.where(certain, tv_bound, verified.tv_bound)
     return replace(
-        verified, token=torch.where(certain, state.window.guess, verified.token), accepted=accepted, relaxed=relaxed,
-        tv_bound=tv_bound, count=committed_count(state, accepted), moved=distance,
+        verified,
+        token=torch.where(certain, state.window.guess, verified.token),
+        accepted=accepted,
+        relaxed=relaxed,
+        tv_bound=tv_bound,
+        count=committed_count(state, accepted),
+        moved=distance,
     )

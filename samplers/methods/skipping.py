@@ -57,8 +57,10 @@ class Skipping:
 def check_codebook(settings: Skipping, codebook: Tensor | None) -> None:
     """Raise ValueError if the schedule compares code vectors and the model has none."""
     if settings.schedule == "dynamic" and codebook is None:
-        raise ValueError("The dynamic skipping schedule compares code vectors, but this model has no codebook. "
-                         "Use the uniform schedule.")
+        raise ValueError(
+            "The dynamic skipping schedule compares code vectors, but this model has no codebook. "
+            "Use the uniform schedule."
+        )
 
 
 def check_skippable(skippable: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
@@ -100,8 +102,14 @@ def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
 
 
 def decide(
-    settings: Skipping, tree: Tree, codebook: Tensor | None, round_index: int | Tensor, committed: Tensor, length: int,
-    last_skipped: Tensor, skippable: Tensor | None = None,
+    settings: Skipping,
+    tree: Tree,
+    codebook: Tensor | None,
+    round_index: int | Tensor,
+    committed: Tensor,
+    length: int,
+    last_skipped: Tensor,
+    skippable: Tensor | None = None,
 ) -> Tensor:
     """Which images take their tree unverified [B] (bool).
 

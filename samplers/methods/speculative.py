@@ -74,8 +74,7 @@ class DraftTree(Method):
 
     @property
     def max_drafter_inputs(self) -> int:
-        """The most tokens that the drafter observes after a round: new ones, and with ``refresh`` those before again.
-        """
+        """The most tokens that the drafter observes after a round: new ones, and with ``refresh`` those before again."""
         return 2 * self.structure.size()[1] + 1
 
     def check(self, request: Request) -> None:
@@ -86,8 +85,9 @@ class DraftTree(Method):
             self.skipping.check()
             check_codebook(self.skipping, request.model.codebook)
         if self.structure.block and not isinstance(self.rule, Exact):
-            raise ValueError("Block verification is exact and cannot be relaxed. Use a chain without it, or the exact "
-                             "rule.")
+            raise ValueError(
+                "Block verification is exact and cannot be relaxed. Use a chain without it, or the exact rule."
+            )
 
     def width(self, request: Request) -> int:
         """The root and the tree, and after a skipped round the tokens accepted unverified."""
@@ -95,8 +95,13 @@ class DraftTree(Method):
         return 1 + drafts + (levels if self.skipping else 0)
 
     def describe(self, request: Request) -> dict[str, Any]:
-        settings = {"method": self.name, "drafter": self.drafter.kind, "structure": self.structure.describe(),
-                    "rule": self.rule.describe(), "lossless": self.lossless}
+        settings = {
+            "method": self.name,
+            "drafter": self.drafter.kind,
+            "structure": self.structure.describe(),
+            "rule": self.rule.describe(),
+            "lossless": self.lossless,
+        }
         settings |= {"skipping": asdict(self.skipping)} if self.skipping else {}
         return settings if self.bounded else settings | {"bounded": False}
 
@@ -153,9 +158,19 @@ class SpeculativeRun:
         start = read_prefix(model, target_state, layout, batch, method.drafter, drafter_state, request.callback)
         check_finite(start.out)
         self.step = RoundStep(
-            model, target_state, method.drafter, drafter_state, method.structure, rule, method.skipping,
-            session.params(params, model.device), codebook, layout.length, bool((layout.forced >= 0).any()),
-            method.max_drafter_inputs if session.graphs.one_shape else 0, session.record,
+            model,
+            target_state,
+            method.drafter,
+            drafter_state,
+            method.structure,
+            rule,
+            method.skipping,
+            session.params(params, model.device),
+            codebook,
+            layout.length,
+            bool((layout.forced >= 0).any()),
+            method.max_drafter_inputs if session.graphs.one_shape else 0,
+            session.record,
         )
         stream = Stream.of(request.seed, batch, model.device)
         self.state = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
@@ -182,7 +197,8 @@ class SpeculativeRun:
             self.drafted.append(time.perf_counter())
             verifies, skips = self.branches(skip)
             self.state = session.call(
-                "verify_and_commit", step.verify_and_commit, verifies, skips, self.state, tree, skip)
+                "verify_and_commit", step.verify_and_commit, verifies, skips, self.state, tree, skip
+            )
         self.expansions.append(1 + self.method.structure.passes(self.extent))
         self.extent = self.read_extent()
         self.known = torch.maximum(self.known, self.poll(self.state.committed))
@@ -225,7 +241,11 @@ class SpeculativeRun:
         settings = self.method.describe(self.request) | asdict(self.request.params)
         expansions = self.expansions[: len(self.expansions) - surplus]
         trace = self.step.record.finish(
-            self.request.layout, self.request.seed, settings, time.perf_counter() - self.start_time, sum(expansions),
+            self.request.layout,
+            self.request.seed,
+            settings,
+            time.perf_counter() - self.start_time,
+            sum(expansions),
             **times,
         )
         if self.expansions and not trace.rounds["nodes"].any():

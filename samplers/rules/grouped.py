@@ -48,8 +48,10 @@ class Grouped(AcceptanceRule):
     def bind(self, model: ARModel) -> AcceptanceRule:
         """The rule with the model's code vectors. Raises ValueError if the model has none yet."""
         if model.codebook is None:
-            raise ValueError("The grouped rule compares code vectors, but this model has no image decoder. Load it "
-                             "with its own, or choose another rule.")
+            raise ValueError(
+                "The grouped rule compares code vectors, but this model has no image decoder. Load it "
+                "with its own, or choose another rule."
+            )
         return replace(self, codes=model.codebook.to(model.device, torch.float32))
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 @pytest.fixture(scope="module")  # while a page is open, no other test can run an event loop
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=os.environ["SPECAR_CHROMIUM"], args=ARGUMENTS,
-                                             timeout=1000 * PATIENCE)
+        browser = playwright.chromium.launch(
+            executable_path=os.environ["SPECAR_CHROMIUM"], args=ARGUMENTS, timeout=1000 * PATIENCE
+        )
         yield browser
         browser.close()
 

@@ -15,10 +15,20 @@ RENDERERS = ("canvas", "vue")
 # What the front end reports by itself on a fresh ComfyUI: files of a user and a templates package that are not there,
 # the one error of 1.32.9 at start, look-ups of packs and of the sizes of missing models, which the server's content
 # security policy blocks, and a question when the renderer is changed.
-KNOWN_ERRORS = ("favicon.ico", "user.css", "comfy.templates.json", "/templates/index", "core workflow templates",
-                "/api/userdata?dir=", "reading 'id'", "api.comfy.org", "huggingface.co", "Error fetching file size",
-                "Prefer the legacy design?",
-                "Proxy.onOptionSelect")  # 1.32.9: the node search closes before it has cleared its input
+KNOWN_ERRORS = (
+    "favicon.ico",
+    "user.css",
+    "comfy.templates.json",
+    "/templates/index",
+    "core workflow templates",
+    "/api/userdata?dir=",
+    "reading 'id'",
+    "api.comfy.org",
+    "huggingface.co",
+    "Error fetching file size",
+    "Prefer the legacy design?",
+    "Proxy.onOptionSelect",
+)  # 1.32.9: the node search closes before it has cleared its input
 
 READY = """() => window.app?.graph && window.LiteGraph && app.extensionManager?.workflow?.activeWorkflow
     && 'SpecARSJDSampler' in window.LiteGraph.registered_node_types"""
@@ -89,8 +99,10 @@ def take_messages(page: Page) -> list[str]:
 def load(page: Page, template: Path, missing_models: bool = False, name: str = "test") -> None:
     """Opens a template; missing_models: with the dialog or the message that names those, which covers the page."""
     options = {"showMissingModelsDialog": missing_models, "silentAssetErrors": not missing_models}
-    page.evaluate("([graph, name, options]) => app.loadGraphData(graph, true, true, name, options)",
-                  [json.loads(template.read_text("utf-8")), name, options])
+    page.evaluate(
+        "([graph, name, options]) => app.loadGraphData(graph, true, true, name, options)",
+        [json.loads(template.read_text("utf-8")), name, options],
+    )
     page.wait_for_timeout(500)  # for what should not follow: nodes that are marked, messages
 
 
@@ -133,9 +145,12 @@ def still(page: Page, look: str, argument: object = None) -> Any:
 
 def set_batch(page: Page, batch: int) -> None:
     """How many images the open workflow generates."""
-    page.evaluate("""batch => {
+    page.evaluate(
+        """batch => {
         app.graph._nodes.find(node => node.type === 'SpecAREmptyLatent').widgets.at(-1).value = batch;
-    }""", batch)
+    }""",
+        batch,
+    )
 
 
 def run(page: Page) -> list[str]:

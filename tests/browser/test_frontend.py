@@ -65,6 +65,7 @@ DRAWN = "() => app.graph._nodes.every(node => document.querySelector(`[data-node
 def api_form(prompt: dict, shipped: dict) -> dict:
     """Classes and inputs of a prompt, without those that a newer core has added to its own nodes since the shipped one
     was written (it fills them in itself)."""
+
     def inputs(key: str, node: dict) -> dict:
         known = node["inputs"] if node["class_type"].startswith("SpecAR") else shipped[key]["inputs"]
         return {name: value for name, value in node["inputs"].items() if name in known}
@@ -90,14 +91,18 @@ def test_nodes_of_a_template_do_not_overlap(page, renderer):
         if renderer == "vue":
             page.wait_for_function(DRAWN)
         boxes = still(page, BOXES, renderer == "vue")
-        pairs = [(a, b) for (a, *p), (b, *q) in itertools.combinations(boxes, 2)
-                 if min(p[2], q[2]) - max(p[0], q[0]) > 1 and min(p[3], q[3]) - max(p[1], q[1]) > 1]
+        pairs = [
+            (a, b)
+            for (a, *p), (b, *q) in itertools.combinations(boxes, 2)
+            if min(p[2], q[2]) - max(p[0], q[0]) > 1 and min(p[3], q[3]) - max(p[1], q[1]) > 1
+        ]
         overlapping |= {template.stem: pairs} if pairs else {}
     assert not overlapping
 
 
-@pytest.mark.parametrize("template", [each for each in TEMPLATES if each.stem.endswith(" (download)")],
-                         ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "template", [each for each in TEMPLATES if each.stem.endswith(" (download)")], ids=lambda path: path.stem
+)
 def test_template_names_the_models_that_are_missing(page, template):
     load(page, template, missing_models=True)
     expected = expected_missing(page, template)
@@ -261,8 +266,9 @@ FIT = "() => { Object.assign(app.canvas.ds, {scale: 0.3, offset: [200, 300]}); a
 def test_the_map_replaces_the_picture_that_an_earlier_graph_left_under_its_id(own_page, tmp_path):
     """Newer front ends draw what they have of a node's id at once when a graph is loaded over another."""
     page, template = own_page, ROOT / "workflows/05 Acceptance map.json"
-    [number] = (node["id"] for node in json.loads(template.read_text("utf-8"))["nodes"]
-                if node["type"] == "SpecARAcceptanceMap")
+    [number] = (
+        node["id"] for node in json.loads(template.read_text("utf-8"))["nodes"] if node["type"] == "SpecARAcceptanceMap"
+    )
     graph = json.loads(TEMPLATES[0].read_text("utf-8"))
     [saved] = (node["id"] for node in graph["nodes"] if node["type"] == "SaveImage")
     ids = {saved: number} | {node["id"]: node["id"] + 100 for node in graph["nodes"] if node["id"] != saved}

@@ -13,15 +13,25 @@ pytestmark = pytest.mark.browser
 
 MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "05 Acceptance map", "31 Continuous tokens"
 NAMES = {  # record of the trace -> what the map calls it
-    "finalised_at": "decided in pass", "depth": "position in the draft", "p": "p of the token",
-    "q": "q of the draft token", "ratio": "p/q of the draft token", "refinements": "passes as a draft token",
-    "entropy": "entropy, nats", "top1": "top-1 probability", "order": "position in the order",
-    "block": "drafted in round", "distance": "distance", "log_ratio": "log ratio",
+    "finalised_at": "decided in pass",
+    "depth": "position in the draft",
+    "p": "p of the token",
+    "q": "q of the draft token",
+    "ratio": "p/q of the draft token",
+    "refinements": "passes as a draft token",
+    "entropy": "entropy, nats",
+    "top1": "top-1 probability",
+    "order": "position in the order",
+    "block": "drafted in round",
+    "distance": "distance",
+    "log_ratio": "log ratio",
 }
 OF_GUESSES = ("depth", "q", "ratio", "block", "distance", "log_ratio")  # shown where a guess was judged
 PARTS = "[...document.querySelectorAll('.specar-map')].filter(map => map.checkVisibility())"
-IS_SHOWN = f"() => {PARTS}.length && {PARTS}.every(map => map.querySelector('img').naturalWidth && " \
-           "map.querySelector('.specar-hint')?.textContent === 'Point at a token to see its values.')"
+IS_SHOWN = (
+    f"() => {PARTS}.length && {PARTS}.every(map => map.querySelector('img').naturalWidth && "
+    "map.querySelector('.specar-hint')?.textContent === 'Point at a token to see its values.')"
+)
 
 
 def open_and_run(page: Page, name: str, batch: int = 1) -> None:
@@ -34,12 +44,15 @@ def open_and_run(page: Page, name: str, batch: int = 1) -> None:
 
 def come_near(page: Page) -> None:
     """The first map in the middle of the window, at its own size."""
-    page.evaluate("""type => {
+    page.evaluate(
+        """type => {
         const node = app.graph._nodes.find(node => node.type === type);
         app.canvas.ds.scale = 0.9;
         app.canvas.ds.offset = [620 - node.pos[0], 110 - node.pos[1]];
         app.canvas.setDirty(true, true);
-    }""", MAP)
+    }""",
+        MAP,
+    )
     still(page, "() => document.querySelector('.specar-map')?.getBoundingClientRect()")
 
 
@@ -49,13 +62,16 @@ def newest_trace(output: Path) -> Trace:
 
 def point_at(page: Page, trace: Trace, row: int, column: int) -> None:
     """Moves the mouse over a token of the first map."""
-    x, y = page.evaluate("""([row, column, rows, cols]) => {
+    x, y = page.evaluate(
+        """([row, column, rows, cols]) => {
         const image = document.querySelector('.specar-picture img'), box = image.getBoundingClientRect();
         const scale = Math.min(box.width / image.naturalWidth, box.height / image.naturalHeight);
         const side = image.naturalWidth;  // the map is square, above its legend
         return [box.x + box.width / 2 + ((column + 0.5) / cols - 0.5) * side * scale,
                 box.y + box.height / 2 + ((row + 0.5) / rows * side - image.naturalHeight / 2) * scale];
-    }""", [row, column, trace.rows, trace.cols])
+    }""",
+        [row, column, trace.rows, trace.cols],
+    )
     page.mouse.move(x, y)
 
 
@@ -66,18 +82,25 @@ def text(page: Page) -> str:
 def tooltip(page: Page) -> tuple[str, dict[str, str]]:
     """Title and numbers of the first map."""
     pairs = page.locator(".specar-text").first.locator(".specar-pair")
-    return (page.locator(".specar-title").first.inner_text(),
-            dict(zip(pairs.locator("dt").all_inner_texts(), pairs.locator("dd").all_inner_texts(), strict=True)))
+    return (
+        page.locator(".specar-title").first.inner_text(),
+        dict(zip(pairs.locator("dt").all_inner_texts(), pairs.locator("dd").all_inner_texts(), strict=True)),
+    )
 
 
 def assert_tells(page: Page, trace: Trace, image: int, row: int, column: int) -> None:
-    page.wait_for_function("place => document.querySelector('.specar-title')?.innerText.startsWith(place)",
-                           arg=f"row {row + 1}, column {column + 1}: ")
+    page.wait_for_function(
+        "place => document.querySelector('.specar-title')?.innerText.startsWith(place)",
+        arg=f"row {row + 1}, column {column + 1}: ",
+    )
     title, pairs = tooltip(page)
     values = {name: trace.grid(name)[image, row, column].item() for name in trace.positions}
     assert title.endswith("resampled after rejection") == (values["source"] == Source.RESIDUAL)
-    expected = {NAMES[name]: value for name, value in values.items()
-                if name in NAMES and (values["depth"] or name not in OF_GUESSES)}
+    expected = {
+        NAMES[name]: value
+        for name, value in values.items()
+        if name in NAMES and (values["depth"] or name not in OF_GUESSES)
+    }
     assert set(expected) <= set(pairs) <= set(expected) | {"tries to resample", "drift bound (TV)"}
     assert {name: float(pairs[name]) for name in expected} == pytest.approx(expected, rel=6e-4)
 
@@ -106,7 +129,8 @@ def test_pointing_at_a_token_shows_its_numbers(page, comfy, renderer, name):
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 def test_the_map_is_shown_once_and_kept_nowhere(page, renderer):
     open_and_run(page, SJD)
-    shown = page.evaluate("""type => {
+    shown = page.evaluate(
+        """type => {
         const node = app.graph._nodes.find(node => node.type === type);
         const elsewhere = document.querySelectorAll(`[data-node-id="${node.id}"] img`);
         return {
@@ -114,9 +138,14 @@ def test_the_map_is_shown_once_and_kept_nowhere(page, renderer):
             images: [...elsewhere].filter(image => image.checkVisibility()).length,
             saved: node.serialize().widgets_values,
         };
-    }""", MAP)
-    assert shown == {"widgets": ["metric", "opacity", "specar_map"], "images": int(renderer == "vue"),
-                     "saved": ["source", 0.5]}
+    }""",
+        MAP,
+    )
+    assert shown == {
+        "widgets": ["metric", "opacity", "specar_map"],
+        "images": int(renderer == "vue"),
+        "saved": ["source", 0.5],
+    }
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
     [inputs] = [set(node["inputs"]) for node in prompt.values() if node["class_type"] == MAP]
     assert inputs == {"metric", "opacity", "trace", "image"}

@@ -19,8 +19,11 @@ def open_template(page: Page, name: str) -> None:
 
 
 def set_prompts(page: Page, text: str) -> None:
-    page.evaluate("""text => app.graph._nodes.filter(node => node.type === 'CLIPTextEncode')
-        .forEach(node => { node.widgets[0].value = text; })""", text)
+    page.evaluate(
+        """text => app.graph._nodes.filter(node => node.type === 'CLIPTextEncode')
+        .forEach(node => { node.widgets[0].value = text; })""",
+        text,
+    )
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)

@@ -106,10 +106,18 @@ def rewrite(folder: Path, change) -> str:
 
 
 CASES = {  # -> what the message says about it
-    truncated: "damaged", noise: "damaged", empty: "damaged", hostile: "never run", hostile_zip: "never run",
-    other_family: "supported model family", image_decoder: "Load AR Image Decoder", nan_weights: "NaN",
+    truncated: "damaged",
+    noise: "damaged",
+    empty: "damaged",
+    hostile: "never run",
+    hostile_zip: "never run",
+    other_family: "supported model family",
+    image_decoder: "Load AR Image Decoder",
+    nan_weights: "NaN",
     wrong_shape: "expected",
-    no_image_decoder: "image decoder", kl_autoencoder: "Load AR Image Decoder", continuous_nan_weights: "NaN",
+    no_image_decoder: "image decoder",
+    kl_autoencoder: "Load AR Image Decoder",
+    continuous_nan_weights: "NaN",
     continuous_wrong_shape: "expected",
 }
 

@@ -53,7 +53,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "widget", "value"), [(name, *case) for name, cases in CASES.items() for case in cases])
+    ("name", "widget", "value"), [(name, *case) for name, cases in CASES.items() for case in cases]
+)
 def test_bad_value_is_refused_by_name(comfy, name, widget, value):
     bad = comfy.workflow(name, seed=400, **{widget: value})
     assert bad != comfy.workflow(name, seed=400), f"no node of {name} has a widget {widget}"

@@ -20,14 +20,28 @@ from scripts.comfy_server import PACK, ComfyServer
 from tests.support.patience import PATIENCE
 
 COLOURS = {"red": 0, "green": 1, "blue": 2}
-JOBS = [(f"{thing}-{colour}", f"{thing}, 3d, on a {colour} background", seed)
-        for seed, (thing, colour) in enumerate([("heart", "green"), ("apple", "blue"), ("panda", "red"),
-                                                ("star", "blue"), ("heart", "blue"), ("penguin", "red")])]
+JOBS = [
+    (f"{thing}-{colour}", f"{thing}, 3d, on a {colour} background", seed)
+    for seed, (thing, colour) in enumerate(
+        [
+            ("heart", "green"),
+            ("apple", "blue"),
+            ("panda", "red"),
+            ("star", "blue"),
+            ("heart", "blue"),
+            ("penguin", "red"),
+        ]
+    )
+]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, str(PACK / "batch"), "jobs.csv", "--out", "out", *arguments], cwd=folder,
-                            stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(PACK / "batch"), "jobs.csv", "--out", "out", *arguments],
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def results(folder: Path) -> list[dict]:
@@ -91,8 +105,13 @@ def equal_jobs(tmp_path) -> Path:
 def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_jobs):
     """ComfyUI keeps what it has computed: the second's trace is that of the first, with its seconds, and its image is
     saved all the same."""
-    done = subprocess.run([sys.executable, str(PACK / "batch"), "jobs.jsonl", "--server", comfy.url, "--out", "out"],
-                          cwd=equal_jobs, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, str(PACK / "batch"), "jobs.jsonl", "--server", comfy.url, "--out", "out"],
+        cwd=equal_jobs,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 3 and "2 of 3 jobs done, 1 failed" in done.stderr
     results = (equal_jobs / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()
     one, two, bad = map(json.loads, sorted(results, key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
@@ -121,8 +140,10 @@ def inpainting(tmp_path) -> Path:
     workflow["11"]["inputs"]["pixels"] = ["20", 0]
     workflow["12"]["inputs"]["mask"] = ["21", 0]
     (tmp_path / "inpaint.json").write_text(json.dumps(workflow), encoding="utf-8")
-    (tmp_path / "jobs.csv").write_text("id,Picture.image,Mask.image,prompt,seed\nthere,grey.png,right.png,star,1\n"
-                                       "missing,gone.png,right.png,star,1\n", encoding="utf-8")
+    (tmp_path / "jobs.csv").write_text(
+        "id,Picture.image,Mask.image,prompt,seed\nthere,grey.png,right.png,star,1\nmissing,gone.png,right.png,star,1\n",
+        encoding="utf-8",
+    )
     return tmp_path
 
 
@@ -141,10 +162,13 @@ def test_rows_name_the_pictures_to_inpaint_and_a_server_that_lacks_one_is_named(
     assert [sent[node]["inputs"]["image"] for node in ("20", "21")] == ["grey.png", "right.png"]
 
 
-@pytest.mark.parametrize(("node", "change", "missing"), [
-    ("8", {"class_type": "NoSuchNode", "_meta": {"title": "NoSuchNode"}}, "NoSuchNode"),
-    ("1", {"inputs": {"model_name": "gone.safetensors", "dtype": "auto", "grid": "auto"}}, "gone.safetensors"),
-])
+@pytest.mark.parametrize(
+    ("node", "change", "missing"),
+    [
+        ("8", {"class_type": "NoSuchNode", "_meta": {"title": "NoSuchNode"}}, "NoSuchNode"),
+        ("1", {"inputs": {"model_name": "gone.safetensors", "dtype": "auto", "grid": "auto"}}, "gone.safetensors"),
+    ],
+)
 def test_a_server_that_lacks_a_node_or_model_is_named_and_no_job_fails(comfy, tmp_path, node, change, missing):
     workflow = json.loads((PACK / "workflows/api/05 Acceptance map.json").read_text(encoding="utf-8"))
     workflow[node] |= change
@@ -165,7 +189,11 @@ def test_maps_lie_beside_the_images_of_a_workflow_that_has_none(comfy, tmp_path)
     assert batch.returncode == 0, said
     [record] = results(tmp_path)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "one.png", "one.2.png", "one_map.png", "one.2_map.png"}
+        "one.png",
+        "one.2.png",
+        "one_map.png",
+        "one.2_map.png",
+    }
     assert len(record["files"]) == len(record["copies"]) == 4
     [trace] = record["traces"]
     assert trace["images"] == 2

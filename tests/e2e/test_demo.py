@@ -112,10 +112,13 @@ def test_a_number_that_is_no_port_is_refused_with_those_that_are(comfyui, port):
     assert done.returncode == 2 and done.stderr.endswith("error: argument --port: a port is 1 to 65535\n")
 
 
-@pytest.mark.parametrize(("script", "how"), [
-    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", f"signal {signal.SIGKILL:d}"),
-    ("raise SystemExit(0)", "code 0"),
-])
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", f"signal {signal.SIGKILL:d}"),
+        ("raise SystemExit(0)", "code 0"),
+    ],
+)
 def test_a_server_that_ends_while_it_is_used_is_an_error(fail, demo_module, comfy, monkeypatch, script, how):
     monkeypatch.setattr(demo_module, "make", lambda *_given: None)
     monkeypatch.setattr(comfy, "process", subprocess.Popen([sys.executable, "-c", script]), raising=False)

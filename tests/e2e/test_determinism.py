@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-WORKFLOWS = ("01 Text to image", "05 Acceptance map", "21 Draft tree (EAGLE)", "26 VVS",
-             "31 Continuous tokens")
+WORKFLOWS = ("01 Text to image", "05 Acceptance map", "21 Draft tree (EAGLE)", "26 VVS", "31 Continuous tokens")
 
 
 def drawn(comfy, name: str) -> list[np.ndarray]:
@@ -19,8 +18,11 @@ def drawn(comfy, name: str) -> list[np.ndarray]:
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()
     decoders = [key for key, node in prompt.items() if node["class_type"] == "VAEDecode"]
-    savers = [key for key, node in prompt.items()
-              if node["class_type"] == "SaveImage" and node["inputs"]["images"][0] in decoders]
+    savers = [
+        key
+        for key, node in prompt.items()
+        if node["class_type"] == "SaveImage" and node["inputs"]["images"][0] in decoders
+    ]
     files = [file for saver in savers for file in run.outputs[saver]["images"]]
     assert files
     return [np.asarray(Image.open(io.BytesIO(comfy.view(file)))) for file in files]
@@ -28,6 +30,7 @@ def drawn(comfy, name: str) -> list[np.ndarray]:
 
 def unload(comfy) -> None:
     """As the buttons "Unload Models" and "Free model and node cache" do; it happens before the next prompt."""
+
     async def ask() -> None:
         async with aiohttp.ClientSession() as session:
             body = {"unload_models": True, "free_memory": True}

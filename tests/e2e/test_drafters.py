@@ -29,8 +29,10 @@ def truncated(folder: Path) -> str:
 
 def of_another_model(folder: Path) -> str:
     """The same drafter, half as wide."""
-    halves = {name: tensor[tuple(slice(n // 2) for n in tensor.shape)].clone().contiguous()
-              for name, tensor in load_file(DRAFTER / "model.safetensors").items()}
+    halves = {
+        name: tensor[tuple(slice(n // 2) for n in tensor.shape)].clone().contiguous()
+        for name, tensor in load_file(DRAFTER / "model.safetensors").items()
+    }
     save_file(halves, folder / "of_another_model.safetensors")
     return "of_another_model.safetensors"
 
@@ -40,8 +42,9 @@ def image_decoder(folder: Path) -> str:
     return "image_decoder.safetensors"
 
 
-@pytest.mark.parametrize(("make", "says"), [(truncated, "damaged"), (of_another_model, "another model"),
-                                            (image_decoder, "image decoder")])
+@pytest.mark.parametrize(
+    ("make", "says"), [(truncated, "damaged"), (of_another_model, "another model"), (image_decoder, "image decoder")]
+)
 def test_bad_drafter_is_named(comfy, folder, make, says):
     name = make(folder)
     run = comfy.run(comfy.workflow(WORKFLOW, seed=600, drafter_name=name))
@@ -78,11 +81,15 @@ def test_interrupt_in_the_middle_of_a_tree_and_the_next_prompt_works(comfy):
     prompt = comfy.workflow("27 Compare all methods", value=602)
     tree = next(key for key, node in prompt.items() if node["class_type"] == "SpecARADTTreeSampler")
     keep = {tree: prompt[tree]}  # only what the tree sampler needs, and a node that shows its trace
-    while missing := {link[0] for node in keep.values() for link in node["inputs"].values()
-                      if isinstance(link, list)} - keep.keys():
+    while (
+        missing := {link[0] for node in keep.values() for link in node["inputs"].values() if isinstance(link, list)}
+        - keep.keys()
+    ):
         keep |= {key: prompt[key] for key in missing}
-    keep["map"] = {"class_type": "SpecARAcceptanceMap",
-                   "inputs": {"trace": [tree, 1], "metric": "tree depth", "opacity": 1.0}}
+    keep["map"] = {
+        "class_type": "SpecARAcceptanceMap",
+        "inputs": {"trace": [tree, 1], "metric": "tree depth", "opacity": 1.0},
+    }
     asked = []
 
     async def follow(run, event, data):
@@ -102,8 +109,11 @@ def test_interrupt_in_the_middle_of_a_tree_and_the_next_prompt_works(comfy):
 def test_comparison_shows_passes_and_times_of_one_server(comfy):
     prompt = comfy.workflow("21 Draft tree (EAGLE)", seed=604)
     tree = comfy.node_id(prompt, "SpecARDraftTreeSampler")
-    inputs = {k: v for k, v in prompt[tree]["inputs"].items()
-              if k in ("model", "positive", "latent_image", "seed", "cfg", "temperature", "top_k", "top_p")}
+    inputs = {
+        k: v
+        for k, v in prompt[tree]["inputs"].items()
+        if k in ("model", "positive", "latent_image", "seed", "cfg", "temperature", "top_k", "top_p")
+    }
     prompt["plain"] = {"class_type": "SpecARNextTokenSampler", "inputs": inputs}
     prompt["compare"] = {"class_type": "SpecARCompareTraces", "inputs": {"trace_1": ["plain", 1], "trace_3": [tree, 1]}}
     prompt["table"] = {"class_type": "PreviewAny", "inputs": {"source": ["compare", 1]}}

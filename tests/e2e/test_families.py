@@ -128,8 +128,12 @@ def without(models, tmp_path):
 
 
 MISSING = [  # workflow, what is missing, the node that says so, what it says
-    (ANOLE, "ar_models/Anole-7b-v0.1-hf/model-00002-of-00003.safetensors", "SpecARLoadCheckpoint",
-     "Anole-7b-v0.1-hf is incomplete"),
+    (
+        ANOLE,
+        "ar_models/Anole-7b-v0.1-hf/model-00002-of-00003.safetensors",
+        "SpecARLoadCheckpoint",
+        "Anole-7b-v0.1-hf is incomplete",
+    ),
     (JANUS, "ar_models/Janus-Pro-1B/tokenizer.json", "CLIPTextEncode", "tokenizer.json, which was not found"),
     (LLAMAGEN, "text_encoders/flan-t5-xl", "CLIPTextEncode", "Put the folder flan-t5-xl"),
     (LUMINA, "vae/Anole-7b-v0.1-vqvae-hf", "VAEDecode", "No image decoder was found for Lumina-mGPT-7B-768"),

@@ -16,8 +16,10 @@ def nodes(comfy) -> dict[str, dict]:
 
 
 def contract(node: dict) -> dict:
-    inputs = {kind: {name: published(name, *spec) for name, spec in node["input"].get(kind, {}).items()}
-              for kind in ("required", "optional")}
+    inputs = {
+        kind: {name: published(name, *spec) for name, spec in node["input"].get(kind, {}).items()}
+        for kind in ("required", "optional")
+    }
     outputs = list(map(list, zip(node["output"], node["output_name"], strict=True)))
     keys = ("display_name", "category", "output_node", "input_order")
     return {**{key: node[key] for key in keys}, "inputs": inputs, "outputs": outputs}

@@ -7,8 +7,12 @@ import pytest
 from comfyui_specar.batch.client import interrupt
 from PIL import Image
 
-SAMPLERS = {"01 Text to image": "SpecARSampler", "05 Acceptance map": "SpecARSJDSampler",
-            "21 Draft tree (EAGLE)": "SpecARDraftTreeSampler", "31 Continuous tokens": "SpecARContinuousSampler"}
+SAMPLERS = {
+    "01 Text to image": "SpecARSampler",
+    "05 Acceptance map": "SpecARSJDSampler",
+    "21 Draft tree (EAGLE)": "SpecARDraftTreeSampler",
+    "31 Continuous tokens": "SpecARContinuousSampler",
+}
 
 
 def progress_of(run, node: str) -> list[tuple[float, float]]:
@@ -21,10 +25,15 @@ def drawn(comfy, prompt: dict) -> list[np.ndarray]:
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()
     decoders = [key for key, node in prompt.items() if node["class_type"] == "VAEDecode"]
-    [saver] = [key for key, node in prompt.items()
-               if node["class_type"] == "SaveImage" and node["inputs"]["images"][0] in decoders]
-    return [np.asarray(Image.open(io.BytesIO(comfy.view(file))).convert("RGB"), dtype=np.int16)
-            for file in run.outputs[saver]["images"]]
+    [saver] = [
+        key
+        for key, node in prompt.items()
+        if node["class_type"] == "SaveImage" and node["inputs"]["images"][0] in decoders
+    ]
+    return [
+        np.asarray(Image.open(io.BytesIO(comfy.view(file))).convert("RGB"), dtype=np.int16)
+        for file in run.outputs[saver]["images"]
+    ]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -137,8 +137,10 @@ def what_is_found_is_drawn_with(comfy, run):
 MORE = {  # what else is to be seen of a workflow's run
     "02 Same image, fewer passes": statistics_are_in_the_history,
     "32 Continuous, inpaint": only_what_is_masked_is_drawn,
-    "15 Exact inside a mask": the_face_is_exact, "16 Unverified outside a mask": the_face_is_judged,
-    "13 Continue an image": the_upper_half_is_given, "12 Outpaint": the_middle_is_kept,
+    "15 Exact inside a mask": the_face_is_exact,
+    "16 Unverified outside a mask": the_face_is_judged,
+    "13 Continue an image": the_upper_half_is_given,
+    "12 Outpaint": the_middle_is_kept,
     "06 Watch it being decoded": films_of_the_run_are_saved,
 }
 

@@ -29,8 +29,12 @@ GOLDEN = Path(__file__).parent / "golden.json"
 
 def machine() -> dict[str, Any]:
     """What rounding depends on."""
-    return {"processor": cpu_name(), "capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return {
+        "processor": cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
 
 
 def record(wanted: dict[str, Callable[[], Output]]) -> dict[str, Any]:
@@ -46,8 +50,9 @@ def record(wanted: dict[str, Callable[[], Output]]) -> dict[str, Any]:
 def write(path: Path, entries: dict[str, Any]) -> None:
     """A line per case, so that a difference of versions can be read."""
     lines = (f"  {json.dumps(name)}: {json.dumps(content)}" for name, content in entries.items())
-    path.write_text(f'{{\n "machine": {json.dumps(machine())},\n "cases": {{\n' + ",\n".join(lines) + "\n }\n}\n",
-                    encoding="utf-8")
+    path.write_text(
+        f'{{\n "machine": {json.dumps(machine())},\n "cases": {{\n' + ",\n".join(lines) + "\n }\n}\n", encoding="utf-8"
+    )
 
 
 def check(path: Path, entries: dict[str, Any], whole: bool) -> list[str]:
@@ -56,16 +61,20 @@ def check(path: Path, entries: dict[str, Any], whole: bool) -> list[str]:
     same = known["machine"] == machine()
     if not same:
         print(f"written on another machine ({known['machine']}): fractions are compared by closeness")
-    found = [f"{name}: {'; '.join(unlike)}" for name in entries.keys() & known["cases"].keys()
-             if (unlike := differences(known["cases"][name], entries[name], same))]
+    found = [
+        f"{name}: {'; '.join(unlike)}"
+        for name in entries.keys() & known["cases"].keys()
+        if (unlike := differences(known["cases"][name], entries[name], same))
+    ]
     found += [f"{name}: not in the record" for name in entries.keys() - known["cases"].keys()]
     found += [f"{name}: no longer drawn" for name in known["cases"].keys() - entries.keys() if whole]
     return sorted(found)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.golden", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true")
     action.add_argument("--check", action="store_true")

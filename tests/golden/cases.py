@@ -29,29 +29,42 @@ TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 ADT = {"depths": (1, 3), "widths": (1, 4), "width_step": 1, "first": (2, 3), "nodes": 8}
 s, r = api.structures, api.rules
 STRUCTURES = {
-    "chain": s.Chain(3), "static": s.Static(TREE), "dynamic": s.Dynamic(3, 3, 8),
-    **{f"adt {initial} {children}": s.ADTTree(initial, children, **ADT)
-       for initial, children in zip(INITIAL, CHILDREN * 2, strict=True)},
+    "chain": s.Chain(3),
+    "static": s.Static(TREE),
+    "dynamic": s.Dynamic(3, 3, 8),
+    **{
+        f"adt {initial} {children}": s.ADTTree(initial, children, **ADT)
+        for initial, children in zip(INITIAL, CHILDREN * 2, strict=True)
+    },
 }
 STRUCTURE_VARIANTS = {
     "blocks": s.Chain(3, "block"),
-    **{f"adt {value}": s.ADTTree(**{name: value}, **ADT) for name, values in
-       (("row_start", ROW_START), ("alpha_over", ALPHA_OVER), ("flock_distance", FLOCK_DISTANCE))
-       for value in values[1:]},
+    **{
+        f"adt {value}": s.ADTTree(**{name: value}, **ADT)
+        for name, values in (("row_start", ROW_START), ("alpha_over", ALPHA_OVER), ("flock_distance", FLOCK_DISTANCE))
+        for value in values[1:]
+    },
 }
 RULES = {
-    "exact": r.Exact(), "lantern": r.Lantern(5, 0.3), "lantern++": r.LanternPP(5, 3.0), "rsd": r.UniformRSD(2.0),
-    "cool-sd": r.CoolSD(2.0), "grouped": r.Grouped(radius=100.0), "metered": r.TVMetered(0.3),
+    "exact": r.Exact(),
+    "lantern": r.Lantern(5, 0.3),
+    "lantern++": r.LanternPP(5, 3.0),
+    "rsd": r.UniformRSD(2.0),
+    "cool-sd": r.CoolSD(2.0),
+    "grouped": r.Grouped(radius=100.0),
+    "metered": r.TVMetered(0.3),
     "entropy": r.Entropy(),
 }
 RULE_VARIANTS = {
     **{f"lantern {redraw}": r.Lantern(5, 0.3, redraw) for redraw in REDRAW[1:]},
     **{f"lantern++ {redraw}": r.LanternPP(5, 3.0, redraw) for redraw in REDRAW[1:]},
     **{f"cool-sd {schedule}": r.CoolSD(2.0, schedule=schedule) for schedule in SCHEDULES[1:]},
-    "cool-sd no floor": r.CoolSD(2.0, floor=False), "grouped tight": r.Grouped(window=4, gap=0.05, radius=2.0),
+    "cool-sd no floor": r.CoolSD(2.0, floor=False),
+    "grouped tight": r.Grouped(window=4, gap=0.05, radius=2.0),
 }
 SKIPS = {
-    "verified": None, "every other": api.methods.Skipping(interval=2, guard=1),
+    "verified": None,
+    "every other": api.methods.Skipping(interval=2, guard=1),
     "alike": api.methods.Skipping("dynamic", threshold=0.0, guard=1),
 }
 SKIP_VARIANTS = {
@@ -63,9 +76,12 @@ SKIP_VARIANTS = {
 
 def tree(structure: str, rule: str = "exact", skips: str = "verified", drafter: str = "eagle") -> tuple[str, Make]:
     """A named DraftTree."""
+
     def make(subject: Subject) -> Any:
         return api.methods.DraftTree(
-            subject.drafters[drafter], (STRUCTURES | STRUCTURE_VARIANTS)[structure], (RULES | RULE_VARIANTS)[rule],
+            subject.drafters[drafter],
+            (STRUCTURES | STRUCTURE_VARIANTS)[structure],
+            (RULES | RULE_VARIANTS)[rule],
             (SKIPS | SKIP_VARIANTS)[skips],
         )
 
@@ -84,36 +100,62 @@ def preset(name: str, *structure: Any, **settings: Any) -> tuple[str, Make]:
 
 FRONT = {"front 4": api.methods.SJD(6, front=4), "front 3, lantern": api.methods.SJD(6, rule=RULES["lantern"], front=3)}
 SETTLING = {
-    "settle 0.1": api.methods.SJD(6, settle=0.1), "front 4, settle 0.1": api.methods.SJD(6, front=4, settle=0.1),
+    "settle 0.1": api.methods.SJD(6, settle=0.1),
+    "front 4, settle 0.1": api.methods.SJD(6, front=4, settle=0.1),
 }
-WINDOWS = dict([
-    plain("next token", api.methods.NextToken()), plain("jacobi", api.methods.Jacobi(6)),
-    *(plain(f"sjd {reuse}, {initial}", api.methods.SJD(6, reuse, initial))
-      for reuse, initial in product(REUSE, GUESSES)),
-    *(plain(f"sjd {reuse}, {name}", api.methods.SJD(6, reuse, rule=rule))
-      for reuse in REUSE if reuse != "gumbel" for name, rule in RULES.items() if name != "exact"),
-    *(plain(f"sjd {name}", method) for name, method in (FRONT | SETTLING).items()),
-])
-PRESETS = dict([
-    preset("Lantern", STRUCTURES["dynamic"], neighbours=5), preset("LanternPP", STRUCTURES["static"], neighbours=5),
-    preset("CoolSD", STRUCTURES["static"]), preset("ADTTree", **ADT),
-    preset("VVS", STRUCTURES["dynamic"], RULES["lantern"], interval=2),
-])
-ONES = dict([  # one of every kind
-    plain("next token", api.methods.NextToken()), plain("sjd", api.methods.SJD(6)),
-    plain("sjd gumbel", api.methods.SJD(6, "gumbel")), plain("sjd lantern", api.methods.SJD(6, rule=RULES["lantern"])),
-    tree("blocks", drafter="small"), tree("static", "cool-sd"), tree("dynamic", "lantern", "every other"),
-    tree("adt horizontal top_k", "metered", drafter="small"),
-])
+WINDOWS = dict(
+    [
+        plain("next token", api.methods.NextToken()),
+        plain("jacobi", api.methods.Jacobi(6)),
+        *(
+            plain(f"sjd {reuse}, {initial}", api.methods.SJD(6, reuse, initial))
+            for reuse, initial in product(REUSE, GUESSES)
+        ),
+        *(
+            plain(f"sjd {reuse}, {name}", api.methods.SJD(6, reuse, rule=rule))
+            for reuse in REUSE
+            if reuse != "gumbel"
+            for name, rule in RULES.items()
+            if name != "exact"
+        ),
+        *(plain(f"sjd {name}", method) for name, method in (FRONT | SETTLING).items()),
+    ]
+)
+PRESETS = dict(
+    [
+        preset("Lantern", STRUCTURES["dynamic"], neighbours=5),
+        preset("LanternPP", STRUCTURES["static"], neighbours=5),
+        preset("CoolSD", STRUCTURES["static"]),
+        preset("ADTTree", **ADT),
+        preset("VVS", STRUCTURES["dynamic"], RULES["lantern"], interval=2),
+    ]
+)
+ONES = dict(
+    [  # one of every kind
+        plain("next token", api.methods.NextToken()),
+        plain("sjd", api.methods.SJD(6)),
+        plain("sjd gumbel", api.methods.SJD(6, "gumbel")),
+        plain("sjd lantern", api.methods.SJD(6, rule=RULES["lantern"])),
+        tree("blocks", drafter="small"),
+        tree("static", "cool-sd"),
+        tree("dynamic", "lantern", "every other"),
+        tree("adt horizontal top_k", "metered", drafter="small"),
+    ]
+)
 PRODUCT = dict(tree(*names) for names in product(STRUCTURES, RULES, SKIPS))
-VARIANTS = dict([
-    *(tree(name) for name in STRUCTURE_VARIANTS), *(tree("static", name) for name in RULE_VARIANTS),
-    *(tree("dynamic", skips=name) for name in SKIP_VARIANTS), *(tree(name, drafter="small") for name in STRUCTURES),
-])
+VARIANTS = dict(
+    [
+        *(tree(name) for name in STRUCTURE_VARIANTS),
+        *(tree("static", name) for name in RULE_VARIANTS),
+        *(tree("dynamic", skips=name) for name in SKIP_VARIANTS),
+        *(tree(name, drafter="small") for name in STRUCTURES),
+    ]
+)
 
 
 def kept(images: int, batch: int) -> Ask:
     """With tokens kept that are other ones in each of ``images``: a beginning, and some in between."""
+
     def ask(subject: Subject) -> dict[str, Any]:
         layout = subject.layout
         shape = images, layout.rows, layout.cols
@@ -127,6 +169,7 @@ def kept(images: int, batch: int) -> Ask:
 
 def over_rows(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Ask:
     """With a map that depends on the row: ``make`` is given the rows' shares of the image [rows, 1]."""
+
     def ask(subject: Subject) -> dict[str, Any]:
         layout = subject.layout
         shares = torch.linspace(0, 1, layout.rows)[:, None].expand(-1, layout.cols)
@@ -136,11 +179,17 @@ def over_rows(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Ask:
 
 
 ASKED: dict[str, Ask] = {
-    "guided": lambda subject: {}, "unguided": lambda subject: {"cfg": 1.0},
-    "negative": lambda subject: {"negative": subject.negative}, "greedy": lambda subject: {"temperature": 0.0},
-    "hot": lambda subject: {"temperature": 1.4, "top_p": 1.0}, "top-k": lambda subject: {"top_k": 5, "top_p": 1.0},
-    "top-k and top-p": lambda subject: {"top_k": 9, "top_p": 0.7}, "three": lambda subject: {"batch_size": 3},
-    "kept": kept(1, 1), "kept, two": kept(2, 2), "strength": over_rows("strength", lambda shares: shares),
+    "guided": lambda subject: {},
+    "unguided": lambda subject: {"cfg": 1.0},
+    "negative": lambda subject: {"negative": subject.negative},
+    "greedy": lambda subject: {"temperature": 0.0},
+    "hot": lambda subject: {"temperature": 1.4, "top_p": 1.0},
+    "top-k": lambda subject: {"top_k": 5, "top_p": 1.0},
+    "top-k and top-p": lambda subject: {"top_k": 9, "top_p": 0.7},
+    "three": lambda subject: {"batch_size": 3},
+    "kept": kept(1, 1),
+    "kept, two": kept(2, 2),
+    "strength": over_rows("strength", lambda shares: shares),
     "skippable": over_rows("skippable", lambda shares: shares >= 0.5),
     "whole": lambda subject: {"layout": subject.model.layout()},
 }
@@ -154,10 +203,14 @@ def vectors(**settings: Any) -> Make:
 VECTOR_METHODS: dict[str, Make] = {
     "next token": lambda subject: api.methods.ContinuousNextToken(),
     **{mode: vectors(mode=mode) for mode in MODES},
-    "block, drafts": vectors(condition="drafts"), "block, tight": vectors(tolerance=0.02),
-    "block, any": vectors(tolerance=float("inf")), "block, unaligned": vectors(aligned=False),
-    "block, prefill": vectors(prefill=0.5), "block, official": vectors(path="official"),
-    "prefix, paper": vectors(mode="prefix", path="paper"), "exact, unaligned": vectors(mode="exact", aligned=False),
+    "block, drafts": vectors(condition="drafts"),
+    "block, tight": vectors(tolerance=0.02),
+    "block, any": vectors(tolerance=float("inf")),
+    "block, unaligned": vectors(aligned=False),
+    "block, prefill": vectors(prefill=0.5),
+    "block, official": vectors(path="official"),
+    "prefix, paper": vectors(mode="prefix", path="paper"),
+    "exact, unaligned": vectors(mode="exact", aligned=False),
 }
 OF_CELLS = ("next token", *(name for name in VECTOR_METHODS if name.startswith("block")))  # xAR has no other
 
@@ -169,14 +222,20 @@ def kept_vectors(subject: Subject) -> dict[str, Any]:
 
 
 VECTORS_ASKED: dict[str, Ask] = {
-    "guided": lambda subject: {}, "unguided": lambda subject: {"cfg": 1.0},
-    "negative": lambda subject: {"negative": subject.negative}, "cool": lambda subject: {"temperature": 0.5},
-    "constant": lambda subject: {"cfg_schedule": "constant"}, "more steps": lambda subject: {"steps": 9},
-    "three": lambda subject: {"batch_size": 3}, "kept": kept_vectors,
+    "guided": lambda subject: {},
+    "unguided": lambda subject: {"cfg": 1.0},
+    "negative": lambda subject: {"negative": subject.negative},
+    "cool": lambda subject: {"temperature": 0.5},
+    "constant": lambda subject: {"cfg_schedule": "constant"},
+    "more steps": lambda subject: {"steps": 9},
+    "three": lambda subject: {"batch_size": 3},
+    "kept": kept_vectors,
     "whole": lambda subject: {"tokens": None, "kept": None},
 }
-ONE_AT_A_TIME: dict[str, Ask] = {"ddim": lambda subject: {"kind": "ddim"},
-                                 "iterations": lambda subject: {"iterations": 4}}
+ONE_AT_A_TIME: dict[str, Ask] = {
+    "ddim": lambda subject: {"kind": "ddim"},
+    "iterations": lambda subject: {"iterations": 4},
+}
 
 
 def listed() -> Iterator[tuple[str, str, Make, str, Ask, Callable[[str], Subject]]]:
@@ -184,8 +243,10 @@ def listed() -> Iterator[tuple[str, str, Make, str, Ask, Callable[[str], Subject
     once = {"guided": ASKED["guided"]}
     for model, methods, asked in (
         *((name, WINDOWS | PRESETS | PRODUCT | VARIANTS, once) for name in ("lumina-mgpt", "janus-pro")),
-        *((name, ONES, once) for name in TINY), ("lumina-mgpt", ONES, ASKED),
-        (BUNDLED, ONES, ASKED), (BUNDLED, WINDOWS | PRESETS | VARIANTS, once),
+        *((name, ONES, once) for name in TINY),
+        ("lumina-mgpt", ONES, ASKED),
+        (BUNDLED, ONES, ASKED),
+        (BUNDLED, WINDOWS | PRESETS | VARIANTS, once),
     ):
         for (method, make), (question, ask) in product(methods.items(), asked.items()):
             if question != "skippable" or any(skips in method for skips in SKIPS if skips != "verified"):
@@ -205,8 +266,10 @@ def listed() -> Iterator[tuple[str, str, Make, str, Ask, Callable[[str], Subject
 
 def cases() -> dict[str, Callable[[], api.Output]]:
     """All of them by name."""
-    return {f"{model} / {method} / {question}": partial(_draw, subject, model, make, ask)
-            for model, method, make, question, ask, subject in listed()}
+    return {
+        f"{model} / {method} / {question}": partial(_draw, subject, model, make, ask)
+        for model, method, make, question, ask, subject in listed()
+    }
 
 
 def _draw(load: Callable[[str], Subject], name: str, make: Make, ask: Ask) -> api.Output:

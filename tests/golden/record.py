@@ -28,8 +28,11 @@ def entry(output: Output) -> dict[str, Any]:
     fields |= {f"round {name}": values for name, values in trace.rounds.items() if name not in TIMES}
     totals = {name: value for name, value in trace.totals.items() if name not in TIMES}
     used = {name: numbers(values) for name, values in fields.items() if values is not None and values.any()}
-    return {"totals": totals, "settings": shortened(json.dumps(trace.settings, sort_keys=True).encode()),
-            "fields": used}
+    return {
+        "totals": totals,
+        "settings": shortened(json.dumps(trace.settings, sort_keys=True).encode()),
+        "fields": used,
+    }
 
 
 def numbers(values: Tensor) -> list[Any]:
@@ -75,9 +78,13 @@ def _same(one: list[Any], other: list[Any], same_machine: bool) -> bool:
         return True
     fractions = len(one) == len(other) == 3
     # A sum may cancel: it is held against the size of what was summed up, of which the squares tell.
-    return fractions and not same_machine and all(
-        math.isclose(a, b, rel_tol=CLOSE, abs_tol=CLOSE * math.sqrt(abs(one[2])))
-        for a, b in zip(one[1:], other[1:], strict=True)
+    return (
+        fractions
+        and not same_machine
+        and all(
+            math.isclose(a, b, rel_tol=CLOSE, abs_tol=CLOSE * math.sqrt(abs(one[2])))
+            for a, b in zip(one[1:], other[1:], strict=True)
+        )
     )
 
 

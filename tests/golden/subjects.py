@@ -73,8 +73,13 @@ def continuous(name: str) -> Subject:
         small = api.load_drafter(folder / "small", model)
         prompt = model.encode_prompt(PROMPT)
         tokens, keep = _begun(model, prompt, api.methods.ContinuousNextToken(), options)
-        return Subject(model, prompt, model.encode_prompt(NEGATIVE), {"small": small},
-                       options=options | {"tokens": tokens, "kept": keep})
+        return Subject(
+            model,
+            prompt,
+            model.encode_prompt(NEGATIVE),
+            {"small": small},
+            options=options | {"tokens": tokens, "kept": keep},
+        )
     with TemporaryDirectory() as folder:
         model = api.load_model(_VECTORS[name].write(Path(folder)), dtype=torch.float32)
         prompt, negative = (model.encode_prompt(text) for text in ("3", "5"))

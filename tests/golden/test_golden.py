@@ -11,8 +11,12 @@ from .__main__ import GOLDEN, check, record, write
 from .cases import cases
 from .record import differences, entry
 
-NAMES = ("llamagen-t2i / sjd / guided", "llamagen-t2i / dynamic, lantern, every other, eagle / guided",
-         "mar / next token / guided", "mar / block / guided")
+NAMES = (
+    "llamagen-t2i / sjd / guided",
+    "llamagen-t2i / dynamic, lantern, every other, eagle / guided",
+    "mar / next token / guided",
+    "mar / block / guided",
+)
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BOTH_WAYS = [
-    (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
-    (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.FloorDiv, ast.Mod), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or),
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+    (ast.Add, ast.Sub),
+    (ast.Mult, ast.Div),
+    (ast.FloorDiv, ast.Mod),
+    (ast.BitAnd, ast.BitOr),
+    (ast.And, ast.Or),
 ]
 OPERATORS = {a: b for pair in BOTH_WAYS for a, b in (pair, pair[::-1])}
 NAMES = [
-    ("min", "max"), ("amin", "amax"), ("argmin", "argmax"), ("any", "all"), ("minimum", "maximum"), ("floor", "ceil"),
+    ("min", "max"),
+    ("amin", "amax"),
+    ("argmin", "argmax"),
+    ("any", "all"),
+    ("minimum", "maximum"),
+    ("floor", "ceil"),
 ]
 SWAPPED = {a: b for pair in NAMES for a, b in (pair, pair[::-1])}
 DROPPED = {"masked_fill", "masked_fill_", "clamp", "clamp_", "abs", "round", "nan_to_num", "contiguous", "clone"}

@@ -20,7 +20,9 @@ class Trials:
     ``attempt`` makes."""
 
     def __init__(
-        self, wanted: list[Mutant], chosen: Callable[[Mutant], list[str]],
+        self,
+        wanted: list[Mutant],
+        chosen: Callable[[Mutant], list[str]],
         attempt: Callable[[Mutant, Callable[[], int]], None],
     ):
         self.wanted, self.chosen, self.attempt = wanted, chosen, attempt

@@ -50,15 +50,27 @@ for _folder in ("input", "output", "temp", "models/ar_models", "models/ar_drafte
 CODES, GRID, FACTOR = 64, 4, 8
 BACKBONE = BackboneConfig(dim=32, layers=2, heads=2, ffn_dim=48, vocab=CODES)
 VQ = VQConfig(CODES, 8, (1, 1, 1, 1), base_channels=32, z_channels=32, num_res_blocks=1)
-MASKED = MARConfig(dim=32, encoder_layers=2, decoder_layers=1, heads=2, rows=GRID, cols=GRID, channels=6, slots=4,
-                   conditions=8, captions=True)
+MASKED = MARConfig(
+    dim=32,
+    encoder_layers=2,
+    decoder_layers=1,
+    heads=2,
+    rows=GRID,
+    cols=GRID,
+    channels=6,
+    slots=4,
+    conditions=8,
+    captions=True,
+)
 KL = KLConfig(channels=6, ch_mult=(1, 1, 1, 1), base_channels=32, num_res_blocks=1)
 
 
 def random_weights(module: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: 0.4 * torch.randn(value.shape, generator=generator) + name.endswith("norm.weight")
-            for name, value in module.state_dict().items()}
+    return {
+        name: 0.4 * torch.randn(value.shape, generator=generator) + name.endswith("norm.weight")
+        for name, value in module.state_dict().items()
+    }
 
 
 def model_tensors(prefix: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -106,8 +118,14 @@ def vectors(models) -> Path:
     """models/ar_models/vectors, a continuous text model, and models/ar_drafters/vectors.safetensors, a smaller one."""
     folder, drafters = models / "vectors", Path(folder_paths.get_folder_paths("ar_drafters")[0])
     folder.mkdir(exist_ok=True)
-    about = {"heads": 2, "grid": [GRID, GRID], "pixels_per_token": FACTOR, "scale": 0.5, "head_steps": 5,
-             "first_step": 500}  # from there on, an untrained head's tokens stay small
+    about = {
+        "heads": 2,
+        "grid": [GRID, GRID],
+        "pixels_per_token": FACTOR,
+        "scale": 0.5,
+        "head_steps": 5,
+        "first_step": 500,
+    }  # from there on, an untrained head's tokens stay small
     defaults = {"cfg": 2.0, "temperature": 0.9}
     save_file(masked_tensors(), folder / "model.safetensors", metadata(**about, defaults=defaults))
     save_file(random_weights(KLModel(KL), 7), folder / "vae.safetensors")
@@ -135,8 +153,12 @@ def draw_vectors(continuous, small_vectors, nodes, run):
 
     def draw(method: str, **inputs):
         latent = {"samples": torch.zeros(inputs.pop("batch", 1), MASKED.channels, GRID, GRID)}
-        common = {"model": continuous[0], "positive": continuous[1].encode_from_tokens_scheduled("red apple"),
-                  "latent_image": latent, "seed": 7}
+        common = {
+            "model": continuous[0],
+            "positive": continuous[1].encode_from_tokens_scheduled("red apple"),
+            "latent_image": latent,
+            "seed": 7,
+        }
         if not method:
             common |= {"drafter": small_vectors, "draft_length": 4}
         node = nodes[f"SpecARContinuous{method}Sampler"]
@@ -148,13 +170,21 @@ def draw_vectors(continuous, small_vectors, nodes, run):
 def eagle_tensors() -> dict[str, torch.Tensor]:
     """A random drafter of the text model, in the names of the released ones."""
     dim, ffn = BACKBONE.dim, BACKBONE.ffn_dim
-    shapes = {"embed_tokens.weight": (CODES, dim), "fc.weight": (dim, 2 * dim), "fc.bias": (dim,),
-              "layers.0.mlp.gate_proj.weight": (ffn, dim), "layers.0.mlp.up_proj.weight": (ffn, dim),
-              "layers.0.mlp.down_proj.weight": (dim, ffn), "layers.0.post_attention_layernorm.weight": (dim,)}
+    shapes = {
+        "embed_tokens.weight": (CODES, dim),
+        "fc.weight": (dim, 2 * dim),
+        "fc.bias": (dim,),
+        "layers.0.mlp.gate_proj.weight": (ffn, dim),
+        "layers.0.mlp.up_proj.weight": (ffn, dim),
+        "layers.0.mlp.down_proj.weight": (dim, ffn),
+        "layers.0.post_attention_layernorm.weight": (dim,),
+    }
     shapes |= {f"layers.0.self_attn.{part}_proj.weight": (dim, dim) for part in "qkvo"}
     generator = torch.Generator().manual_seed(5)
-    return {name: 0.3 * torch.randn(shape, generator=generator) + name.endswith("norm.weight")
-            for name, shape in shapes.items()}
+    return {
+        name: 0.3 * torch.randn(shape, generator=generator) + name.endswith("norm.weight")
+        for name, shape in shapes.items()
+    }
 
 
 @pytest.fixture(scope="session")
@@ -165,8 +195,11 @@ def drafters(models) -> Path:
     save_file(eagle_tensors(), root / "eagle/model.safetensors")
     (root / "eagle/config.json").write_text(json.dumps({"num_attention_heads": 2, "rms_norm_eps": 1e-5}), "utf-8")
     small = {name: tensor for name, tensor in model_tensors(CaptionPrefix(8, 4, 32)).items() if "layers.1." not in name}
-    save_file(small, root / "small.safetensors", metadata(heads=2, grid=[GRID, GRID], pixels_per_token=FACTOR,
-                                                          caption_slots=4))
+    save_file(
+        small,
+        root / "small.safetensors",
+        metadata(heads=2, grid=[GRID, GRID], pixels_per_token=FACTOR, caption_slots=4),
+    )
     return root
 
 
@@ -239,8 +272,16 @@ def sample(tiny, drafter, nodes, positive, run):
 
     def sample(method: str, **inputs):
         latent = {"samples": torch.zeros(inputs.pop("batch", 1), 8, GRID, GRID)}
-        common = {"model": tiny[0], "positive": positive, "latent_image": latent, "seed": 7, "cfg": -1.0,
-                  "temperature": -1.0, "top_k": -1, "top_p": -1.0}
+        common = {
+            "model": tiny[0],
+            "positive": positive,
+            "latent_image": latent,
+            "seed": 7,
+            "cfg": -1.0,
+            "temperature": -1.0,
+            "top_k": -1,
+            "top_p": -1.0,
+        }
         if method == "SJD":
             common["window"] = 4
         if method not in WITHOUT_DRAFTER:

@@ -32,6 +32,7 @@ HELD = 10**6  # bytes that a kept session holds, in the simulation
 @pytest.fixture
 def card(monkeypatch):
     """card(free, triton) simulates a GPU with so many bytes free, where ComfyUI reserves none."""
+
     def simulate(free: float, triton: bool = True) -> None:
         def free_memory(device=None, torch_free_too=False):
             return (int(free), int(free)) if torch_free_too else int(free)
@@ -53,8 +54,11 @@ def name(models):
     folder = models / NAME
     folder.mkdir()
     tensors = {f"cls_embedding.{n}": t for n, t in random_weights(CaptionPrefix(8, 4, BACKBONE.dim), 1).items()}
-    save_file(split_gates(random_weights(Backbone(BACKBONE), 2)) | tensors, folder / "model.safetensors", metadata(
-        heads=2, grid=[GRID, GRID], pixels_per_token=8, caption_slots=4, defaults={"cfg": 2.0}))
+    save_file(
+        split_gates(random_weights(Backbone(BACKBONE), 2)) | tensors,
+        folder / "model.safetensors",
+        metadata(heads=2, grid=[GRID, GRID], pixels_per_token=8, caption_slots=4, defaults={"cfg": 2.0}),
+    )
     for other in ("vq.safetensors", "text_encoder.safetensors"):
         (folder / other).write_bytes((models / "tiny" / other).read_bytes())
     yield NAME
@@ -68,8 +72,10 @@ def needed(name):
         patch.setattr(mm, "minimum_inference_memory", lambda: 0)
         patch.setattr(mm, "extra_reserved_memory", lambda: 0)
         model = open_model(NAME, "bf16", None).model
-        return {each: (model.weight_bytes(torch.bfloat16, each), memory.beside_weights(model, torch.bfloat16, each))
-                for each in ORDER}
+        return {
+            each: (model.weight_bytes(torch.bfloat16, each), memory.beside_weights(model, torch.bfloat16, each))
+            for each in ORDER
+        }
 
 
 def to_fit(needed: tuple[int, int]) -> int:
@@ -141,9 +147,14 @@ def test_a_file_in_fp8_stays_in_fp8_where_it_fits_unless_it_would_be_widened_in_
     try:
         with safe_open(str(models / NAME / "model.safetensors"), "pt") as file:
             about = file.metadata()
-        save_file({name: tensor.to(torch.float8_e4m3fn) if "layers." in name and tensor.ndim == 2 else tensor
-                   for name, tensor in load_file(str(models / NAME / "model.safetensors")).items()},
-                  folder / "model.safetensors", about)
+        save_file(
+            {
+                name: tensor.to(torch.float8_e4m3fn) if "layers." in name and tensor.ndim == 2 else tensor
+                for name, tensor in load_file(str(models / NAME / "model.safetensors")).items()
+            },
+            folder / "model.safetensors",
+            about,
+        )
         card(2**40)
         loaded = open_model("eight", "auto", None)
         assert stored(loaded) == "bf16, fp8 (storage)" and loaded.choice.startswith("auto: fp8 (storage), as fp8")
@@ -202,8 +213,11 @@ def test_weights_that_comfyui_unloads_count_as_free(card, needed, monkeypatch):
     """On the same device; a model that nothing holds any more is none."""
     card(1000)
     wanted = to_fit(needed[NONE]) - 1000
-    for others, storage in (([Weights(wanted), None], NONE), ([Weights(wanted - 1), None], INT8),
-                            ([Weights(wanted - 1), Weights(10**9, CPU)], INT8)):
+    for others, storage in (
+        ([Weights(wanted), None], NONE),
+        ([Weights(wanted - 1), None], INT8),
+        ([Weights(wanted - 1), Weights(10**9, CPU)], INT8),
+    ):
         monkeypatch.setattr(mm, "loaded_models", lambda others=others: others)
         assert stored(open_model(NAME, "auto", None)) == PRECISIONS[storage]
 
@@ -250,7 +264,15 @@ def test_a_runs_record_says_how_the_weights_were_stored(card, needed, nodes, run
     loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name=NAME, dtype="auto", grid="auto").result
     here = replace(loaded, patcher=Patcher(loaded.model, CPU, CPU, sessions=loaded.model.sessions))
     node = nodes["SpecARSJDSampler"]
-    _, trace = run(node, **defaults(node) | {
-        "model": here, "positive": clip.encode_from_tokens_scheduled(clip.tokenize("red apple")), "window": 4,
-        "latent_image": {"samples": torch.zeros(1, loaded.model.latent_channels, GRID, GRID)}, "seed": 1}).result
+    _, trace = run(
+        node,
+        **defaults(node)
+        | {
+            "model": here,
+            "positive": clip.encode_from_tokens_scheduled(clip.tokenize("red apple")),
+            "window": 4,
+            "latent_image": {"samples": torch.zeros(1, loaded.model.latent_channels, GRID, GRID)},
+            "seed": 1,
+        },
+    ).result
     assert trace.settings["dtype"] == conditions(loaded.model)["dtype"] == PRECISIONS[INT8]

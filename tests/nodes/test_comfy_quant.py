@@ -32,19 +32,23 @@ def put(models):
     folder.rmdir()
 
 
-@pytest.mark.parametrize(("kind", "kept"), [
-    ("float8_e4m3fn", "float8_e4m3fn"), ("int8_tensorwise", "int8"), ("nvfp4", None),
-])
+@pytest.mark.parametrize(
+    ("kind", "kept"), [("float8_e4m3fn", "float8_e4m3fn"), ("int8_tensorwise", "int8"), ("nvfp4", None)]
+)
 def test_auto_keeps_what_the_file_stores(put, kind, kept, nodes, run):
     loaded = run(nodes["SpecARLoadCheckpoint"], model_name=put(kind), dtype="auto", grid="auto").result[0]
     [about] = run(nodes["SpecARModelInfo"], model=loaded).ui["specar"]
     assert set(about["bytes_by_dtype"]) == {"float32", kept} - {None}
 
 
-@pytest.mark.parametrize(("kind", "layout"), [
-    ("float8_e4m3fn", "TensorCoreFP8E4M3Layout"), ("int8_tensorwise", "TensorWiseINT8Layout"),
-    ("nvfp4", "TensorCoreNVFP4Layout"),
-])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("float8_e4m3fn", "TensorCoreFP8E4M3Layout"),
+        ("int8_tensorwise", "TensorWiseINT8Layout"),
+        ("nvfp4", "TensorCoreNVFP4Layout"),
+    ],
+)
 def test_what_comfyui_itself_quantises_is_read_as_it_reads_it(kind, layout):
     pytest.importorskip("comfy_kitchen", reason="this ComfyUI does not write these formats")
     from comfy.quant_ops import QuantizedTensor

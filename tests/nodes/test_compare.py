@@ -74,8 +74,9 @@ def test_runs_that_read_alike_are_distinguished(runs, sample):
 
 def test_long_labels_are_cut(runs):
     long = changed(runs[3], rule={"rule": "a rule with a name that is far too long for a column of labels in a chart"})
-    assert np.array_equal(comparison.chart([long])[:, comparison.LABELS - 12 : comparison.LABELS - 2][80:110],
-                          np.full((30, 10, 3), 255))
+    assert np.array_equal(
+        comparison.chart([long])[:, comparison.LABELS - 12 : comparison.LABELS - 2][80:110], np.full((30, 10, 3), 255)
+    )
 
 
 def test_descriptions_say_what_matters(runs, sample, rule):
@@ -105,8 +106,13 @@ def test_kept_tokens_are_told_apart_from_sampled_ones(sample):
 
 def test_the_chart_says_which_way_is_better(runs):
     assert {column.name: column.better for column in comparison.columns(runs)} == {
-        "model passes": "lower", "draft passes": "lower", "tokens": "higher", "acceptance": "higher",
-        "drift bound": "lower", "wall time": "lower"}
+        "model passes": "lower",
+        "draft passes": "lower",
+        "tokens": "higher",
+        "acceptance": "higher",
+        "drift bound": "lower",
+        "wall time": "lower",
+    }
 
 
 def test_continuous_runs_report_their_tolerance_and_their_distance(run, nodes, draw_vectors, runs):

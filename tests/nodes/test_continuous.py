@@ -92,17 +92,27 @@ def test_widgets_reach_the_model(draw_vectors):
     names = ("cfg", "temperature", "cfg_schedule", "kind", "steps", "iterations")
     assert [trace.settings[name] for name in names] == [2.0, 0.9, "linear", "ddpm", 5, None]
     assert trace.totals["target_passes"] == 16
-    given, trace = draw_vectors("NextToken", cfg=3.0, temperature=0.5, guidance="constant", head_sampler="ddim",
-                                head_steps=3, iterations=4)
+    given, trace = draw_vectors(
+        "NextToken", cfg=3.0, temperature=0.5, guidance="constant", head_sampler="ddim", head_steps=3, iterations=4
+    )
     assert [trace.settings[name] for name in names] == [3.0, 0.5, "constant", "ddim", 3, 4]
     assert trace.totals["target_passes"] == 4 and not torch.equal(own["samples"], given["samples"])
 
 
 def test_widgets_reach_the_method(draw_vectors):
-    _, trace = draw_vectors("", draft_length=3, prefill=0.25, mode=PREFIX, tolerance=0.5, sigma="as in the paper",
-                            alignment=False)
-    wanted = {"length": 3, "prefill": 0.25, "mode": "prefix", "condition": "drafts", "tolerance": 0.5, "path": "paper",
-              "aligned": False, "lossless": False}
+    _, trace = draw_vectors(
+        "", draft_length=3, prefill=0.25, mode=PREFIX, tolerance=0.5, sigma="as in the paper", alignment=False
+    )
+    wanted = {
+        "length": 3,
+        "prefill": 0.25,
+        "mode": "prefix",
+        "condition": "drafts",
+        "tolerance": 0.5,
+        "path": "paper",
+        "aligned": False,
+        "lossless": False,
+    }
     assert {name: trace.settings[name] for name in wanted} == wanted
     assert (trace.positions["source"] == Source.PREFILL).sum() == 4
     _, trace = draw_vectors("", mode=EXACT)
@@ -122,9 +132,13 @@ def test_a_model_accepts_its_own_guesses_unless_there_is_no_tolerance(draw_vecto
 def test_negative_prompt_counts_and_an_empty_one_does_not(draw_vectors, continuous):
     clip = continuous[1]
     plain, empty, against = (
-        draw_vectors("NextToken", **more)[0]["samples"] for more in (
-            {}, {"negative": clip.encode_from_tokens_scheduled(" ")},
-            {"negative": clip.encode_from_tokens_scheduled("apple")}))
+        draw_vectors("NextToken", **more)[0]["samples"]
+        for more in (
+            {},
+            {"negative": clip.encode_from_tokens_scheduled(" ")},
+            {"negative": clip.encode_from_tokens_scheduled("apple")},
+        )
+    )
     assert torch.equal(plain, empty) and not torch.equal(plain, against)
 
 
@@ -146,8 +160,10 @@ def test_what_is_kept_below_is_seen_above(draw_vectors):
     first, _ = draw_vectors("NextToken")
     changed = first["samples"].clone()
     changed[..., 3, 3] += 1
-    drawn = [draw_vectors("NextToken", latent_image={"samples": image, "noise_mask": 1 - LOWER})[0]["samples"]
-             for image in (first["samples"], changed)]
+    drawn = [
+        draw_vectors("NextToken", latent_image={"samples": image, "noise_mask": 1 - LOWER})[0]["samples"]
+        for image in (first["samples"], changed)
+    ]
     assert (drawn[0] != drawn[1])[..., :2, :].any()
 
 
@@ -160,11 +176,13 @@ def test_an_encoded_image_is_kept(draw_vectors, continuous):
 
 def test_mask_errors(draw_vectors):
     image = torch.ones(1, 6, 4, 4)
-    for latent, message in (({"samples": 0 * image, "noise_mask": LOWER}, "no image to keep"),
-                            ({"samples": image, "noise_mask": 0 * LOWER}, "mask.*nothing to generate"),
-                            ({"samples": image, "noise_mask": LOWER.repeat(3, 1, 1, 1)}, "3 masks for a batch of 1"),
-                            ({"samples": image[:, :4], "noise_mask": LOWER}, r"\[1, 4, 4, 4\].*6 channels"),
-                            ({"samples": image[:, :, None], "noise_mask": LOWER}, r"\[1, 6, 1, 4, 4\].*rows")):
+    for latent, message in (
+        ({"samples": 0 * image, "noise_mask": LOWER}, "no image to keep"),
+        ({"samples": image, "noise_mask": 0 * LOWER}, "mask.*nothing to generate"),
+        ({"samples": image, "noise_mask": LOWER.repeat(3, 1, 1, 1)}, "3 masks for a batch of 1"),
+        ({"samples": image[:, :4], "noise_mask": LOWER}, r"\[1, 4, 4, 4\].*6 channels"),
+        ({"samples": image[:, :, None], "noise_mask": LOWER}, r"\[1, 6, 1, 4, 4\].*rows"),
+    ):
         with pytest.raises(ValueError, match=message):
             draw_vectors("", latent_image=latent)
 
@@ -226,9 +244,11 @@ def test_samplers_of_vectors_name_the_right_node(method, draw_vectors, tiny, dra
 
 def test_drafters_of_the_other_kind_are_refused(run, nodes, tiny, continuous, drafters, vectors, drafter, draw_vectors):
     loader = nodes["SpecARLoadDrafter"]
-    for model, name, message in ((continuous[0], "eagle", "token ids.*vectors"),
-                                 (continuous[0], "small.safetensors", "token ids.*vectors"),
-                                 (tiny[0], "vectors.safetensors", "vectors.*token ids")):
+    for model, name, message in (
+        (continuous[0], "eagle", "token ids.*vectors"),
+        (continuous[0], "small.safetensors", "token ids.*vectors"),
+        (tiny[0], "vectors.safetensors", "vectors.*token ids"),
+    ):
         with pytest.raises(ValueError, match=message):
             run(loader, model=model, drafter_name=name)
     with pytest.raises(ValueError, match="Load AR Checkpoint"):
@@ -299,8 +319,13 @@ def test_model_and_drafter_are_loaded_together_with_space_for_the_widest_pass(
     draw_vectors, continuous, small_vectors, monkeypatch
 ):
     asked, load_models = [], mm.load_models_gpu
-    monkeypatch.setattr(mm, "load_models_gpu", lambda models, memory_required=0, **options: asked.append(
-        (models, memory_required)) or load_models(models, memory_required, **options))
+    monkeypatch.setattr(
+        mm,
+        "load_models_gpu",
+        lambda models, memory_required=0, **options: (
+            asked.append((models, memory_required)) or load_models(models, memory_required, **options)
+        ),
+    )
     draw_vectors("", batch=2)
     draw_vectors("", batch=2, target_sees="what is decided, and earlier guesses")
     assert all(continuous[0].patcher in models and small_vectors.patcher in models for models, _ in asked)
@@ -309,8 +334,11 @@ def test_model_and_drafter_are_loaded_together_with_space_for_the_widest_pass(
 
 def test_what_comfyui_leaves_in_main_memory_is_moved_too(continuous):
     model = continuous[0].model
-    left = {name for name, parameter in model.named_parameters()
-            if not hasattr(model.get_submodule(name.rpartition(".")[0]), "comfy_cast_weights")}
+    left = {
+        name
+        for name, parameter in model.named_parameters()
+        if not hasattr(model.get_submodule(name.rpartition(".")[0]), "comfy_cast_weights")
+    }
     assert {"backbone.mask_token", "backbone.fake_latent", "backbone.encoder_pos_embed_learned"} <= left
     moved = torch.nn.Module()
     moved.table = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
@@ -323,8 +351,12 @@ def test_what_comfyui_leaves_in_main_memory_is_moved_too(continuous):
 @BOTH
 def test_layers_in_main_memory_are_cast_on_use(method, draw_vectors, continuous, small_vectors):
     whole, _ = draw_vectors(method)
-    layers = [m for owner in (continuous[0], small_vectors) for m in owner.patcher.model.modules()
-              if hasattr(m, "comfy_cast_weights")]
+    layers = [
+        m
+        for owner in (continuous[0], small_vectors)
+        for m in owner.patcher.model.modules()
+        if hasattr(m, "comfy_cast_weights")
+    ]
     for layer in layers:
         layer.comfy_cast_weights = True
     try:

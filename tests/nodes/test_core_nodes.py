@@ -16,10 +16,14 @@ def test_clip_text_encode(tiny):
     assert conditioning[0][1] == {"ar": {"family": "llamagen-t2i", "text": "a red apple"}}
 
 
-@pytest.mark.parametrize(("prompt", "notices"), [
-    ("a red aple, 3d", ["The model does not know these words and ignores them: aple (apple?), 3d."]),
-    ("a red apple", []), (" ", []),
-])
+@pytest.mark.parametrize(
+    ("prompt", "notices"),
+    [
+        ("a red aple, 3d", ["The model does not know these words and ignores them: aple (apple?), 3d."]),
+        ("a red apple", []),
+        (" ", []),
+    ],
+)
 def test_the_page_learns_which_words_a_model_ignores(prompt, notices, page, tiny):
     server = page()
     core.CLIPTextEncode().encode(tiny[1], prompt)

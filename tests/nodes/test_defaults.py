@@ -53,8 +53,12 @@ def made(node, monkeypatch, **changed):
 
 
 def test_every_sampler_is_compared():
-    nodes = {node for module in (simple_sampler, samplers, tree_samplers, continuous) for node in vars(module).values()
-             if inspect.isclass(node) and hasattr(node, "define_schema") and node.__module__ == module.__name__}
+    nodes = {
+        node
+        for module in (simple_sampler, samplers, tree_samplers, continuous)
+        for node in vars(module).values()
+        if inspect.isclass(node) and hasattr(node, "define_schema") and node.__module__ == module.__name__
+    }
     assert nodes == set(MADE)
 
 
@@ -73,7 +77,8 @@ def test_what_a_choice_on_a_node_stands_for_is_in_python_too(monkeypatch):
         assert built == structure
     assert made(tree_samplers.DraftTreeSampler, monkeypatch, structure="chain").structure == api.structures.Chain()
     assert made(tree_samplers.DraftTreeSampler, monkeypatch, structure=tree_samplers.DYNAMIC).structure == (
-        api.structures.Dynamic())
+        api.structures.Dynamic()
+    )
 
 
 def test_a_new_rule_is_the_rule_without_arguments():

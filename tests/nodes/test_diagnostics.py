@@ -33,11 +33,16 @@ def as_json(trace: Trace) -> dict:
 def made_trace(**grids) -> Trace:
     """A 2 x 2 trace of one image: accepted, resampled / bonus, kept."""
     default = {
-        "source": [Source.ACCEPTED, Source.RESIDUAL, Source.BONUS, Source.FORCED], "finalised_at": [1, 1, 2, 2],
-        "depth": [1, 2, 0, 0], "ratio": [2.0, 0.125, 0.0, 0.0], "entropy": [0.0, 1.0, 2.0, 0.0],
-        "top1": [1.0, 0.5, 0.25, 1.0], "tree_depth": [3, 3, 0, 0], "tree_width": [2, 4, 0, 0],
+        "source": [Source.ACCEPTED, Source.RESIDUAL, Source.BONUS, Source.FORCED],
+        "finalised_at": [1, 1, 2, 2],
+        "depth": [1, 2, 0, 0],
+        "ratio": [2.0, 0.125, 0.0, 0.0],
+        "entropy": [0.0, 1.0, 2.0, 0.0],
+        "top1": [1.0, 0.5, 0.25, 1.0],
+        "tree_depth": [3, 3, 0, 0],
+        "tree_width": [2, 4, 0, 0],
         "tv_bound": [0.0, 0.5, 0.25, 0.0],
-    }  # fmt: skip
+    }
     positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
     return Trace(2, 2, 2, positions, {}, {}, {})
 
@@ -112,10 +117,15 @@ def test_overlay_blends_and_adds_the_legend():
 def vector_trace(**grids) -> Trace:
     """A 2 x 2 trace of a continuous model: accepted, replaced / generated alone, kept."""
     default = {
-        "source": [Source.RELAXED, Source.RESIDUAL, Source.PREFILL, Source.FORCED], "finalised_at": [2, 2, 1, 0],
-        "depth": [1, 2, 0, 0], "log_ratio": [1.0, -1.0, 0.0, 0.0], "distance": [0.5, 1.0, 0.0, 0.0],
-        "block": [2, 1, 0, 0], "tries": [0, -4, 0, 0], "order": [2, 3, 1, 0],
-    }  # fmt: skip
+        "source": [Source.RELAXED, Source.RESIDUAL, Source.PREFILL, Source.FORCED],
+        "finalised_at": [2, 2, 1, 0],
+        "depth": [1, 2, 0, 0],
+        "log_ratio": [1.0, -1.0, 0.0, 0.0],
+        "distance": [0.5, 1.0, 0.0, 0.0],
+        "block": [2, 1, 0, 0],
+        "tries": [0, -4, 0, 0],
+        "order": [2, 3, 1, 0],
+    }
     positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
     return Trace(2, 2, 2, positions, {}, {}, {})
 
@@ -147,8 +157,9 @@ def test_continuous_words_in_legends():
     assert tuple(infinite.colours[0, 0]) == RATIO[-1] and tuple(infinite.colours[0, 1]) == RATIO[0]
 
 
-@pytest.mark.parametrize(("trace", "others", "kind"), [(vector_trace(), DISCRETE, "vectors"),
-                                                       (made_trace(), CONTINUOUS, "token ids")])
+@pytest.mark.parametrize(
+    ("trace", "others", "kind"), [(vector_trace(), DISCRETE, "vectors"), (made_trace(), CONTINUOUS, "token ids")]
+)
 def test_metrics_of_the_other_kind_are_grey_and_say_why(trace, others, kind):
     for metric in others:
         drawn = token_map(trace, metric, 0)
@@ -189,8 +200,9 @@ def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, sample, rule
     (loaded,) = run(nodes["SpecARLoadTrace"], trace_name=choice).result
     for metric in METRICS:
         if metric not in (CONTINUOUS if kind == "discrete" else DISCRETE):
-            ours, theirs = (run(nodes["SpecARAcceptanceMap"], trace=t, metric=metric, opacity=0.5)
-                            for t in (trace, loaded))
+            ours, theirs = (
+                run(nodes["SpecARAcceptanceMap"], trace=t, metric=metric, opacity=0.5) for t in (trace, loaded)
+            )
             assert all(torch.equal(one, other) for one, other in zip(ours.result[:3], theirs.result[:3], strict=True))
             assert ours.result[3] == theirs.result[3] and ours.ui["text"] == theirs.ui["text"]
             [one, other] = (json.dumps(out.ui["specar"]) for out in (ours, theirs))
@@ -220,6 +232,7 @@ def test_acceptance_map_node(metric, run, nodes, sample, tiny):
 
 def numbers_of(trace: Trace, image: int = 0) -> dict:
     """The file for the front end, read as strict JSON."""
+
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
@@ -272,9 +285,12 @@ def test_numbers_leave_out_ends_of_lines_and_empty_records():
 def test_numbers_of_large_images_stay_small():
     generator = torch.Generator().manual_seed(0)
     tokens = 64 * 64
-    positions = {name: torch.rand((1, tokens), generator=generator) if kind.is_floating_point
-                 else torch.randint(6, 4096, (1, tokens), generator=generator) % (6 if name == "source" else 4096)
-                 for name, kind in POSITION_FIELDS.items()}
+    positions = {
+        name: torch.rand((1, tokens), generator=generator)
+        if kind.is_floating_point
+        else torch.randint(6, 4096, (1, tokens), generator=generator) % (6 if name == "source" else 4096)
+        for name, kind in POSITION_FIELDS.items()
+    }
     text = token_records.token_numbers(Trace(64, 64, 64, positions, {}, {}, {}), 0, (512, 512))
     assert len(text) < 80 * tokens  # 330 kB at worst
 

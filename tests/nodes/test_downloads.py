@@ -40,14 +40,32 @@ def place_of(model: dict) -> str:
     return "/".join(folders[:3])
 
 
-@pytest.mark.parametrize(("choice", "words"), [
-    ("c2i_XXL_384.pt", ["c2i_XXL_384.pt", "https://huggingface.co/FoundationVision/LlamaGen", "models/ar_models",
-                        "vq_ds16_c2i.pt"]),
-    ("Janus-Pro-7B", ["https://huggingface.co/deepseek-community/Janus-Pro-7B", "models/ar_models/Janus-Pro-7B"]),
-    ("Lumina-mGPT-7B-512", ["Alpha-VLLM/Lumina-mGPT-7B-512", "tokenizer.json", "Lumina-mGPT-7B-768",
-                            "models/ar_models/Lumina-mGPT-7B-512", "Anole-7b-v0.1-vqvae-hf"]),
-    ("llamagen2_drafter", ["jadohu/llamagen2_drafter", "models/ar_drafters/llamagen2_drafter"]),
-])
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (
+            "c2i_XXL_384.pt",
+            [
+                "c2i_XXL_384.pt",
+                "https://huggingface.co/FoundationVision/LlamaGen",
+                "models/ar_models",
+                "vq_ds16_c2i.pt",
+            ],
+        ),
+        ("Janus-Pro-7B", ["https://huggingface.co/deepseek-community/Janus-Pro-7B", "models/ar_models/Janus-Pro-7B"]),
+        (
+            "Lumina-mGPT-7B-512",
+            [
+                "Alpha-VLLM/Lumina-mGPT-7B-512",
+                "tokenizer.json",
+                "Lumina-mGPT-7B-768",
+                "models/ar_models/Lumina-mGPT-7B-512",
+                "Anole-7b-v0.1-vqvae-hf",
+            ],
+        ),
+        ("llamagen2_drafter", ["jadohu/llamagen2_drafter", "models/ar_drafters/llamagen2_drafter"]),
+    ],
+)
 def test_a_released_model_is_recognised_and_what_it_needs_is_named(choice, words):
     assert all(word in where_to_get(choice) for word in words)
     with pytest.raises(FileNotFoundError, match=re.escape(choice)) as instructions:

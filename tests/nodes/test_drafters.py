@@ -30,8 +30,13 @@ def test_an_eagle_drafter_does_not_carry_its_target_along(run, nodes, tiny, draf
 
 def test_model_and_drafter_are_loaded_together_with_space_for_both_caches(sample, tiny, drafter, monkeypatch):
     asked, load_models = [], mm.load_models_gpu
-    monkeypatch.setattr(mm, "load_models_gpu", lambda models, memory_required=0, **options: asked.append(
-        (models, memory_required)) or load_models(models, memory_required, **options))
+    monkeypatch.setattr(
+        mm,
+        "load_models_gpu",
+        lambda models, memory_required=0, **options: (
+            asked.append((models, memory_required)) or load_models(models, memory_required, **options)
+        ),
+    )
     sample("DraftTree", batch=2, structure="chain", depth=3)
     (models, memory), layout = asked[0], tiny[0].model.layout()
     assert tiny[0].patcher in models and drafter.patcher in models
@@ -63,10 +68,12 @@ def test_files_that_do_not_fit_are_named(run, nodes, models, tiny, drafters):
     save_file({n: t.repeat(*([2] * t.ndim)) for n, t in weights.items()}, wide)
     shutil.copy(models / "classes.safetensors", drafters / "classes.safetensors")
     try:
-        for name, message in (("truncated.safetensors", "truncated.safetensors .*damaged"),
-                              ("wide.safetensors", "wide.safetensors was trained for another model: its width is 64"),
-                              ("classes.safetensors", "classes.safetensors cannot draft for this model"),
-                              ("gone.safetensors", "gone.safetensors is not in")):
+        for name, message in (
+            ("truncated.safetensors", "truncated.safetensors .*damaged"),
+            ("wide.safetensors", "wide.safetensors was trained for another model: its width is 64"),
+            ("classes.safetensors", "classes.safetensors cannot draft for this model"),
+            ("gone.safetensors", "gone.safetensors is not in"),
+        ):
             with pytest.raises((ValueError, FileNotFoundError), match=message):
                 load(run, nodes, tiny[0], name)
     finally:

@@ -20,8 +20,15 @@ from comfyui_specar.samplers.methods.jacobi import SJD
 from ..support.tape import LatePoll, TapeGraphs
 from .conftest import GRID, defaults
 
-EXACT = ["next token", "SJD, coupled, window 8", "EAGLE, static tree of 3", "EAGLE, chain of 5",
-         "EAGLE, dynamic tree of 58", "EAGLE, ADT-Tree, horizontal", "EAGLE, static tree of 4"]  # fmt: skip
+EXACT = [
+    "next token",
+    "SJD, coupled, window 8",
+    "EAGLE, static tree of 3",
+    "EAGLE, chain of 5",
+    "EAGLE, dynamic tree of 58",
+    "EAGLE, ADT-Tree, horizontal",
+    "EAGLE, static tree of 4",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -104,8 +111,13 @@ def test_without_a_drafter_there_are_windows_only(find):
 def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find):
     out = find(leak_budget=1e-4, drafter=None, batch=2)
     assert [t["acceptance"] for t in trials(out)] == [
-        "exact", "exact", "TV budget (epsilon 0.0001)", "Cool-SD (delta 1.1, decay 0.2)",
-        "Cool-SD (delta 2, decay 0.2)", "LANTERN++ (neighbours 10, ratio 2)"]
+        "exact",
+        "exact",
+        "TV budget (epsilon 0.0001)",
+        "Cool-SD (delta 1.1, decay 0.2)",
+        "Cool-SD (delta 2, decay 0.2)",
+        "LANTERN++ (neighbours 10, ratio 2)",
+    ]
     for t in trials(out)[2:]:
         assert t["tokens"] % 32 == 0 and t["tv_bound"] > 0
         over = t["tv_bound"] / t["tokens"] > 1e-4 * (1 + 1e-5)
@@ -119,8 +131,10 @@ def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find):
 def test_what_was_measured_of_images_with_a_setting_is_shown(find, monkeypatch, tmp_path):
     monkeypatch.setattr(quality, "FILE", tmp_path / "quality.json")
     rule = {"rule": "cool_sd", "delta": 2.0, "decay": 0.2, "steps": 5, "schedule": "exponential", "floor": True}
-    row = {"class": {"drafts": "sjd", "lossless": False, "reuse": "coupled", "rule": rule},
-           "quality": {"images": 512, "loss": 0.07, "error": 0.03, "agreement": 0.9, "plain_agreement": 0.95}}
+    row = {
+        "class": {"drafts": "sjd", "lossless": False, "reuse": "coupled", "rule": rule},
+        "quality": {"images": 512, "loss": 0.07, "error": 0.03, "agreement": 0.9, "plain_agreement": 0.95},
+    }
     quality.FILE.write_text(json.dumps([row]), encoding="utf-8")
     out = find(leak_budget=1.0, drafter=None)
     shown = {t["acceptance"]: t["quality"] for t in trials(out) if t["quality"]}
@@ -292,8 +306,13 @@ METHODS = {  # name of a candidate -> the sampler node that it says to set, and 
     "EAGLE, ADT-Tree, horizontal": ("ADTTree", {"preset": "LlamaGen"}),
     "EAGLE, static tree of 4": ("DraftTree", {"structure": "static tree, 57 drafts (LANTERN++)"}),
 }
-RULES = [None, ("TVMetered", {"epsilon": 0.3}), ("CoolSD", {"delta": 1.1}), ("CoolSD", {"delta": 2.0}),
-         ("LanternPP", {"neighbours": 10, "ratio": 2.0})]  # fmt: skip
+RULES = [
+    None,
+    ("TVMetered", {"epsilon": 0.3}),
+    ("CoolSD", {"delta": 1.1}),
+    ("CoolSD", {"delta": 2.0}),
+    ("LanternPP", {"neighbours": 10, "ratio": 2.0}),
+]
 
 
 def test_what_ar_sampler_also_does_is_named_by_its_choice_first(tiny):
@@ -321,14 +340,23 @@ def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rul
             assert widget not in widgets or f"{widget} {widgets[widget]}" in chosen.by_hand
         more = {} if relaxed is None else {"rule": rule(relaxed[0], **relaxed[1])}
         latent, trace = sample(node, **widgets, **more, batch=2)
-        common = {"model": tiny[0], "positive": positive, "seed": 7, "cfg": -1.0, "temperature": -1.0, "top_k": -1,
-                  "top_p": -1.0, "latent_image": {"samples": torch.zeros(2, 8, GRID, GRID)}}
+        common = {
+            "model": tiny[0],
+            "positive": positive,
+            "seed": 7,
+            "cfg": -1.0,
+            "temperature": -1.0,
+            "top_k": -1,
+            "top_p": -1.0,
+            "latent_image": {"samples": torch.zeros(2, 8, GRID, GRID)},
+        }
         found, same = run(nodes["SpecARMethodSampler"], method=chosen, **common).result
         assert torch.equal(found["ar_tokens"], latent["ar_tokens"])
         assert labels([same]) == [(chosen.name, chosen.acceptance)], "a run is called what was tried"
         skip = ("method",)  # "draft_tree" or "cool_sd"
         assert {k: v for k, v in same.settings.items() if k not in skip} == {
-            k: v for k, v in trace.settings.items() if k not in skip}
+            k: v for k, v in trace.settings.items() if k not in skip
+        }
 
 
 def test_a_method_goes_with_its_model_only(run, nodes, tiny, tiny_again, positive, drafters):

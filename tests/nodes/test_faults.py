@@ -103,8 +103,14 @@ def test_find_fastest_can_be_interrupted_at_any_trial(tiny, positive, drafter, n
     """It keeps what its runs leave with the model: that must not survive it."""
     whole, node = draw("SJD"), nodes["SpecARFindFastest"]
     latent = {"samples": torch.zeros(1, 8, GRID, GRID)}
-    inputs = defaults(node) | {"model": tiny[0], "positive": positive, "latent_image": latent, "drafter": drafter,
-                               "seconds": 60, "tokens": 16}
+    inputs = defaults(node) | {
+        "model": tiny[0],
+        "positive": positive,
+        "latent_image": latent,
+        "drafter": drafter,
+        "seconds": 60,
+        "tokens": 16,
+    }
     for n in (1, 2, 20):
         calls = interrupt_at(n)
         with pytest.raises(mm.InterruptProcessingException):
@@ -263,8 +269,11 @@ def test_a_full_disk_leaves_no_half_of_a_trace_and_the_prompt_goes_on(writes, sa
 
 def test_names_with_dots_are_kept_apart(sample, nodes, run):
     _, trace = sample("SJD")
-    names = [file["filename"] for _ in range(2)
-             for file in run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="dots/v1.5.run").ui["files"]]
+    names = [
+        file["filename"]
+        for _ in range(2)
+        for file in run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="dots/v1.5.run").ui["files"]
+    ]
     assert names == [f"v1.5.run_0000{i}_{ending}" for i in (1, 2) for ending in (".json", ".safetensors")]
     loaded = run(nodes["SpecARLoadTrace"], trace_name=f"dots/{names[1]} [output]").result[0]
     assert loaded.report() == json.loads(json.dumps(trace.report()))

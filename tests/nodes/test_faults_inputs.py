@@ -17,15 +17,24 @@ from .conftest import CODES, GRID, KL, defaults
 
 REFUSALS = (ValueError, FileNotFoundError)
 NAMES = [node.GET_SCHEMA().node_id for node in extension.node_classes()]
-CHEAP = {"SpecARSJDSampler": {"window": 4}, "SpecARFindFastest": {"tokens": 16, "seconds": 1},
-         "SpecARTimeline": {"frames": 2, "hold": 1}, "SpecARDecodeGLMImage": {"steps": 1}}
+CHEAP = {
+    "SpecARSJDSampler": {"window": 4},
+    "SpecARFindFastest": {"tokens": 16, "seconds": 1},
+    "SpecARTimeline": {"frames": 2, "hold": 1},
+    "SpecARDecodeGLMImage": {"steps": 1},
+}
 
 
 def fuzz(share: float = 1.0):
     """Some examples, always the same ones; SPECAR_FUZZ says how many, and then they are new ones."""
     count = max(1, round(share * int(os.environ.get("SPECAR_FUZZ", 4))))
-    return settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize="SPECAR_FUZZ" not in os.environ,
-                    max_examples=count, database=None)
+    return settings(
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize="SPECAR_FUZZ" not in os.environ,
+        max_examples=count,
+        database=None,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -48,13 +57,20 @@ def sound_sockets(node, tiny, drafter, continuous, small_vectors, trace):
     vectors = "Continuous" in node.GET_SCHEMA().node_id
     model, draws = (continuous, small_vectors) if vectors else (tiny, drafter)
     made = {
-        "AR_MODEL": lambda: model[0], "AR_DRAFTER": lambda: draws, "AR_TRACE": lambda: trace,
+        "AR_MODEL": lambda: model[0],
+        "AR_DRAFTER": lambda: draws,
+        "AR_TRACE": lambda: trace,
         "CONDITIONING": lambda: model[1].encode_from_tokens_scheduled("red apple"),
         "LATENT": lambda: {"samples": torch.zeros(1, KL.channels if vectors else 8, GRID, GRID)},
-        "IMAGE": lambda: torch.rand(1, 32, 32, 3), "VAE": lambda: model[2], "MASK": lambda: torch.rand(1, 8, 8),
+        "IMAGE": lambda: torch.rand(1, 32, 32, 3),
+        "VAE": lambda: model[2],
+        "MASK": lambda: torch.rand(1, 8, 8),
     }
-    inputs = defaults(node) | CHEAP.get(node.GET_SCHEMA().node_id, {}) | {
-        i.id: made[i.io_type]() for i in node.GET_SCHEMA().inputs if i.io_type in made and not i.optional}
+    inputs = (
+        defaults(node)
+        | CHEAP.get(node.GET_SCHEMA().node_id, {})
+        | {i.id: made[i.io_type]() for i in node.GET_SCHEMA().inputs if i.io_type in made and not i.optional}
+    )
     if "neighbours" in inputs:
         inputs["neighbours"] = 5
     return inputs
@@ -66,8 +82,11 @@ def sound(nodes, tiny, drafter, continuous, small_vectors, glm_image, traces, ru
 
     def sound(name: str) -> dict:
         inputs = sound_sockets(nodes[name], tiny, drafter, continuous, small_vectors, traces["ids"])
-        inputs |= {"SpecAREmptyLatent": {"width": 32, "height": 32}, "SpecARLoadCheckpoint": {"model_name": "tiny"},
-                   "SpecARLoadDrafter": {"drafter_name": "eagle"}}.get(name, {})
+        inputs |= {
+            "SpecAREmptyLatent": {"width": 32, "height": 32},
+            "SpecARLoadCheckpoint": {"model_name": "tiny"},
+            "SpecARLoadDrafter": {"drafter_name": "eagle"},
+        }.get(name, {})
         if name == "SpecARDecodeGLMImage":
             prompt = glm_image[1].encode_from_tokens_scheduled("a red cup")
             inputs |= {"samples": {"samples": torch.ones(1, 1, 2, 2)}, "vae": glm_image[2], "positive": prompt}
@@ -97,12 +116,30 @@ def refused(run, node, inputs, *names):
 
 
 ANYTHING = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-2, 70), st.sampled_from([2**31, 2**63, 2**64, 10**400]),
-    st.floats(), st.sampled_from([math.nan, math.inf, -math.inf, -0.0, 1e308]), st.text(max_size=30),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-2, 70),
+    st.sampled_from([2**31, 2**63, 2**64, 10**400]),
+    st.floats(),
+    st.sampled_from([math.nan, math.inf, -math.inf, -0.0, 1e308]),
+    st.text(max_size=30),
     st.sampled_from(["", " ", "0", "\0", "ü" * 9999, "../../etc/passwd", "/etc/passwd", "C:\\x", "nan", "-1"]),
-    st.lists(st.integers(), max_size=3), st.just({}), st.just({"samples": 3}), st.just([[1, 2]]), st.just(b"x"),
-    st.sampled_from([torch.zeros(0), torch.zeros(()), torch.zeros(1, 4), torch.full((1, 8, 4, 4), math.nan),
-                     torch.ones(2, 32, 32, 3), torch.zeros(1, 4, 4, dtype=torch.uint8)]),
+    st.lists(st.integers(), max_size=3),
+    st.just({}),
+    st.just({"samples": 3}),
+    st.just([[1, 2]]),
+    st.just(b"x"),
+    st.sampled_from(
+        [
+            torch.zeros(0),
+            torch.zeros(()),
+            torch.zeros(1, 4),
+            torch.full((1, 8, 4, 4), math.nan),
+            torch.ones(2, 32, 32, 3),
+            torch.zeros(1, 4, 4, dtype=torch.uint8),
+        ]
+    ),
 )
 
 
@@ -153,8 +190,11 @@ def legal(wanted):
 @pytest.mark.parametrize("name", [name for name in NAMES if "Load" not in name and "Fastest" not in name])
 def test_legal_values_together_are_taken_or_refused_in_words(name, sound, nodes, run):
     # What is slow beside a tiny model, and legal by itself, stays at its default.
-    widgets = {i.id: legal(i) for i in nodes[name].GET_SCHEMA().inputs
-               if i.io_type in ("INT", "FLOAT", "BOOLEAN", "COMBO") and i.id not in ("head_steps", "nodes")}
+    widgets = {
+        i.id: legal(i)
+        for i in nodes[name].GET_SCHEMA().inputs
+        if i.io_type in ("INT", "FLOAT", "BOOLEAN", "COMBO") and i.id not in ("head_steps", "nodes")
+    }
     if not widgets:
         return
 
@@ -198,12 +238,14 @@ BAD_LATENTS = dict(latents())
 FINE_LATENTS = {
     "bool mask": {"noise_mask": torch.ones(1, 8, 8, dtype=torch.bool)},
     "integer mask": {"noise_mask": torch.ones(5, 5).long()},
-    "mask above one": {"noise_mask": torch.full((1, 1, 3, 3), 7.0)}, "no mask": {"noise_mask": None},
+    "mask above one": {"noise_mask": torch.full((1, 1, 3, 3), 7.0)},
+    "no mask": {"noise_mask": None},
     "tokens of another size": {"ar_tokens": torch.zeros(1, 9, 9, dtype=torch.int64), "noise_mask": torch.ones(1, 4, 4)},
     "tokens out of range": {"ar_tokens": torch.full((1, 4, 4), 10**6), "noise_mask": torch.ones(1, 4, 4)},
     "tokens that are floats": {"ar_tokens": torch.rand(1, 4, 4), "noise_mask": torch.ones(1, 4, 4)},
     "negative tokens": {"ar_tokens": torch.full((1, 4, 4), -5), "noise_mask": torch.ones(1, 4, 4)},
-    "tokens that are none": {"ar_tokens": "x", "noise_mask": torch.ones(1, 4, 4)}, "half precision": {},
+    "tokens that are none": {"ar_tokens": "x", "noise_mask": torch.ones(1, 4, 4)},
+    "half precision": {},
 }
 
 
@@ -211,8 +253,10 @@ FINE_LATENTS = {
 @pytest.mark.parametrize("latent", BAD_LATENTS.values(), ids=BAD_LATENTS)
 def test_bad_latents_are_named(latent, method, sound, nodes, run):
     node = f"SpecAR{method}Sampler"
-    assert re.search("latent_image|noise mask|8 x 8|model does not generate",
-                     refused(run, nodes[node], sound(node) | {"latent_image": latent}))
+    assert re.search(
+        "latent_image|noise mask|8 x 8|model does not generate",
+        refused(run, nodes[node], sound(node) | {"latent_image": latent}),
+    )
 
 
 @pytest.mark.parametrize("more", FINE_LATENTS.values(), ids=FINE_LATENTS)
@@ -248,12 +292,21 @@ def test_bad_conditionings_are_named(key, sound, nodes, run, tiny, continuous):
     good = tiny[1].encode_from_tokens_scheduled("red apple")
     tensor, more = good[0]
     cases = {
-        "of another family": continuous[1].encode_from_tokens_scheduled("red apple"), "several": good * 2,
-        "two dimensions": [[tensor[0], more]], "other width": [[tensor[..., :3], more]],
-        "nan": [[tensor * math.nan, more]], "whole numbers": [[tensor.long(), more]],
+        "of another family": continuous[1].encode_from_tokens_scheduled("red apple"),
+        "several": good * 2,
+        "two dimensions": [[tensor[0], more]],
+        "other width": [[tensor[..., :3], more]],
+        "nan": [[tensor * math.nan, more]],
+        "whole numbers": [[tensor.long(), more]],
         "of Stable Diffusion": [[torch.rand(1, 77, 768), {"pooled_output": None}]],
-        "no dictionary": [[tensor, None]], "a tuple": [(tensor, more)], "nothing in it": [[]], "text": "red apple",
-        "no list": tensor, "batch": [[tensor.expand(3, -1, -1), more]], "odd ar": [[tensor, {"ar": 5}]], "empty": [],
+        "no dictionary": [[tensor, None]],
+        "a tuple": [(tensor, more)],
+        "nothing in it": [[]],
+        "text": "red apple",
+        "no list": tensor,
+        "batch": [[tensor.expand(3, -1, -1), more]],
+        "odd ar": [[tensor, {"ar": 5}]],
+        "empty": [],
         "too long": [[tensor.expand(1, 2, -1).repeat(1, 50, 1), more]],
     }
     for name, conditioning in cases.items():
@@ -272,30 +325,47 @@ def test_models_drafters_and_traces_of_others(sound, nodes, run, tiny, continuou
             assert "drafter" in refused(run, nodes[name], sound(name) | {"drafter": other})
     for trace in traces.values():
         for image in (torch.rand(1, 32, 32, 3), torch.rand(2, 5, 7, 4), torch.rand(1, 1, 1, 3)):
-            for name, more in (("SpecARAcceptanceMap", {"metric": "entropy"}), ("SpecARAcceptanceMap", {}),
-                               ("SpecARTimeline", {"picture": 1})):
+            for name, more in (
+                ("SpecARAcceptanceMap", {"metric": "entropy"}),
+                ("SpecARAcceptanceMap", {}),
+                ("SpecARTimeline", {"picture": 1}),
+            ):
                 refused(run, nodes[name], sound(name) | {"trace": trace, "image": image} | more)
     together = {f"trace_{i}": trace for i, trace in enumerate(traces.values(), 1)}
     assert refused(run, nodes["SpecARCompareTraces"], together) is None
 
 
-@pytest.mark.parametrize(("name", "key", "value", "says"), [
-    ("SpecARContinuePicture", "vae", "", "vae"),
-    ("SpecARContinuePicture", "vae", b"x", "bytes"),
-    ("SpecARSJDSampler", "temperature", 5e-324, "5e-324"),
-    ("SpecARLoadDrafter", "drafter_name", "n" * 999, "nnn"),
-    ("SpecARLoadDrafter", "drafter_name", ".", "models/ar_drafters"),
-    ("SpecARLoadTrace", "trace_name", "n" * 999, "trace"),
-    ("SpecARLoadTrace", "trace_name", "\0", "trace"),
-    ("SpecARLoadTrace", "trace_name", "", "trace"),
-])
+@pytest.mark.parametrize(
+    ("name", "key", "value", "says"),
+    [
+        ("SpecARContinuePicture", "vae", "", "vae"),
+        ("SpecARContinuePicture", "vae", b"x", "bytes"),
+        ("SpecARSJDSampler", "temperature", 5e-324, "5e-324"),
+        ("SpecARLoadDrafter", "drafter_name", "n" * 999, "nnn"),
+        ("SpecARLoadDrafter", "drafter_name", ".", "models/ar_drafters"),
+        ("SpecARLoadTrace", "trace_name", "n" * 999, "trace"),
+        ("SpecARLoadTrace", "trace_name", "\0", "trace"),
+        ("SpecARLoadTrace", "trace_name", "", "trace"),
+    ],
+)
 def test_what_fuzzing_found_stays_found(name, key, value, says, sound, nodes, run):
     assert says in refused(run, nodes[name], sound(name) | {key: value})
 
 
-@pytest.mark.parametrize("image", [
-    torch.zeros(1, 0, 0, 3), torch.zeros(0, 32, 32, 3), torch.zeros(1, 32, 32, 3).byte(), torch.zeros(32, 32, 3),
-    torch.full((1, 32, 32, 3), math.nan), torch.zeros(1, 32, 32, 1), torch.zeros(1, 2, 32, 32, 3), "image"], ids=str)
+@pytest.mark.parametrize(
+    "image",
+    [
+        torch.zeros(1, 0, 0, 3),
+        torch.zeros(0, 32, 32, 3),
+        torch.zeros(1, 32, 32, 3).byte(),
+        torch.zeros(32, 32, 3),
+        torch.full((1, 32, 32, 3), math.nan),
+        torch.zeros(1, 32, 32, 1),
+        torch.zeros(1, 2, 32, 32, 3),
+        "image",
+    ],
+    ids=str,
+)
 def test_bad_images_are_named(image, sound, nodes, run):
     for name in ("SpecARAcceptanceMap", "SpecARTimeline"):
         assert "image" in refused(run, nodes[name], sound(name) | {"image": image})

@@ -40,13 +40,16 @@ def own(choices):
     return [choice for choice in choices if "(bundled)" not in choice]
 
 
-@pytest.mark.parametrize("files", [
-    {"config.json", "model.safetensors", "tokenizer.json"},
-    SHARDS | {"model.safetensors.index.json"},
-    {"config.json", "pytorch_model.bin"},
-    {"config.json", "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"},
-    SHARDS,
-])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json", "model.safetensors", "tokenizer.json"},
+        SHARDS | {"model.safetensors.index.json"},
+        {"config.json", "pytorch_model.bin"},
+        {"config.json", "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"},
+        SHARDS,
+    ],
+)
 def test_a_hugging_face_folder_is_one_choice(put, files):
     put("ar_models", *(f"maker/Some-Model/{name}" for name in files), "single.pt", "sub/other.safetensors", "notes.txt")
     nested = os_path("maker/Some-Model")
@@ -58,12 +61,23 @@ def os_path(name):
 
 
 def test_a_decoder_inside_a_model_s_folder_is_no_model(put):
-    root = put("ar_models", "Model/config.json", "Model/model.safetensors", "Model/vqgan.ckpt",
-               "Model/tokenizer/vqgan.ckpt", "Model/vq/model.safetensors", "Model/model-00001-of-00002.safetensors")
+    root = put(
+        "ar_models",
+        "Model/config.json",
+        "Model/model.safetensors",
+        "Model/vqgan.ckpt",
+        "Model/tokenizer/vqgan.ckpt",
+        "Model/vq/model.safetensors",
+        "Model/model-00001-of-00002.safetensors",
+    )
     save_file(vq_weights(), root / "Model/vq/model.safetensors")
     assert own(folders.model_choices()) == ["Model", os_path("Model/vq")]
     assert own(folders.decoder_choices()) == [
-        "Model", os_path("Model/vq"), os_path("Model/tokenizer/vqgan.ckpt"), os_path("Model/vqgan.ckpt")]
+        "Model",
+        os_path("Model/vq"),
+        os_path("Model/tokenizer/vqgan.ckpt"),
+        os_path("Model/vqgan.ckpt"),
+    ]
 
 
 def test_only_image_decoders_are_listed_as_such(put):
@@ -77,12 +91,16 @@ def test_only_image_decoders_are_listed_as_such(put):
     save_file(llamagen_weights(False), models / "c2i_B_256.safetensors")
     torch.save(vq_weights(), models / "training/mine.pth")
     torch.save({"ema": vq_weights()}, vae / "other.pt")
-    assert own(folders.decoder_choices()) == [
-        "kl16.ckpt", "other.pt", os_path("training/mine.pth"), "vq_ds16_c2i.pt"]
+    assert own(folders.decoder_choices()) == ["kl16.ckpt", "other.pt", os_path("training/mine.pth"), "vq_ds16_c2i.pt"]
     torch.save({"model": llamagen_weights(False)}, vae / "other.pt")
     torch.save({"model": vq_weights()}, models / "text/vq_ds16_t2i.pt")
     assert own(folders.decoder_choices()) == [
-        "text", "kl16.ckpt", os_path("text/vq_ds16_t2i.pt"), os_path("training/mine.pth"), "vq_ds16_c2i.pt"]
+        "text",
+        "kl16.ckpt",
+        os_path("text/vq_ds16_t2i.pt"),
+        os_path("training/mine.pth"),
+        "vq_ds16_c2i.pt",
+    ]
 
 
 def test_a_name_of_another_system_is_answered_with_this_one_s(put):
@@ -92,10 +110,22 @@ def test_a_name_of_another_system_is_answered_with_this_one_s(put):
 
 
 def test_decoders_may_be_torchscript_and_folders(put):
-    put("vae", "Cosmos/decoder.jit", "Cosmos/encoder.jit", "cosmos_decoder.jit", "kl16.ckpt",
-        "Emu3-VisionTokenizer/config.json", "Emu3-VisionTokenizer/model.safetensors")
+    put(
+        "vae",
+        "Cosmos/decoder.jit",
+        "Cosmos/encoder.jit",
+        "cosmos_decoder.jit",
+        "kl16.ckpt",
+        "Emu3-VisionTokenizer/config.json",
+        "Emu3-VisionTokenizer/model.safetensors",
+    )
     assert own(folders.decoder_choices()) == [
-        "Cosmos", "Emu3-VisionTokenizer", os_path("Cosmos/encoder.jit"), "cosmos_decoder.jit", "kl16.ckpt"]
+        "Cosmos",
+        "Emu3-VisionTokenizer",
+        os_path("Cosmos/encoder.jit"),
+        "cosmos_decoder.jit",
+        "kl16.ckpt",
+    ]
     assert "cosmos_decoder.jit" not in own(folders.model_choices())
 
 
@@ -111,11 +141,17 @@ def test_a_folder_without_its_index_says_so(put):
         open_model("Half", "auto", None)
 
 
-@pytest.mark.parametrize(("key", "file"), [
-    ("ar_models", "Model/tokenizer.json"), ("ar_models", "Model/Cosmos-1.0-Tokenizer-DV8x16x16/decoder.jit"),
-    ("vae", "Emu3-VisionTokenizer/model.safetensors"), ("vae", "somewhere/encoder.jit"),
-    ("ar_models", "single/tokenizer.json"), ("text_encoders", "flan-t5-xl/model.safetensors"),
-])
+@pytest.mark.parametrize(
+    ("key", "file"),
+    [
+        ("ar_models", "Model/tokenizer.json"),
+        ("ar_models", "Model/Cosmos-1.0-Tokenizer-DV8x16x16/decoder.jit"),
+        ("vae", "Emu3-VisionTokenizer/model.safetensors"),
+        ("vae", "somewhere/encoder.jit"),
+        ("ar_models", "single/tokenizer.json"),
+        ("text_encoders", "flan-t5-xl/model.safetensors"),
+    ],
+)
 def test_fingerprints_follow_whatever_a_model_may_use(put, nodes, key, file):
     put("ar_models", "Model/config.json", "Model/model.safetensors")
     inputs = {"model_name": "Model", "dtype": "auto", "grid": "auto"}

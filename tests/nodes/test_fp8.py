@@ -48,9 +48,17 @@ def test_images_are_those_of_the_rounded_weights(models):
 def test_the_node_generates_with_them(models, nodes, run):
     loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="fp8 (storage)", grid="auto").result
     node = nodes["SpecARSJDSampler"]
-    latent, trace = run(node, **defaults(node) | {
-        "model": loaded, "positive": clip.encode_from_tokens_scheduled("red apple"), "window": 4,
-        "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)}, "seed": 1}).result
+    latent, trace = run(
+        node,
+        **defaults(node)
+        | {
+            "model": loaded,
+            "positive": clip.encode_from_tokens_scheduled("red apple"),
+            "window": 4,
+            "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)},
+            "seed": 1,
+        },
+    ).result
     assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
 
 
@@ -63,9 +71,17 @@ def test_int8_takes_a_byte_per_number_and_four_per_row(models, tiny, nodes, run)
     assert loaded.patcher.model_size() == tiny[0].patcher.model_size() - saved
     assert memory.cast_room(loaded.model) == 2 * 4 * max(whole.get_parameter(name).numel() for name in kept)
     node = nodes["SpecARSJDSampler"]
-    latent, trace = run(node, **defaults(node) | {
-        "model": loaded, "positive": clip.encode_from_tokens_scheduled("red apple"), "window": 4,
-        "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)}, "seed": 1}).result
+    latent, trace = run(
+        node,
+        **defaults(node)
+        | {
+            "model": loaded,
+            "positive": clip.encode_from_tokens_scheduled("red apple"),
+            "window": 4,
+            "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)},
+            "seed": 1,
+        },
+    ).result
     assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
 
 
@@ -77,25 +93,42 @@ def test_int4_takes_half_a_byte_per_number(models, tiny, nodes, run):
     packed = max(parameter.numel() for parameter in kept.values())
     assert memory.cast_room(loaded.model) == 2 * 4 * 2 * packed
     node = nodes["SpecARSJDSampler"]
-    latent, trace = run(node, **defaults(node) | {
-        "model": loaded, "positive": clip.encode_from_tokens_scheduled("red apple"), "window": 4,
-        "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)}, "seed": 1}).result
+    latent, trace = run(
+        node,
+        **defaults(node)
+        | {
+            "model": loaded,
+            "positive": clip.encode_from_tokens_scheduled("red apple"),
+            "window": 4,
+            "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)},
+            "seed": 1,
+        },
+    ).result
     assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
     [text] = run(nodes["SpecARModelInfo"], model=loaded).result
     assert "int4" in text.splitlines()[1]
 
 
 def test_int8_caches_too(models, nodes, run):
-    loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="int8 (storage and KV cache)",
-                          grid="auto").result
+    loaded, clip, _ = run(
+        nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="int8 (storage and KV cache)", grid="auto"
+    ).result
     other = open_model("tiny", "int8 (storage)", None).model
     assert loaded.model.int8_cache and not other.int8_cache
     for name, parameter in other.named_parameters():
         assert torch.equal(loaded.model.get_parameter(name), parameter)
     node = nodes["SpecARSJDSampler"]
-    latent, _ = run(node, **defaults(node) | {
-        "model": loaded, "positive": clip.encode_from_tokens_scheduled("red apple"), "window": 4,
-        "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)}, "seed": 1}).result
+    latent, _ = run(
+        node,
+        **defaults(node)
+        | {
+            "model": loaded,
+            "positive": clip.encode_from_tokens_scheduled("red apple"),
+            "window": 4,
+            "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)},
+            "seed": 1,
+        },
+    ).result
     assert latent["ar_tokens"].shape == (1, GRID, GRID)
     [text] = run(nodes["SpecARModelInfo"], model=loaded).result
     assert "KV cache per image in int8" in text
@@ -103,22 +136,33 @@ def test_int8_caches_too(models, nodes, run):
 
 def test_choices_of_dtype_keep_their_order():
     """Workflows that were saved remember the choice; new ones come last."""
-    assert list(DTYPES) == ["auto", "fp32", "bf16", "fp16", "fp8 (storage)", "int8 (storage)",
-                            "int8 (storage and KV cache)", "int4 (storage)"]
+    assert list(DTYPES) == [
+        "auto",
+        "fp32",
+        "bf16",
+        "fp16",
+        "fp8 (storage)",
+        "int8 (storage)",
+        "int8 (storage and KV cache)",
+        "int4 (storage)",
+    ]
 
 
 def test_a_file_in_fp8_stays_in_fp8(models, tmp_path):
     source = models / "tiny/model.safetensors"
     with safe_open(str(source), "pt") as file:
         about = file.metadata()
-    kept = {name: tensor.to(torch.float8_e4m3fn) if ".layers." in f".{name}" and tensor.ndim == 2 else tensor
-            for name, tensor in load_file(str(source)).items()}
+    kept = {
+        name: tensor.to(torch.float8_e4m3fn) if ".layers." in f".{name}" and tensor.ndim == 2 else tensor
+        for name, tensor in load_file(str(source)).items()
+    }
     (models / "narrow").mkdir()
     try:
         save_file(kept, models / "narrow/model.safetensors", about)
         (models / "narrow/vq.safetensors").write_bytes((models / "tiny/vq.safetensors").read_bytes())
         (models / "narrow/text_encoder.safetensors").write_bytes(
-            (models / "tiny/text_encoder.safetensors").read_bytes())
+            (models / "tiny/text_encoder.safetensors").read_bytes()
+        )
         auto, wide = open_model("narrow", "auto", None).model, open_model("narrow", "fp32", None).model
         assert matrices(auto).keys() == matrices(open_fp8().model).keys() and not matrices(wide)
         assert torch.equal(drawn(auto), drawn(wide)) and torch.equal(drawn(auto), drawn(open_fp8().model))
@@ -154,16 +198,27 @@ def test_a_continuous_model_stored_in_fp8_is_widened(vectors, tmp_path):
     file = tmp_path / "vectors.safetensors"
     with safe_open(str(vectors / "model.safetensors"), "pt") as opened:
         about = opened.metadata()
-    save_file({name: tensor.to(torch.float8_e4m3fn) if tensor.ndim == 2 else tensor
-               for name, tensor in load_file(str(vectors / "model.safetensors")).items()}, file, about)
+    save_file(
+        {
+            name: tensor.to(torch.float8_e4m3fn) if tensor.ndim == 2 else tensor
+            for name, tensor in load_file(str(vectors / "model.safetensors")).items()
+        },
+        file,
+        about,
+    )
     assert holds_fp8(file) and stays_narrow(file) is None
 
 
 def test_caches_are_reserved_for_the_real_prompts(models, nodes, run, monkeypatch):
     """The unconditional branch of some families is longer than the prompt."""
     asked, load = [], mm.load_models_gpu
-    monkeypatch.setattr(mm, "load_models_gpu", lambda models, memory_required=0, **options: asked.append(
-        memory_required) or load(models, memory_required, **options))
+    monkeypatch.setattr(
+        mm,
+        "load_models_gpu",
+        lambda models, memory_required=0, **options: (
+            asked.append(memory_required) or load(models, memory_required, **options)
+        ),
+    )
     loaded = open_model("tiny", "auto", None)
     counted = []
     count = type(loaded.model).kv_bytes
@@ -171,7 +226,16 @@ def test_caches_are_reserved_for_the_real_prompts(models, nodes, run, monkeypatc
     node = nodes["SpecARNextTokenSampler"]
     prompt, long = map(loaded.model.encode_prompt, ("red apple", "red apple on a blue background"))
     for negative, tokens in ((None, 2), (long, 3)):
-        run(node, **defaults(node) | {"model": loaded, "positive": prompt, "negative": negative, "seed": 1,
-                                      "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)}})
+        run(
+            node,
+            **defaults(node)
+            | {
+                "model": loaded,
+                "positive": prompt,
+                "negative": negative,
+                "seed": 1,
+                "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)},
+            },
+        )
         assert counted.pop() == tokens
     assert min(asked) > 0

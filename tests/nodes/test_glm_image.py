@@ -93,11 +93,16 @@ def test_core_s_vae_nodes_name_the_node(node, sample, glm_image):
         core.VAEDecode().decode(vae, sample())
 
 
-@pytest.mark.parametrize(("samples", "words"), [
-    (torch.zeros(1, 1, 4, 4), "no image, only a size"), (torch.randn(1, 16, 4, 4), r"not of GLM-Image.*0 to 31"),
-    (torch.full((1, 1, 4, 4), 32.0), "not of GLM-Image"), (torch.full((1, 1, 4, 4), -1.0), "not of GLM-Image"),
-    (torch.full((1, 1, 4, 4), 2.5), "not of GLM-Image"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (torch.zeros(1, 1, 4, 4), "no image, only a size"),
+        (torch.randn(1, 16, 4, 4), r"not of GLM-Image.*0 to 31"),
+        (torch.full((1, 1, 4, 4), 32.0), "not of GLM-Image"),
+        (torch.full((1, 1, 4, 4), -1.0), "not of GLM-Image"),
+        (torch.full((1, 1, 4, 4), 2.5), "not of GLM-Image"),
+    ],
+)
 def test_other_latents_are_refused(samples, words, decode):
     with pytest.raises(ValueError, match=words):
         decode({"samples": samples})

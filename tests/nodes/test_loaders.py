@@ -24,16 +24,27 @@ def test_checkpoint_brings_model_text_encoder_and_decoder(tiny):
     assert hasattr(loaded.model.backbone.output, "comfy_cast_weights")  # may be loaded in part
 
 
-@pytest.mark.parametrize(("node", "widget", "good"), [
-    ("SpecARLoadCheckpoint", "model_name", "tiny"), ("SpecARLoadDrafter", "drafter_name", "eagle"),
-    ("SpecARLoadImageDecoder", "decoder_name", "default (bundled)"), ("SpecARLoadTrace", "trace_name", None),
-])
+@pytest.mark.parametrize(
+    ("node", "widget", "good"),
+    [
+        ("SpecARLoadCheckpoint", "model_name", "tiny"),
+        ("SpecARLoadDrafter", "drafter_name", "eagle"),
+        ("SpecARLoadImageDecoder", "decoder_name", "default (bundled)"),
+        ("SpecARLoadTrace", "trace_name", None),
+    ],
+)
 def test_a_file_that_is_not_there_is_refused_before_the_prompt_is_queued(nodes, models, drafters, node, widget, good):
     """In our words: newer ComfyUIs would only say that the value is not in the list."""
     validate = nodes[node].validate_inputs
     assert validate(**{widget: good}) is True and validate(**{widget: None}) is True, "None: from a link"
-    for bad, named in (("gone.safetensors", "gone.safetensors"), ("../../gone", "gone"), ("gone\0", "gone"), ("", ""),
-                       (7, "7"), (["gone"], "list")):
+    for bad, named in (
+        ("gone.safetensors", "gone.safetensors"),
+        ("../../gone", "gone"),
+        ("gone\0", "gone"),
+        ("", ""),
+        (7, "7"),
+        (["gone"], "list"),
+    ):
         answer = validate(**{widget: bad})
         assert isinstance(answer, str) and named in answer, bad
 

@@ -15,14 +15,21 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 
 SHORT = {  # where -> what it says
     "CUDA": mm.OOM_EXCEPTION("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    "MPS": RuntimeError("MPS backend out of memory (MPS allocated: 8.20 GB, other allocations: 384.00 KB, max allowed: "
-                        "9.07 GB). Tried to allocate 1.00 GB on private pool."),
-    "DirectML": RuntimeError("Could not allocate tensor with 1073741824 bytes. There is not enough GPU video memory "
-                             "available!"),
-    "CPU": RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-                        "tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"),
-    "Windows": RuntimeError("[enforce fail at alloc_cpu.cpp:116] data. DefaultCPUAllocator: not enough memory: you "
-                            "tried to allocate 4000000000000 bytes."),
+    "MPS": RuntimeError(
+        "MPS backend out of memory (MPS allocated: 8.20 GB, other allocations: 384.00 KB, max allowed: "
+        "9.07 GB). Tried to allocate 1.00 GB on private pool."
+    ),
+    "DirectML": RuntimeError(
+        "Could not allocate tensor with 1073741824 bytes. There is not enough GPU video memory available!"
+    ),
+    "CPU": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    "Windows": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:116] data. DefaultCPUAllocator: not enough memory: you "
+        "tried to allocate 4000000000000 bytes."
+    ),
 }
 
 
@@ -37,10 +44,15 @@ def test_a_cpu_without_memory_says_so():
     assert out_of_memory(caught.value)
 
 
-@pytest.mark.parametrize("error", [
-    RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), ValueError("out of memory"),
-    RuntimeError("Expected all tensors to be on the same device"),
-], ids=str)
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+        ValueError("out of memory"),
+        RuntimeError("Expected all tensors to be on the same device"),
+    ],
+    ids=str,
+)
 def test_errors_that_mean_something_else(error):
     assert not out_of_memory(error)
 

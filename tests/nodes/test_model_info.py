@@ -72,8 +72,9 @@ def test_special_tokens_words_and_sizes_of_a_language_model(tmp_path):
     assert "end of a row" in text and "word embeddings, in main memory" in text and "no decoder" in text
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8 (storage)", "int8 (storage)", "int8 (storage and KV cache)",
-                                   "int4 (storage)"])
+@pytest.mark.parametrize(
+    "dtype", ["fp32", "bf16", "fp8 (storage)", "int8 (storage)", "int8 (storage and KV cache)", "int4 (storage)"]
+)
 def test_the_table_says_what_the_model_would_need_at_each_dtype(run, nodes, models, tiny, dtype):
     """Whatever it is loaded in, the rows are those of the model loaded so."""
     _, summary = info(run, nodes, tiny[0])
@@ -86,18 +87,28 @@ def test_the_table_says_what_the_model_would_need_at_each_dtype(run, nodes, mode
     assert row["cache"] == model.kv_bytes(1, model.layout(), 0, True, same["prompt"]) and row["verdict"] == "fits"
 
 
-@pytest.mark.parametrize(("device", "beside", "verdicts"), [
-    ("cuda:0", 0, ["fits", "fits with streamed weights"]), ("cpu", 0, ["fits", "does not fit"]),
-    ("cuda:0", -10**9, ["does not fit"]),
-])
+@pytest.mark.parametrize(
+    ("device", "beside", "verdicts"),
+    [
+        ("cuda:0", 0, ["fits", "fits with streamed weights"]),
+        ("cpu", 0, ["fits", "does not fit"]),
+        ("cuda:0", -(10**9), ["does not fit"]),
+    ],
+)
 def test_the_table_compares_with_the_memory_of_the_device(device, beside, verdicts, tmp_path, monkeypatch):
     model, device = load_model(tiny_emu3.write(tmp_path)), torch.device(device)
     model.offload_embedding()
     monkeypatch.setattr(mm, "minimum_inference_memory", lambda: 0)
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
     rows = memory_table(model, torch.bfloat16, device)
-    assert [row.dtype for row in rows] == ["fp32", "bf16, fp16", "fp8 (storage)", "int8 (storage)",
-                                           "int8 (storage and KV cache)", "int4 (storage)"]
+    assert [row.dtype for row in rows] == [
+        "fp32",
+        "bf16, fp16",
+        "fp8 (storage)",
+        "int8 (storage)",
+        "int8 (storage and KV cache)",
+        "int4 (storage)",
+    ]
     for_wide, for_half = (beside_weights(model, dtype, None) for dtype in (torch.float32, torch.bfloat16))
     assert for_half > rows[1].cache
     total = max(1.1 * rows[1].weights + for_half, for_wide) + beside

@@ -11,12 +11,17 @@ from comfyui_specar.nodes.comfy_runtime.messages import notify
 import nodes as core
 
 PARTS = {  # module -> nodes that encode text for other models, with what they need besides texts
-    "clip_sdxl": {"CLIPTextEncodeSDXL": {}, "CLIPTextEncodeSDXLRefiner": {}}, "flux": {"CLIPTextEncodeFlux": {}},
-    "sd3": {"CLIPTextEncodeSD3": {"empty_padding": "none"}}, "hidream": {"CLIPTextEncodeHiDream": {}},
-    "hunyuan": {"CLIPTextEncodeHunyuanDiT": {}}, "pixart": {"CLIPTextEncodePixArtAlpha": {}},
-    "cond": {"CLIPTextEncodeControlnet": {"conditioning": []}}, "kandinsky5": {"CLIPTextEncodeKandinsky5": {}},
-    "qwen": {"TextEncodeQwenImageEdit": {"image1": None}}, "ace": {"TextEncodeAceStepAudio": {}},
-}  # fmt: skip
+    "clip_sdxl": {"CLIPTextEncodeSDXL": {}, "CLIPTextEncodeSDXLRefiner": {}},
+    "flux": {"CLIPTextEncodeFlux": {}},
+    "sd3": {"CLIPTextEncodeSD3": {"empty_padding": "none"}},
+    "hidream": {"CLIPTextEncodeHiDream": {}},
+    "hunyuan": {"CLIPTextEncodeHunyuanDiT": {}},
+    "pixart": {"CLIPTextEncodePixArtAlpha": {}},
+    "cond": {"CLIPTextEncodeControlnet": {"conditioning": []}},
+    "kandinsky5": {"CLIPTextEncodeKandinsky5": {}},
+    "qwen": {"TextEncodeQwenImageEdit": {"image1": None}},
+    "ace": {"TextEncodeAceStepAudio": {}},
+}
 TEXTS = [(module, name) for module, found in PARTS.items() for name in found]
 
 
@@ -29,9 +34,11 @@ def called(module, name, clip):
     function = getattr(node, "execute", None) or getattr(node(), node.FUNCTION)
     extra = {"clip": clip, "image": torch.rand(1, 32, 32, 3)} | PARTS[module][name]
     numbers = ("width", "height", "crop_w", "crop_h", "target_width", "target_height", "ascore", "guidance")
-    given = {parameter: extra.get(parameter, 8 if parameter in numbers else "a red apple")
-             for parameter, about in inspect.signature(function).parameters.items() if about.default is about.empty
-             or parameter in extra}
+    given = {
+        parameter: extra.get(parameter, 8 if parameter in numbers else "a red apple")
+        for parameter, about in inspect.signature(function).parameters.items()
+        if about.default is about.empty or parameter in extra
+    }
     return function(**given)
 
 
@@ -50,10 +57,14 @@ def settings_of(prompt):
     return {
         "area": (area.append(prompt, 16, 32, 0, 0, 1.0), area.append(prompt, 32, 32, 0, 0, 1.0)),
         "area, strength": (part.append(prompt, 0.5, 1.0, 0.5, 0, 0.5), part.append(prompt, 1.0, 1.0, 0, 0, 1.0)),
-        "mask": (mask.append(prompt, torch.zeros(1, 8, 8), "default", 1.0),
-                 mask.append(prompt, torch.ones(1, 8, 8), "mask bounds", 1.0)),
+        "mask": (
+            mask.append(prompt, torch.zeros(1, 8, 8), "default", 1.0),
+            mask.append(prompt, torch.ones(1, 8, 8), "mask bounds", 1.0),
+        ),
         "strength": tuple(core.ConditioningSetAreaStrength().append(prompt, strength) for strength in (0.3, 1.0)),
-        "time range": tuple(core.ConditioningSetTimestepRange().set_range(prompt, *ends) for ends in ((0, .5), (0, 1))),
+        "time range": tuple(
+            core.ConditioningSetTimestepRange().set_range(prompt, *ends) for ends in ((0, 0.5), (0, 1))
+        ),
     }
 
 

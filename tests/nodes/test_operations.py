@@ -69,6 +69,7 @@ def streams(monkeypatch, request):
         def noted(*inputs, **options):
             events.append(f"{what} in {running[-1]}")
             return function(*inputs, **options)
+
         return noted
 
     monkeypatch.setattr(mm, "current_stream", lambda device: computing)
@@ -95,10 +96,16 @@ def test_narrow_weights_arrive_while_the_layer_before_computes(storage, streams)
     tensors = sum(1 for _ in model[0].parameters())  # a weight, or a weight and its scale
     assert model(torch.zeros(1, 64, device=GPU)).device == GPU
     assert streams == [
-        "copying 1 waits for computing", *["copy in copying 2"] * tensors, "computing waits for copying 2",
-        "product in computing", "copying 2 waits for computing",  # nothing else may be written there before
-        "copying 2 waits for computing", *["copy in copying 1"] * tensors, "computing waits for copying 1",
-        "product in computing", "copying 1 waits for computing",
+        "copying 1 waits for computing",
+        *["copy in copying 2"] * tensors,
+        "computing waits for copying 2",
+        "product in computing",
+        "copying 2 waits for computing",  # nothing else may be written there before
+        "copying 2 waits for computing",
+        *["copy in copying 1"] * tensors,
+        "computing waits for copying 1",
+        "product in computing",
+        "copying 1 waits for computing",
     ]
 
 

@@ -38,6 +38,7 @@ def kept(tiny, drafter):
 @pytest.fixture
 def memory(kept, monkeypatch):
     """memory(free) simulates a device with so much free memory beside the model and what is kept."""
+
     def simulate(free: int) -> None:
         def get_free_memory(device=None, torch_free_too=False):
             now = free + (0 if kept else HELD)
@@ -115,8 +116,13 @@ def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample,
     monkeypatch.setattr(runs, "total_memory", lambda device: 2**41)
     monkeypatch.setattr(next_token, "open_session", lambda method, request: nullcontext(Session(Graphs(CPU))))
     there, load = [], mm.load_models_gpu
-    monkeypatch.setattr(mm, "load_models_gpu", lambda *what, memory_required=0, **how: there.append(
-        (kept.get("own") is key, memory_required)) or load(*what, memory_required=0, **how))
+    monkeypatch.setattr(
+        mm,
+        "load_models_gpu",
+        lambda *what, memory_required=0, **how: (
+            there.append((kept.get("own") is key, memory_required)) or load(*what, memory_required=0, **how)
+        ),
+    )
     for free, stays in ((2 * mm.minimum_inference_memory(), True), (1000, False)):
         memory(free)
         sample("NextToken")
@@ -133,8 +139,7 @@ def dropped(patcher, action) -> bool:
 
 @pytest.fixture
 def patcher(tmp_path):
-    model = load_model(tiny_models.write_llamagen(tmp_path / "model.safetensors", False),
-                       operations=Operations)
+    model = load_model(tiny_models.write_llamagen(tmp_path / "model.safetensors", False), operations=Operations)
     return Patcher(model, CPU, CPU, sessions=model.sessions)
 
 

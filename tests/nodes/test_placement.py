@@ -3,7 +3,6 @@
 A GPU is simulated by tensors without data, which refuse to be mixed across devices as real ones do.
 """
 
-
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -28,10 +27,17 @@ def run(model, prompt):
     return out.logits.device
 
 
-@pytest.mark.parametrize(("family", "storage"), [
-    *((family, storage) for storage in (None, torch.int8) for family in NAMES),
-    ("emu3", torch.float8_e4m3fn), ("simplear", torch.float8_e4m3fn), ("emu3", torch.uint4), ("simplear", torch.uint4),
-], ids=str)
+@pytest.mark.parametrize(
+    ("family", "storage"),
+    [
+        *((family, storage) for storage in (None, torch.int8) for family in NAMES),
+        ("emu3", torch.float8_e4m3fn),
+        ("simplear", torch.float8_e4m3fn),
+        ("emu3", torch.uint4),
+        ("simplear", torch.uint4),
+    ],
+    ids=str,
+)
 def test_every_family_runs_when_half_of_it_stays_in_main_memory(family, storage, tmp_path, request):
     model = load_model(FAMILIES[family].write(tmp_path), operations=Operations, storage=storage)
     kept = {None: torch.float32, torch.int8: torch.int8}.get(storage, torch.uint8)

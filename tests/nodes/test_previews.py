@@ -193,8 +193,14 @@ def test_kept_tokens_are_known_and_not_guessed(tiny):
     keep = torch.zeros(1, 4, 4, dtype=torch.bool)
     keep[0, 1, 2:] = keep[0, 3, 3] = True  # tokens 6, 7 and 15
     layout = TokenLayout.plain(4, 4).keeping(torch.full((1, 4, 4), 20), keep)
-    state = Progress(torch.zeros(1, 16, dtype=torch.int64), torch.tensor([5]), 16, 2, torch.tensor([[30, 31, 32, 33]]),
-                     torch.tensor([5]))
+    state = Progress(
+        torch.zeros(1, 16, dtype=torch.int64),
+        torch.tensor([5]),
+        16,
+        2,
+        torch.tensor([[30, 31, 32, 33]]),
+        torch.tensor([5]),
+    )
     found = Request(tiny[0].model, None, layout, tiny[0].model.defaults).sketch(state)
     assert found.known.flatten().nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 15]
     assert found.guessed.flatten().nonzero().flatten().tolist() == [5, 8]
@@ -204,8 +210,13 @@ def test_kept_tokens_are_known_and_not_guessed(tiny):
 
 @pytest.mark.parametrize(
     ("method", "inputs", "guesses"),
-    [("NextToken", {}, False), ("SJD", {}, True), ("SJD", {"refinement": "redraw (SJD, exact)"}, True),
-     ("DraftTree", {}, False), ("DraftTree", {"structure": "chain"}, False)],
+    [
+        ("NextToken", {}, False),
+        ("SJD", {}, True),
+        ("SJD", {"refinement": "redraw (SJD, exact)"}, True),
+        ("DraftTree", {}, False),
+        ("DraftTree", {"structure": "chain"}, False),
+    ],
 )
 def test_only_windows_stand_between_passes(method, inputs, guesses, sample, progress, hurried, monkeypatch):
     """The guesses of an SJD run go into its next pass; a run with a drafter guesses anew in every round."""
@@ -297,8 +308,12 @@ def test_none_colours_decoded(sample, progress, hurried, tiny, monkeypatch):
     monkeypatch.setattr(decoder, "palette", None)
     whole = sample("NextToken")[0]["ar_tokens"]
     assert decoder.palette is None and not any(preview for *_, preview in progress)
-    for method, size, decoded in ((LatentPreviewMethod.Latent2RGB, 16, 2), (LatentPreviewMethod.Latent2RGB, 16, 0),
-                                  (LatentPreviewMethod.TAESD, 32, 16), (LatentPreviewMethod.Auto, 32, 16)):
+    for method, size, decoded in (
+        (LatentPreviewMethod.Latent2RGB, 16, 2),
+        (LatentPreviewMethod.Latent2RGB, 16, 0),
+        (LatentPreviewMethod.TAESD, 32, 16),
+        (LatentPreviewMethod.Auto, 32, 16),
+    ):
         monkeypatch.setattr(args, "preview_method", method)
         progress.clear(), decodings.clear()
         assert torch.equal(sample("NextToken")[0]["ar_tokens"], whole)

@@ -22,10 +22,15 @@ def keep(nodes, run, loaded, image, share=0.5, side="top"):
     return run(node, model=loaded[0], vae=loaded[2], image=image, keep=share, side=side).result[0]
 
 
-@pytest.mark.parametrize("side, kept", [
-    ("top", [[1] * 4] * 3 + [[0] * 4]), ("bottom", [[0] * 4] + [[1] * 4] * 3),
-    ("left", [[1, 1, 1, 0]] * 4), ("right", [[0, 1, 1, 1]] * 4),
-])
+@pytest.mark.parametrize(
+    "side, kept",
+    [
+        ("top", [[1] * 4] * 3 + [[0] * 4]),
+        ("bottom", [[0] * 4] + [[1] * 4] * 3),
+        ("left", [[1, 1, 1, 0]] * 4),
+        ("right", [[0, 1, 1, 1]] * 4),
+    ],
+)
 def test_whole_rows_or_columns_of_a_side_stay(nodes, run, tiny, image, side, kept):
     latent = keep(nodes, run, tiny, image, 0.7, side)
     assert latent["samples"].shape == (1, 8, GRID, GRID)
@@ -60,11 +65,16 @@ def test_a_continuous_model_goes_on_from_any_side(nodes, run, continuous, draw_v
         assert not torch.allclose(drawn["samples"][..., ~stays], latent["samples"][..., ~stays].float(), atol=1e-2)
 
 
-@pytest.mark.parametrize("size, place, rows, cols", [
-    ((32, 64), (0.0, 0.5), (0, 32), (16, 48)), ((64, 32), (0.0, 0.5), (0, 32), (0, 32)),
-    ((64, 32), (1.0, 0.5), (32, 64), (0, 32)), ((32, 32), (0.5, 0.5), (0, 32), (0, 32)),
-    ((32, 48), (0.5, 1.0), (0, 32), (16, 48)),
-])
+@pytest.mark.parametrize(
+    "size, place, rows, cols",
+    [
+        ((32, 64), (0.0, 0.5), (0, 32), (16, 48)),
+        ((64, 32), (0.0, 0.5), (0, 32), (0, 32)),
+        ((64, 32), (1.0, 0.5), (32, 64), (0, 32)),
+        ((32, 32), (0.5, 0.5), (0, 32), (0, 32)),
+        ((32, 48), (0.5, 1.0), (0, 32), (16, 48)),
+    ],
+)
 def test_an_image_that_fills_the_size_is_only_cut(size, place, rows, cols):
     image = torch.rand(1, *size, 3)
     assert torch.equal(regions.fitted(image, 32, 32, place), image[:, slice(*rows), slice(*cols)])

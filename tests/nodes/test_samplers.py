@@ -21,8 +21,10 @@ def test_latent_holds_the_code_vectors_of_the_tokens(method, sample, tiny):
 
 def test_the_trace_has_the_words_that_the_model_ignored(sample, tiny):
     clip = tiny[1]
-    prompts = {name: clip.encode_from_tokens_scheduled(text) for name, text in (
-        ("positive", "a red aple"), ("negative", "apple quark"))}
+    prompts = {
+        name: clip.encode_from_tokens_scheduled(text)
+        for name, text in (("positive", "a red aple"), ("negative", "apple quark"))
+    }
     assert sample("NextToken", **prompts)[1].settings["unknown_words"] == ["aple", "quark"]
     assert "unknown_words" not in sample("NextToken")[1].settings
 
@@ -205,8 +207,13 @@ def test_layers_in_main_memory_are_cast_on_use(sample, tiny):
 def test_memory_is_reserved_for_the_caches(sample, tiny, monkeypatch):
     asked = {}
     load = mm.load_models_gpu
-    monkeypatch.setattr(mm, "load_models_gpu", lambda models, memory_required=0, **options: asked.update(
-        {id(m): memory_required for m in models}) or load(models, memory_required, **options))
+    monkeypatch.setattr(
+        mm,
+        "load_models_gpu",
+        lambda models, memory_required=0, **options: (
+            asked.update({id(m): memory_required for m in models}) or load(models, memory_required, **options)
+        ),
+    )
     sample("SJD", batch=2)
     model = tiny[0].model
     assert asked[id(tiny[0].patcher)] > model.kv_bytes(2, model.layout(), 4, True)

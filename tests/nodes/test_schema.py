@@ -17,8 +17,14 @@ from ..support import other_systems
 
 ROOT = Path(comfyui_specar.nodes.__file__).parent.parent
 IDS = set(json.loads((ROOT / "tests/e2e/object_info.json").read_text(encoding="utf-8")))  # the released interface
-OUTPUT_NODES = {"SpecARAcceptanceMap", "SpecARTimeline", "SpecARCompareTraces", "SpecARFindFastest", "SpecARSaveTrace",
-                "SpecARModelInfo"}
+OUTPUT_NODES = {
+    "SpecARAcceptanceMap",
+    "SpecARTimeline",
+    "SpecARCompareTraces",
+    "SpecARFindFastest",
+    "SpecARSaveTrace",
+    "SpecARModelInfo",
+}
 
 
 def test_ids_are_the_released_ones(nodes):
@@ -68,8 +74,19 @@ def test_a_number_that_stands_for_an_automatic_one_says_so(nodes):
                 assert field.display_name == f"{field.id} ({field.default}: auto)", (name, field.id)
                 assert f"Default: {field.default} (auto)" in field.tooltip, (name, field.id)
                 assert f"（{field.default}：自动）" in chinese[name]["inputs"][field.id]["name"], (name, field.id)
-    assert marked == {"cfg", "temperature", "top_k", "top_p", "window", "width", "height", "neighbours", "head_steps",
-                      "iterations", "frames"}
+    assert marked == {
+        "cfg",
+        "temperature",
+        "top_k",
+        "top_p",
+        "window",
+        "width",
+        "height",
+        "neighbours",
+        "head_steps",
+        "iterations",
+        "frames",
+    }
 
 
 def test_every_node_has_a_help_page():
@@ -150,8 +167,19 @@ def test_every_module_can_be_imported_without_posix():
     assert other_systems.imported(["nodes"], flags) > 25
 
 
-SEARCHED = ("speculative", "autoregressive", "janus", "lumina", "llamagen", "emu3", "anole", "simplear", "mar", "fast",
-            "sampler")
+SEARCHED = (
+    "speculative",
+    "autoregressive",
+    "janus",
+    "lumina",
+    "llamagen",
+    "emu3",
+    "anole",
+    "simplear",
+    "mar",
+    "fast",
+    "sampler",
+)
 
 
 def test_words_that_people_type_find_the_sampler(nodes):

@@ -47,7 +47,9 @@ def test_reports_call_a_run_what_its_user_chose(simple):
     assert describe(same).startswith("same image as next token: SJD, same seed, window ")
     assert describe(plain).startswith("next token\n")
     assert labels([same, plain]) == [
-        ("same image as next token", "SJD, same seed, window 16, exact"), ("next token", "exact")]
+        ("same image as next token", "SJD, same seed, window 16, exact"),
+        ("next token", "exact"),
+    ]
 
 
 def test_what_the_choices_promise(simple):
@@ -71,8 +73,11 @@ def test_an_unknown_method_is_refused(simple):
 def test_a_continuous_model_generates_token_by_token_and_is_sent_to_its_drafter_for_more(
     simple, continuous, draw_vectors
 ):
-    inputs = {"model": continuous[0], "positive": continuous[1].encode_from_tokens_scheduled("red apple"),
-              "latent_image": {"samples": torch.zeros(1, MASKED.channels, GRID, GRID)}}
+    inputs = {
+        "model": continuous[0],
+        "positive": continuous[1].encode_from_tokens_scheduled("red apple"),
+        "latent_image": {"samples": torch.zeros(1, MASKED.channels, GRID, GRID)},
+    }
     latent, _ = simple(method="next token", **inputs)
     assert torch.equal(latent["samples"], draw_vectors("NextToken")[0]["samples"])
     for option in BY_HAND.keys() - {"next token"}:

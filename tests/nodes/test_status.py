@@ -35,10 +35,14 @@ def test_passes_tokens_and_the_time_left(clock):
     assert status(after(1, 1)) == "1 forward pass\n1.0 tokens per pass"
     clock[0] += 2
     assert status(after(3, 9)).splitlines() == [
-        "3 forward passes instead of 9", "3.0 tokens per pass, about 1.8 s left"]  # 8 tokens took 2 s, 7 are left
+        "3 forward passes instead of 9",
+        "3.0 tokens per pass, about 1.8 s left",
+    ]  # 8 tokens took 2 s, 7 are left
     clock[0] += 1
     assert status.finished(after(5, 16)).splitlines() == [
-        "5 forward passes instead of 16", "3.2 tokens per pass, 3.0 s in all"]
+        "5 forward passes instead of 16",
+        "3.2 tokens per pass, 3.0 s in all",
+    ]
 
 
 def test_one_token_per_pass_saves_nothing(clock):
@@ -49,11 +53,15 @@ def test_one_token_per_pass_saves_nothing(clock):
 
 def test_tokens_are_those_of_an_image_that_the_model_samples(clock):
     ruled = TokenLayout.ruled(4, 4, (64,), (65,))  # 21 positions, 16 of which are sampled
-    assert Status(request(ruled)).finished(after(8, 21, length=21)).startswith(
-        "8 forward passes instead of 21\n2.0 tokens per pass"), "next-token sampling spends passes on the others, too"
+    assert (
+        Status(request(ruled))
+        .finished(after(8, 21, length=21))
+        .startswith("8 forward passes instead of 21\n2.0 tokens per pass")
+    ), "next-token sampling spends passes on the others, too"
     assert "2.0 tokens per pass" in Status(request(ruled))(after(4, 10, length=21)), "two rows"
     assert Status(request(batch=2))(after(2, 4, 8)) == (
-        "2 forward passes instead of 6, 2 images together\n3.0 tokens per pass"), "the mean over a batch"
+        "2 forward passes instead of 6, 2 images together\n3.0 tokens per pass"
+    ), "the mean over a batch"
 
 
 def test_kept_tokens_do_not_count(clock):
@@ -79,12 +87,15 @@ def test_kept_vectors_do_not_count(clock, continuous):
     keep = torch.zeros(1, 4, 4, dtype=torch.bool)
     keep[0, :2] = True
     wanted = model.request(
-        continuous[1].encode_from_tokens_scheduled("red apple"), tokens=torch.zeros(1, 4, 4, model.channels), kept=keep)
+        continuous[1].encode_from_tokens_scheduled("red apple"), tokens=torch.zeros(1, 4, 4, model.channels), kept=keep
+    )
     assert "2.0 tokens per pass" in Status(wanted)(after(2, 12))
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (99, "99 s"),
-                                                (170, "3 min"), (7200, "120 min")])
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (99, "99 s"), (170, "3 min"), (7200, "120 min")],
+)
 def test_durations(seconds, words):
     assert duration(seconds) == words
 
@@ -128,6 +139,18 @@ def test_nobody_is_told_without_a_page(page, sample, monkeypatch):
 def test_find_fastest_shows_no_passes_of_its_trials(page, nodes, run, tiny, positive):
     server = page()
     latent = {"samples": torch.zeros(1, 8, 4, 4)}
-    run(nodes["SpecARFindFastest"], model=tiny[0], positive=positive, latent_image=latent, trial_seed=1, cfg=-1.0,
-        temperature=-1.0, top_k=-1, top_p=-1.0, leak_budget=0.0, tokens=16, seconds=1)
+    run(
+        nodes["SpecARFindFastest"],
+        model=tiny[0],
+        positive=positive,
+        latent_image=latent,
+        trial_seed=1,
+        cfg=-1.0,
+        temperature=-1.0,
+        top_k=-1,
+        top_p=-1.0,
+        leak_budget=0.0,
+        tokens=16,
+        seconds=1,
+    )
     assert not server.texts

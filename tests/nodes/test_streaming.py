@@ -27,8 +27,10 @@ def test_every_forward_pass_copies_all_streamed_layers_once(models, dtype):
 
 def test_images_are_those_of_a_whole_model(models):
     partly, whole = streaming.load_partially("tiny", "fp32").model, open_model("tiny", "fp32", None).model
-    wanted, found = (api.sample(model, model.encode_prompt(LINES[0]), NextToken(), cfg=2.0, seed=3).tokens
-                     for model in (whole, partly))
+    wanted, found = (
+        api.sample(model, model.encode_prompt(LINES[0]), NextToken(), cfg=2.0, seed=3).tokens
+        for model in (whole, partly)
+    )
     assert (wanted == found).all()
 
 

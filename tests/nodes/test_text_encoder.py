@@ -15,8 +15,11 @@ from ..support import tiny, tiny_t5
 @pytest.fixture
 def captioned(models, nodes, run, monkeypatch, tmp_path):
     """(AR_MODEL, CLIP) of a text model whose captions a T5 in models/text_encoders reads."""
-    monkeypatch.setitem(folder_paths.folder_names_and_paths, "text_encoders",
-                        ([str(tmp_path)], folder_paths.folder_names_and_paths["text_encoders"][1]))
+    monkeypatch.setitem(
+        folder_paths.folder_names_and_paths,
+        "text_encoders",
+        ([str(tmp_path)], folder_paths.folder_names_and_paths["text_encoders"][1]),
+    )
     save_file(tiny_t5.weights(tiny.CAPTION), tmp_path / "flan_t5_xl_encoder.safetensors")
     tiny_t5.write_words(tmp_path / "t5_tokenizer")
     name = "captioned.safetensors"

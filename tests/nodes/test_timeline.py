@@ -18,8 +18,10 @@ BLANK = np.divide(UNDRAWN, 255).astype(np.float32)
 
 
 def trace_of(finished: list, source: list, rows=2, cols=2, stride=2) -> Trace:
-    positions = {"finalised_at": torch.tensor([finished], dtype=torch.int32),
-                 "source": torch.tensor([source], dtype=torch.uint8)}
+    positions = {
+        "finalised_at": torch.tensor([finished], dtype=torch.int32),
+        "source": torch.tensor([source], dtype=torch.uint8),
+    }
     return Trace(rows, cols, stride, positions, {}, {}, {})
 
 
@@ -91,7 +93,7 @@ def test_ends_of_rows_are_no_part_of_the_image():
     drawn = film(trace_of(list(range(7)), source, stride=3), picture, tint=0.0)
     assert len(drawn) == 5
     for number, pieces in enumerate((1, 2, 2, 3, 4)):
-        shown = [not (drawn[number, y:y + 2, x:x + 2] == BLANK).all() for y in (0, 2) for x in (0, 2)]
+        shown = [not (drawn[number, y : y + 2, x : x + 2] == BLANK).all() for y in (0, 2) for x in (0, 2)]
         assert shown == [i < pieces for i in range(4)]
     assert np.array_equal(drawn[-1], picture)
 
@@ -145,8 +147,10 @@ def test_vectors_appear_in_the_order_in_which_they_were_sampled(method, draw_vec
     image = continuous[2].decode(latent["samples"])
     pixels, _ = timeline_of(trace, image, hold=0, tint=0.0).result
     assert len(pixels) == trace.totals["target_passes"] and torch.equal(pixels[-1], image[0])
-    shown = [int((frame.unflatten(0, (4, 8)).unflatten(2, (4, 8)) != float(BLANK[0])).any(-1).any(3).any(1).sum())
-             for frame in pixels]
+    shown = [
+        int((frame.unflatten(0, (4, 8)).unflatten(2, (4, 8)) != float(BLANK[0])).any(-1).any(3).any(1).sum())
+        for frame in pixels
+    ]
     assert shown == sorted(shown) and shown[0] < 16 == shown[-1]
 
 

@@ -11,13 +11,14 @@ from comfyui_specar.samplers.trace import Source
 SAMPLERS = ("DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS")
 EVERY = pytest.mark.parametrize("method", SAMPLERS)
 SMALL = {  # trees for images of 16 tokens
-    "ADTTree": {"preset": "own values", "depth_max": 3, "width_min": 1, "width_max": 3, "width_step": 1, "nodes": 6},
+    "ADTTree": {"preset": "own values", "depth_max": 3, "width_min": 1, "width_max": 3, "width_step": 1, "nodes": 6}
 }
 
 
 @pytest.fixture
 def draw(sample):
     """sample(), with small trees and a codebook-sized neighbourhood."""
+
     def draw(method, **inputs):
         small = SMALL.get(method, {}) | ({"neighbours": 5} if method == "Lantern" else {})
         return sample(method, **small | inputs)

@@ -67,8 +67,10 @@ def references(folders):
         with fp64():
             model = ChameleonForConditionalGeneration(ChameleonConfig.from_pretrained(folder)).eval()
             heads = model.config.num_attention_heads
-            tensors = {name: tensor.repeat(heads, 1) if "_norm." in name and len(tensor) == 1 else tensor
-                       for name, tensor in tensors.items()}
+            tensors = {
+                name: tensor.repeat(heads, 1) if "_norm." in name and len(tensor) == 1 else tensor
+                for name, tensor in tensors.items()
+            }
             missing, unexpected = model.load_state_dict(tensors, strict=False)
         assert all(name.startswith("model.vqmodel.") for name in missing) and (kind == "lumina" or not missing)
         assert all(name.startswith("model.vqmodel.decoder.") for name in unexpected)
@@ -181,10 +183,17 @@ def test_encoded_images(folders):
     decoder = api.load_image_decoder(folders["anole"])
     planes = torch.rand((2, 3, 16, 24), generator=torch.Generator().manual_seed(3)) * 2 - 1
     with fp64():
-        reference = ChameleonVQVAE(ChameleonVQVAEConfig(
-            resolution=16, channel_multiplier=list(WIDTHS), base_channels=CHANNELS, latent_channels=CHANNELS,
-            embed_dim=CODE, num_embeddings=32, num_res_blocks=1,
-        )).eval()  # fmt: skip
+        reference = ChameleonVQVAE(
+            ChameleonVQVAEConfig(
+                resolution=16,
+                channel_multiplier=list(WIDTHS),
+                base_channels=CHANNELS,
+                latent_channels=CHANNELS,
+                embed_dim=CODE,
+                num_embeddings=32,
+                num_res_blocks=1,
+            )
+        ).eval()
         missing, unexpected = reference.load_state_dict(vqgan_weights(), strict=False)
         latent = reference.quant_conv(reference.encoder(planes))
         tokens = reference.encode(planes).image_tokens.view(2, 4, 6)

@@ -27,11 +27,11 @@ from ..support.tiny_simplear import CODES, cosmos_shapes, write_cosmos
 OFFICIAL = load_file(Path(__file__).parent / "cosmos.safetensors")
 RELEASED = {
     ("decoder.", "post_quant_conv."): (
-        178, 66_148_080, "259a942ce8a89712c9210c18b2ab005d7f8b76b48d553ff7d58eb618162df056"
+        178,
+        66_148_080,
+        "259a942ce8a89712c9210c18b2ab005d7f8b76b48d553ff7d58eb618162df056",
     ),
-    ("encoder.", "quant_conv."): (
-        144, 46_324_102, "e9dbe22ef06c836b687fbdf5cd584877ed5c2e31fc333cff31a984855e4ea553"
-    ),
+    ("encoder.", "quant_conv."): (144, 46_324_102, "e9dbe22ef06c836b687fbdf5cd584877ed5c2e31fc333cff31a984855e4ea553"),
 }
 CODEBOOK = "aa9d181919035807d5576e6f0c4a9d469abb28a52b1d5984ae2d9146e4138044"
 

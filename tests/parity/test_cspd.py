@@ -102,8 +102,10 @@ def test_residual(kind):
 
 def tiny(mix):
     """The target of mar.json (mix 0), or a drafter that has a share ``mix`` of other weights."""
-    weights = {name: (1 - mix) * mar_fill(name, shape) + mix * mar_fill(f"draft {name}", shape)
-               for name, shape in mar_shapes().items()}
+    weights = {
+        name: (1 - mix) * mar_fill(name, shape) + mix * mar_fill(f"draft {name}", shape)
+        for name, shape in mar_shapes().items()
+    }
     return mar.load(Checkpoint(weights, {"heads": MAR.heads}, Path("tiny")), torch.float32, None, ())
 
 

@@ -232,9 +232,10 @@ def test_from_a_caption_to_features(drafter):
     close(compute, "t2i_caption_features")
 
 
-@pytest.mark.parametrize(("name", "tree", "cfg"), [
-    ("small", Dynamic(depth=4, width=4, nodes=12), 3.0), ("default", Dynamic(depth=5, width=10, nodes=58), 4.0),
-])
+@pytest.mark.parametrize(
+    ("name", "tree", "cfg"),
+    [("small", Dynamic(depth=4, width=4, nodes=12), 3.0), ("default", Dynamic(depth=5, width=10, nodes=58), 4.0)],
+)
 def test_dynamic_trees(drafter, name, tree, cfg):
     """Node for node the official tree, after the first token and after three more that were accepted."""
 
@@ -269,8 +270,14 @@ def chameleon(request, folder):
     path = write_eagle(folder / name, eagle_weights(head_norms=rows), model_type="chameleon", input_type=None)
     prefix = TextPrefix(VOCAB, 64, lambda features, grid: torch.tensor([9.0, 3.0]).view(1, 2, 1))
     target = DiscreteModel(
-        Backbone(BackboneConfig(64, 1, HEADS, 256, CODES, head_norms=rows)), prefix, name, (3, 4), SamplingParams(),
-        None, positions=SequencePositions(), word_ids=range(4, VOCAB),
+        Backbone(BackboneConfig(64, 1, HEADS, 256, CODES, head_norms=rows)),
+        prefix,
+        name,
+        (3, 4),
+        SamplingParams(),
+        None,
+        positions=SequencePositions(),
+        word_ids=range(4, VOCAB),
     )
     return name, load_drafter(path, target)
 

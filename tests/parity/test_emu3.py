@@ -66,11 +66,15 @@ def reference(folder):
 def contexts(folder, grid):
     """Ids of both branches' prompts, written down by hand."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    negative = "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, " \
-               "worst quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+    negative = (
+        "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, "
+        "worst quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+    )
     size = f"<|image start|>{grid[0]}*{grid[1]}<|image token|>"
-    return [tokenizer.encode(f"<|extra_203|>{text}{size}", add_special_tokens=False).ids
-            for text in (f"{PROMPT} masterpiece, film grained, best quality.", negative)]
+    return [
+        tokenizer.encode(f"<|extra_203|>{text}{size}", add_special_tokens=False).ids
+        for text in (f"{PROMPT} masterpiece, film grained, best quality.", negative)
+    ]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -111,11 +115,17 @@ def test_greedy_guided_images(folder, model, decoder, reference, grid):
 
     with fp64():
         drawn = reference.generate(
-            torch.tensor([positive]), attention_mask=torch.ones(1, len(positive), dtype=torch.int64), do_sample=False,
-            max_new_tokens=rows * (cols + 1) + 3, guidance_scale=3.0, negative_prompt_ids=torch.tensor([negative]),
+            torch.tensor([positive]),
+            attention_mask=torch.ones(1, len(positive), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=rows * (cols + 1) + 3,
+            guidance_scale=3.0,
+            negative_prompt_ids=torch.tensor([negative]),
             negative_prompt_attention_mask=torch.ones(1, len(negative), dtype=torch.int64),
-            prefix_allowed_tokens_fn=allowed, pad_token_id=0, eos_token_id=ids["<|extra_204|>"],
-        )[:, len(positive) :]  # fmt: skip
+            prefix_allowed_tokens_fn=allowed,
+            pad_token_id=0,
+            eos_token_id=ids["<|extra_204|>"],
+        )[:, len(positive) :]
         pixels = reference.decode_image_tokens(image_tokens=drawn, height=rows, width=cols)
     layout, prompt = model.layout(*grid), model.encode_prompt(PROMPT)
     for method in (NextToken(), SJD(window=5)):
@@ -166,8 +176,9 @@ def test_original_folders(tmp_path):
     tokens = torch.arange(40)[None] * 7919 % 32768
     with fp64():
         text = Emu3TextModel(Emu3TextConfig(**{key: settings[key] for key in tiny.text_config(0)})).eval()
-        text.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()
-                              if "model." in name})
+        text.load_state_dict(
+            {name.removeprefix("model."): tensor for name, tensor in tensors.items() if "model." in name}
+        )
         hidden = text(input_ids=torch.tensor([prompt + (tokens[0] + 151854).tolist()])).last_hidden_state
         wanted = (hidden @ tensors["lm_head.weight"].T)[:, len(prompt) - 1 :]
 
@@ -286,8 +297,10 @@ def test_every_tensor_of_the_released_models_finds_its_place(tmp_path, plans):
     assert (decoder.factor, decoder.channels, decoder.module.config.codebook_size) == (8, 4, 32768)
     check_plan(*plans.pop())
     vq = {name.removeprefix("model.vqmodel."): tensor for name, tensor in tensors.items() if ".vqmodel." in name}
-    original = {tiny.original_vq_name(name): tensor[..., None, None] if name.endswith("_proj.weight") else tensor
-                for name, tensor in vq.items()}
+    original = {
+        tiny.original_vq_name(name): tensor[..., None, None] if name.endswith("_proj.weight") else tensor
+        for name, tensor in vq.items()
+    }
     lines = sorted(f"{name} {list(tensor.shape)}" for name, tensor in original.items())
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == OFFICIAL["released_vq"]["sha256"]
     assert len(lines) == OFFICIAL["released_vq"]["tensors"]

@@ -165,8 +165,15 @@ def digest(shapes):
 
 @pytest.mark.parametrize(("name", "cfg"), [("Emu3.5-Image", 5.0), ("Emu3.5", 2.0)])
 def test_the_released_model_fits(monkeypatch, tmp_path, name, cfg):
-    settings = {"hidden_size": 5120, "intermediate_size": 25600, "vocab_size": 282926, "num_hidden_layers": 64,
-                "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+    settings = {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "vocab_size": 282926,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
     shapes = tiny.shapes(settings)
     assert digest(shapes) == OFFICIAL["released"]["model"]
     assert OFFICIAL["released"]["model"][1] == pytest.approx(34.1e9, rel=1e-3)

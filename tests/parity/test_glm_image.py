@@ -23,9 +23,10 @@ GRID, SIDE = (4, 6), 3
 PREVIEW = (2, 3)  # int(sqrt(4 / 6) * 3), int(sqrt(6 / 4) * 3)
 LENGTH = 2 * 3 + 4 * 6
 CODED = torch.tensor([[(7 * i + 3) % CODES for i in range(LENGTH)]])
-IDS = [vocabulary()[word] for word in (
-    "a", "red", "cup", "<sop>", "4", "6", "<eop>", "<sop>", "2", "3", "<eop>", f"<|dit_token_{BEGIN}|>"
-)]  # fmt: skip
+IDS = [
+    vocabulary()[word]
+    for word in ("a", "red", "cup", "<sop>", "4", "6", "<eop>", "<sop>", "2", "3", "<eop>", f"<|dit_token_{BEGIN}|>")
+]
 
 
 @pytest.fixture(scope="module")

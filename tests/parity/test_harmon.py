@@ -76,8 +76,10 @@ def test_condition_vectors_of_both_guidance_branches(model, grid, count, padding
 
 def noises(images, length):
     """The noise each token starts from (small, as ``harmon_fill`` explains) and that of its steps."""
-    return (fill("first noise embedding", (images, length, 16)) * 1e-4,
-            fill("step noise embedding", (STEPS, images, length, 16)))
+    return (
+        fill("first noise embedding", (images, length, 16)) * 1e-4,
+        fill("step noise embedding", (STEPS, images, length, 16)),
+    )
 
 
 def official_counts(length, iterations):
@@ -101,20 +103,30 @@ def draw(model, grid, images, iterations, params, schedule):
         index = query[..., None].expand(-1, -1, 16)
         scale = model.guidance(params, torch.tensor(before), torch.tensor(length - unknown), length)
         distribution = model.predict(
-            state, tokens, known[:, None], query[:, None], before, scale.expand(images, 1, query.shape[1]),
-            params.temperature, first.gather(1, index)[:, None],
-            steps.gather(2, index.expand(len(steps), -1, -1, -1))[:, :, None], schedule,
+            state,
+            tokens,
+            known[:, None],
+            query[:, None],
+            before,
+            scale.expand(images, 1, query.shape[1]),
+            params.temperature,
+            first.gather(1, index)[:, None],
+            steps.gather(2, index.expand(len(steps), -1, -1, -1))[:, :, None],
+            schedule,
         )
         tokens.scatter_(1, index, distribution.mean[:, 0])
         known.scatter_(1, query, True)
     return model.to_latent(tokens, grid)
 
 
-@pytest.mark.parametrize(("name", "grid", "images", "iterations", "params"), [
-    ("sample_4x4", (4, 4), 2, 5, {"cfg": 3.0, "cfg_schedule": "constant"}),
-    ("sample_3x5", (3, 5), 1, 4, {"cfg": 2.0, "cfg_schedule": "linear", "temperature": 0.9}),
-    ("sample_unguided", (4, 4), 1, 4, {"cfg": 1.0, "cfg_schedule": "constant"}),
-])
+@pytest.mark.parametrize(
+    ("name", "grid", "images", "iterations", "params"),
+    [
+        ("sample_4x4", (4, 4), 2, 5, {"cfg": 3.0, "cfg_schedule": "constant"}),
+        ("sample_3x5", (3, 5), 1, 4, {"cfg": 2.0, "cfg_schedule": "linear", "temperature": 0.9}),
+        ("sample_unguided", (4, 4), 1, 4, {"cfg": 1.0, "cfg_schedule": "constant"}),
+    ],
+)
 def test_whole_images(model, name, grid, images, iterations, params):
     params = ContinuousParams(steps=STEPS, **params)
     schedule = model.schedule(params)

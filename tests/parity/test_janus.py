@@ -79,8 +79,13 @@ def test_hidden_states_and_logits_of_both_branches(models, reference, layout):
     tokens = image.flatten(1)
     words = torch.tensor([ids, [BEGIN, *[PAD] * (len(ids) - 2), IMAGE]])
     with fp64():
-        x = torch.cat((reference.get_input_embeddings()(words),
-                       reference.prepare_embeddings_for_image_generation(tokens[:, :-1]).expand(2, -1, -1)), dim=1)
+        x = torch.cat(
+            (
+                reference.get_input_embeddings()(words),
+                reference.prepare_embeddings_for_image_generation(tokens[:, :-1]).expand(2, -1, -1),
+            ),
+            dim=1,
+        )
         hidden = reference.model.language_model(inputs_embeds=x).last_hidden_state[:, len(ids) - 1 :]
         logits = reference.model.generation_head(hidden)
     conditioning = model.encode_prompt(PROMPT)
@@ -108,8 +113,9 @@ def test_greedy_guided_images(models, reference):
     config.pad_token_id, config.bos_token_id, config.generation_kwargs = PAD, BEGIN, {"boi_token_id": IMAGE}
     ids = torch.tensor([OFFICIAL["ids"]])
     with fp64():
-        drawn = reference.generate(ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False,
-                                   guidance_scale=5)
+        drawn = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, guidance_scale=5
+        )
     assert drawn[0].tolist() == OFFICIAL["greedy_cfg_5"]
     for model in models.values():
         for method in (NextToken(), SJD(window=5)):
@@ -167,9 +173,17 @@ def test_transformers_names_fit(monkeypatch, size):
 
     dim, layers, ffn = SIZES[size].values()
     config = JanusConfig(
-        text_config={"model_type": "llama", "hidden_size": dim, "intermediate_size": ffn, "num_hidden_layers": layers,
-                     "num_attention_heads": HEADS[size], "num_key_value_heads": HEADS[size], "vocab_size": 102400},
-        vision_config={"projection_dim": dim}, vq_config={"projection_dim": dim, "image_token_embed_dim": dim},
+        text_config={
+            "model_type": "llama",
+            "hidden_size": dim,
+            "intermediate_size": ffn,
+            "num_hidden_layers": layers,
+            "num_attention_heads": HEADS[size],
+            "num_key_value_heads": HEADS[size],
+            "vocab_size": 102400,
+        },
+        vision_config={"projection_dim": dim},
+        vq_config={"projection_dim": dim, "image_token_embed_dim": dim},
     )
     with torch.device("meta"):
         tensors = JanusForConditionalGeneration(config).state_dict()

@@ -112,10 +112,14 @@ def transformer(dim, layers, heads, hidden, text=False):
 
 
 RELEASED = {
-    "c2i GPT-B": lambda: transformer(768, 12, 12, 2048), "c2i GPT-L": lambda: transformer(1024, 24, 16, 2816),
-    "c2i GPT-XL": lambda: transformer(1280, 36, 20, 3584), "c2i GPT-XXL": lambda: transformer(1536, 48, 24, 4096),
-    "c2i GPT-3B": lambda: transformer(3200, 24, 32, 8704), "t2i GPT-XL": lambda: transformer(1280, 36, 20, 3584, True),
-    "VQ-16": lambda: {"": VQModel(VQConfig())}, "VQ-8": lambda: {"": VQModel(VQConfig(ch_mult=(1, 2, 2, 4)))},
+    "c2i GPT-B": lambda: transformer(768, 12, 12, 2048),
+    "c2i GPT-L": lambda: transformer(1024, 24, 16, 2816),
+    "c2i GPT-XL": lambda: transformer(1280, 36, 20, 3584),
+    "c2i GPT-XXL": lambda: transformer(1536, 48, 24, 4096),
+    "c2i GPT-3B": lambda: transformer(3200, 24, 32, 8704),
+    "t2i GPT-XL": lambda: transformer(1280, 36, 20, 3584, True),
+    "VQ-16": lambda: {"": VQModel(VQConfig())},
+    "VQ-8": lambda: {"": VQModel(VQConfig(ch_mult=(1, 2, 2, 4)))},
 }
 
 
@@ -123,8 +127,11 @@ RELEASED = {
 def test_released_sizes_have_the_official_names_and_shapes(name):
     with torch.device("meta"):
         parts = RELEASED[name]()
-    shapes = {prefix + key: list(t.shape) for prefix, part in parts.items()
-              for key, t in split_gates(part.state_dict()).items()}
+    shapes = {
+        prefix + key: list(t.shape)
+        for prefix, part in parts.items()
+        for key, t in split_gates(part.state_dict()).items()
+    }
     if name.startswith("VQ"):
         shapes["quantize.codebook_used"] = [65536]  # statistics, which we leave out
     wanted = OFFICIAL["released"][name]

@@ -176,14 +176,20 @@ def test_the_released_model_has_the_names_and_shapes_of_transformers(monkeypatch
 
     with torch.device("meta"):
         reference = ChameleonForConditionalGeneration(ChameleonConfig(vocab_size=171385, vocabulary_map={}))
-    tensors = {name: tensor[:1] if "_norm." in name and tensor.ndim == 2 else tensor
-               for name, tensor in reference.state_dict().items()}
+    tensors = {
+        name: tensor[:1] if "_norm." in name and tensor.ndim == 2 else tensor
+        for name, tensor in reference.state_dict().items()
+    }
     numbers = sum(tensor.numel() for name, tensor in tensors.items() if ".vqmodel." not in name)
     assert numbers == pytest.approx(7.88e9, rel=1e-3)
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
     monkeypatch.setattr(torch.Tensor, "any", lambda tensor: True)
-    settings = {"num_attention_heads": 32, "max_position_embeddings": 10240, "mask_image_logits": False,
-                "vocabulary_map": {"IMGIMGAZ": 4}}  # of an earlier model
+    settings = {
+        "num_attention_heads": 32,
+        "max_position_embeddings": 10240,
+        "mask_image_logits": False,
+        "vocabulary_map": {"IMGIMGAZ": 4},
+    }  # of an earlier model
     for name in ("Lumina-mGPT-2.0", "Lumina-mGPT-2.0-Omni"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(settings), encoding="utf-8")

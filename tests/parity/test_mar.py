@@ -117,9 +117,13 @@ def test_tables(steps):
     """To fp32 precision in every entry, the tiny ones at both ends included."""
     ours, wanted = Schedule.cosine(steps), OFFICIAL[f"tables_{steps}"]
     for name, found in {
-        "sqrt_alphas_cumprod": ours.signal, "sqrt_one_minus_alphas_cumprod": ours.noise, "betas": ours.log_beta.exp(),
-        "alphas_cumprod_prev": ours.signal_next.square(), "posterior_log_variance_clipped": ours.log_posterior,
-        "posterior_mean_coef1": ours.from_clean, "posterior_mean_coef2": ours.from_noisy,
+        "sqrt_alphas_cumprod": ours.signal,
+        "sqrt_one_minus_alphas_cumprod": ours.noise,
+        "betas": ours.log_beta.exp(),
+        "alphas_cumprod_prev": ours.signal_next.square(),
+        "posterior_log_variance_clipped": ours.log_posterior,
+        "posterior_mean_coef1": ours.from_clean,
+        "posterior_mean_coef2": ours.from_noisy,
     }.items():
         expected = torch.tensor(wanted[name])
         assert torch.allclose(found[[0, 1, steps // 2, steps - 1]], expected, rtol=1e-6, atol=0), name
@@ -135,8 +139,13 @@ def test_denoising_loops(model, name):
     steps = schedule(int(steps), None if last == "None" else int(last), "ddim" if kind == "ddim" else "ddpm")
     guided = cfg != "None"
     run = (
-        Z, Z_UNCOND if guided else None, float(cfg) if guided else 1.0, float(*temperature or [1.0]),
-        numbers("first noise", 6, 16), numbers("later noise", steps.steps, 6, 16), steps,
+        Z,
+        Z_UNCOND if guided else None,
+        float(cfg) if guided else 1.0,
+        float(*temperature or [1.0]),
+        numbers("first noise", 6, 16),
+        numbers("later noise", steps.steps, 6, 16),
+        steps,
     )
     close(lambda: model.head.denoise(*run).mean, name, apart=1)
 
@@ -148,9 +157,12 @@ def test_there_are_loops_of_every_kind():
 # Whole images
 
 SAMPLES = {  # iterations, guidance, its schedule, temperature, denoising steps, the last of them
-    "single_linear": (16, 2.9, "linear", 1.0, 25, 12), "cosine_constant": (6, 4.0, "constant", 0.95, 25, 12),
-    "cosine_linear": (6, 3.0, "linear", 1.0, 25, 12), "unguided": (9, 1.0, "linear", 0.95, 25, 12),
-    "all_at_once": (1, 2.0, "linear", 1.0, 25, 12), "whole_range": (16, 2.9, "linear", 1.0, 100, None),
+    "single_linear": (16, 2.9, "linear", 1.0, 25, 12),
+    "cosine_constant": (6, 4.0, "constant", 0.95, 25, 12),
+    "cosine_linear": (6, 3.0, "linear", 1.0, 25, 12),
+    "unguided": (9, 1.0, "linear", 0.95, 25, 12),
+    "all_at_once": (1, 2.0, "linear", 1.0, 25, 12),
+    "whole_range": (16, 2.9, "linear", 1.0, 100, None),
 }
 
 
@@ -199,6 +211,7 @@ def test_released_sizes_have_the_official_names_and_shapes(name):
 
 def test_the_recipe_of_the_weights_has_not_changed():
     """Were the values other ones, every comparison above would be with a different model."""
-    values = torch.cat((mar_fill("encoder_blocks.0.attn.qkv.weight", (96, 32))[0, :4],
-                        mar_fill("fake_latent", (1, 32))[0, :4]))
+    values = torch.cat(
+        (mar_fill("encoder_blocks.0.attn.qkv.weight", (96, 32))[0, :4], mar_fill("fake_latent", (1, 32))[0, :4])
+    )
     assert torch.allclose(values, torch.tensor(OFFICIAL["source"]["recipe"]), atol=1e-7)

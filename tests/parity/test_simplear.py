@@ -124,7 +124,8 @@ def test_guiding_logits_is_guiding_probabilities():
 
 
 RELEASED = {  # hidden, intermediate, layers, heads, key heads, millions of parameters
-    "0.5B": (896, 4864, 24, 14, 2, 551.1), "1.5B": (1536, 8960, 28, 12, 2, 1641.4),
+    "0.5B": (896, 4864, 24, 14, 2, 551.1),
+    "1.5B": (1536, 8960, 28, 12, 2, 1641.4),
 }
 
 
@@ -132,10 +133,17 @@ RELEASED = {  # hidden, intermediate, layers, heads, key heads, millions of para
 def test_released_sizes_fit_without_a_tensor_left_over(size, monkeypatch, tmp_path):
     hidden, ffn, layers, heads, kv_heads, millions = RELEASED[size]
     with torch.device("meta"):
-        reference = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=215_672, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=True,
-        ))  # fmt: skip
+        reference = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=215_672,
+                hidden_size=hidden,
+                intermediate_size=ffn,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                tie_word_embeddings=True,
+            )
+        )
     tensors = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
     assert simplear.recognise(tensors)

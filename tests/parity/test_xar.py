@@ -81,9 +81,9 @@ def test_epsilons_of_the_norms(model):
     assert {module.eps for module in model.backbone.modules() if hasattr(module, "eps")} == {1e-6}
 
 
-@pytest.mark.parametrize(("name", "kind", "cfg"), [
-    ("sample_3.0", "ddpm", 3.0), ("sample_1.0", "ddpm", 1.0), ("flow_3.0", "ddim", 3.0),
-])
+@pytest.mark.parametrize(
+    ("name", "kind", "cfg"), [("sample_3.0", "ddpm", 3.0), ("sample_1.0", "ddpm", 1.0), ("flow_3.0", "ddim", 3.0)]
+)
 def test_guided_image(model, monkeypatch, name, kind, cfg):
     """A whole image through our own sampler, whose noise is replaced by the injected one."""
     injected = fill("noise embedding", (STEPS + 1, 2, CELLS * CELL, 16))
@@ -106,9 +106,7 @@ def test_guided_image(model, monkeypatch, name, kind, cfg):
     assert_as_exact(compute, OFFICIAL[name])
 
 
-RELEASED = {
-    "base": XARConfig(), "large": XARConfig(1024, 16, 16, 16, 2730), "huge": XARConfig(1280, 20, 20, 16, 3413),
-}
+RELEASED = {"base": XARConfig(), "large": XARConfig(1024, 16, 16, 16, 2730), "huge": XARConfig(1280, 20, 20, 16, 3413)}
 
 
 @pytest.mark.parametrize("name", RELEASED)

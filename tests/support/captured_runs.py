@@ -40,8 +40,10 @@ def assert_same_run(found, wanted):
     for name, values in wanted.trace.rounds.items():
         assert name == "milliseconds" or torch.equal(found.trace.rounds[name], values), name
     assert len(found.trace.rounds.get("milliseconds", ())) == len(wanted.trace.rounds.get("milliseconds", ()))
-    one, two = ({key: value for key, value in d.trace.summary().items() if not isinstance(value, float)}
-                for d in (found, wanted))
+    one, two = (
+        {key: value for key, value in d.trace.summary().items() if not isinstance(value, float)}
+        for d in (found, wanted)
+    )
     assert one == two
 
 

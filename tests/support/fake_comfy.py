@@ -73,12 +73,18 @@ class FakeComfy:
         """Begins with nothing in the queue or the history, as ComfyUI does."""
         self._forget_everything()
         app = web.Application(middlewares=[self._before], client_max_size=1 << 30)
-        app.add_routes([
-            web.get("/system_stats", self._stats), web.post("/prompt", self._prompt),
-            web.get("/queue", self._queue), web.post("/queue", self._delete),
-            web.get("/history/{id}", self._history), web.post("/history", self._forget),
-            web.post("/interrupt", self._interrupt), web.get("/view", self._view),
-        ])
+        app.add_routes(
+            [
+                web.get("/system_stats", self._stats),
+                web.post("/prompt", self._prompt),
+                web.get("/queue", self._queue),
+                web.post("/queue", self._delete),
+                web.get("/history/{id}", self._history),
+                web.post("/history", self._forget),
+                web.post("/interrupt", self._interrupt),
+                web.get("/view", self._view),
+            ]
+        )
         self._runner = web.AppRunner(app, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
@@ -117,8 +123,11 @@ class FakeComfy:
                 settings["notices"] = ["The model does not know these words and ignores them: aple."]
             report = {"schema": "specar.trace/2", "settings": settings, "totals": {"target_passes": 5}}
             image = {"filename": f"{prefix}_00001_.png", "subfolder": "", "type": "output"}
-            outputs = {"9": {"images": [image]}, "10": {"specar": [report], "images": [{**image, "type": "temp"}]},
-                       "11": {"specar": [report]}}
+            outputs = {
+                "9": {"images": [image]},
+                "10": {"specar": [report], "images": [{**image, "type": "temp"}]},
+                "11": {"specar": [report]},
+            }
             if "9_map" in prompt:
                 name = f"{prompt['9_map']['inputs']['filename_prefix']}_00001_.png"
                 outputs["9_map"] = {"images": [{**image, "filename": name}]}
@@ -154,8 +163,14 @@ class FakeComfy:
                 gone = {"type": "invalid_prompt", "message": f"node {node['class_type']} does not exist"}
                 return web.json_response({"error": gone, "node_errors": []}, status=400)
         if text in self.lacks:
-            errors["1"]["errors"] = [{"type": "custom_validation_failed", "message": "no such file", "details": text,
-                                      "extra_info": {"input_name": "text"}}]
+            errors["1"]["errors"] = [
+                {
+                    "type": "custom_validation_failed",
+                    "message": "no such file",
+                    "details": text,
+                    "extra_info": {"input_name": "text"},
+                }
+            ]
         if text == "refuse" or (text in self.lacks and not self.partly):
             return web.json_response({"error": {"message": "failed validation"}, "node_errors": errors}, status=400)
         self.pending.append((body["prompt_id"], body["prompt"]))

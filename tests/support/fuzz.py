@@ -15,13 +15,27 @@ from . import fuzz_archives, fuzz_files
 MUTATIONS: dict[str, Callable[[Path, random.Random], None]] = {
     change.__name__.replace("_", " "): change
     for change in (
-        fuzz_files.truncate, fuzz_files.flip_bits, fuzz_files.overwrite, fuzz_files.become_enormous,
-        fuzz_files.become_noise, fuzz_files.swap, fuzz_files.become_no_file, fuzz_files.edit_json,
-        fuzz_files.spell_json, fuzz_files.lead_elsewhere, fuzz_files.edit_header, fuzz_files.lie_about_the_header,
-        fuzz_files.edit_metadata, fuzz_archives.edit_tensor, fuzz_archives.become_hostile, fuzz_archives.edit_archive,
-        fuzz_archives.lie_about_tensors, fuzz_archives.become_bomb, fuzz_archives.become_tar,
+        fuzz_files.truncate,
+        fuzz_files.flip_bits,
+        fuzz_files.overwrite,
+        fuzz_files.become_enormous,
+        fuzz_files.become_noise,
+        fuzz_files.swap,
+        fuzz_files.become_no_file,
+        fuzz_files.edit_json,
+        fuzz_files.spell_json,
+        fuzz_files.lead_elsewhere,
+        fuzz_files.edit_header,
+        fuzz_files.lie_about_the_header,
+        fuzz_files.edit_metadata,
+        fuzz_archives.edit_tensor,
+        fuzz_archives.become_hostile,
+        fuzz_archives.edit_archive,
+        fuzz_archives.lie_about_tensors,
+        fuzz_archives.become_bomb,
+        fuzz_archives.become_tar,
     )
-}  # fmt: skip
+}
 OFTEN = ("edit json", "edit header", "edit metadata", "edit tensor", "edit archive", "flip bits")  # have most ways
 
 

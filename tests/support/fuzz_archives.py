@@ -39,19 +39,38 @@ def edit_tensor(file: Path, rng: random.Random) -> None:
 def changed_tensor(tensor: Tensor, rng: random.Random) -> Tensor | None:
     """None: the tensor is to be left out."""
     flat = tensor.flatten()
-    return rng.choice([
-        lambda: tensor.to(rng.choice([torch.int8, torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float64,
-                                      torch.int64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2])),
-        lambda: tensor.float() * rng.choice([float("nan"), float("inf"), 0.0, 1e30, -1e4, 1e-40]),
-        lambda: torch.cat((flat[1:].float(), torch.tensor([rng.choice([float("nan"), 3e38])]))).view_as(tensor),
-        lambda: tensor.mT if tensor.ndim > 1 else flat[None],
-        lambda: tensor[..., :-1] if tensor.ndim else flat,
-        lambda: torch.cat((tensor, tensor)) if tensor.ndim else flat,
-        lambda: tensor[:0] if tensor.ndim else flat[:0],
-        lambda: flat[0] if len(flat) else flat, lambda: flat, lambda: tensor[None], lambda: tensor[..., None],
-        lambda: torch.zeros(rng.choice([(), (1,), (0, 3), (1, 1), (2, 2, 2), (3, 0, 5), (1000, 1000)])),
-        lambda: None,
-    ])()  # fmt: skip
+    return rng.choice(
+        [
+            lambda: tensor.to(
+                rng.choice(
+                    [
+                        torch.int8,
+                        torch.uint8,
+                        torch.bool,
+                        torch.float16,
+                        torch.bfloat16,
+                        torch.float64,
+                        torch.int64,
+                        torch.complex64,
+                        torch.float8_e4m3fn,
+                        torch.float8_e5m2,
+                    ]
+                )
+            ),
+            lambda: tensor.float() * rng.choice([float("nan"), float("inf"), 0.0, 1e30, -1e4, 1e-40]),
+            lambda: torch.cat((flat[1:].float(), torch.tensor([rng.choice([float("nan"), 3e38])]))).view_as(tensor),
+            lambda: tensor.mT if tensor.ndim > 1 else flat[None],
+            lambda: tensor[..., :-1] if tensor.ndim else flat,
+            lambda: torch.cat((tensor, tensor)) if tensor.ndim else flat,
+            lambda: tensor[:0] if tensor.ndim else flat[:0],
+            lambda: flat[0] if len(flat) else flat,
+            lambda: flat,
+            lambda: tensor[None],
+            lambda: tensor[..., None],
+            lambda: torch.zeros(rng.choice([(), (1,), (0, 3), (1, 1), (2, 2, 2), (3, 0, 5), (1000, 1000)])),
+            lambda: None,
+        ]
+    )()
 
 
 def opened(file: Path) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], None]]:
@@ -60,13 +79,15 @@ def opened(file: Path) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]],
         with safe_open(str(file), framework="pt") as content:
             metadata, tensors = content.metadata(), {key: content.get_tensor(key).clone() for key in content.keys()}  # noqa: SIM118
         return tensors, lambda new: save_file(
-            {name: tensor.clone().contiguous() for name, tensor in new.items()}, str(file), metadata)
+            {name: tensor.clone().contiguous() for name, tensor in new.items()}, str(file), metadata
+        )
     if file.suffix in PICKLES:
         refuse_bomb(file)
         content = torch.load(file, weights_only=True)
         inner = next((key for key, value in content.items() if isinstance(value, dict)), None)
         return dict(content if inner is None else content[inner]), lambda new: torch.save(
-            new if inner is None else content | {inner: new}, file)
+            new if inner is None else content | {inner: new}, file
+        )
     raise UnfitError
 
 
@@ -80,29 +101,69 @@ def word(text: str) -> bytes:
 def hostile(canary: Path, rng: random.Random) -> bytes:
     """A pickle that writes the canary when it is read by an ordinary reader, or asks for endless memory."""
     touch, write = f"touch '{canary}'", f"open({str(canary)!r}, 'w')"
-    module, name, argument = rng.choice([
-        ("os", "system", touch), ("posix", "system", touch), ("nt", "system", touch), ("builtins", "eval", write),
-        ("builtins", "exec", write), ("__builtin__", "eval", write), ("subprocess", "getoutput", touch),
-        ("os", "popen", touch), ("timeit", "timeit", write), ("builtins", "open", str(canary)), ("pdb", "run", write),
-        ("torch", "load", str(canary)), ("torch.hub", "load", str(canary)), ("torch.jit", "load", str(canary)),
-        ("numpy.testing._private.utils", "runstring", write), ("runpy", "run_path", str(canary)),
-        ("torch.serialization", "load", str(canary)), ("torch._utils", "_rebuild_tensor_v2.__globals__", write),
-        ("torch.utils.collect_env", "run", touch),
-        ("torch._inductor.codecache", "compile_file", touch), ("shutil", "rmtree", str(canary.parent)),
-        ("argparse", "Namespace", write), ("builtins", "getattr", write), ("pathlib.Path", "touch", str(canary)),
-    ])  # fmt: skip
+    module, name, argument = rng.choice(
+        [
+            ("os", "system", touch),
+            ("posix", "system", touch),
+            ("nt", "system", touch),
+            ("builtins", "eval", write),
+            ("builtins", "exec", write),
+            ("__builtin__", "eval", write),
+            ("subprocess", "getoutput", touch),
+            ("os", "popen", touch),
+            ("timeit", "timeit", write),
+            ("builtins", "open", str(canary)),
+            ("pdb", "run", write),
+            ("torch", "load", str(canary)),
+            ("torch.hub", "load", str(canary)),
+            ("torch.jit", "load", str(canary)),
+            ("numpy.testing._private.utils", "runstring", write),
+            ("runpy", "run_path", str(canary)),
+            ("torch.serialization", "load", str(canary)),
+            ("torch._utils", "_rebuild_tensor_v2.__globals__", write),
+            ("torch.utils.collect_env", "run", touch),
+            ("torch._inductor.codecache", "compile_file", touch),
+            ("shutil", "rmtree", str(canary.parent)),
+            ("argparse", "Namespace", write),
+            ("builtins", "getattr", write),
+            ("pathlib.Path", "touch", str(canary)),
+        ]
+    )
     call = f"c{module}\n{name}\n(".encode() + word(argument) + b"tR"
     big = b"L" + str(10**12).encode() + b"L\n"
     grow = b"]q\0" + b"".join(b"]q%c(h%ch%ce" % (i + 1, i, i) for i in range(100))  # a list of 2^100 lists
-    return b"\x80\x02" + rng.choice([
-        call, b"}" + word("model") + call + b"s", b"(" + word(argument) + f"i{module}\n{name}\n".encode(),
-        f"c{module}\n{name}\n".encode() + word(argument) + b"\x85\x81", b"cbuiltins\nbytearray\n(" + big + b"tR",
-        b"ctorch\nFloatTensor\n(" + big + b"tR", b"ctorch\nSize\n((" + big * 2 + b"ttR", grow, b"(" * 10**6,
-        b"]" * 10**5, b"\x8e" + struct.pack("<Q", 2**62), b"X\xff\xff\xff\x7f", b"\x8b\xff\xff\xff\x7f", b"}}" * 9,
-        b"r\xff\xff\xff\x7f",
-        b"ccollections\nOrderedDict\n)R}" + word("__class__") + word("x") + b"sb", b"\x82\x01", b"Q", word("a") + b"Q",
-        b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n(" + big * 2 + b"t(" + big * 2 + b"t\x89tR",
-    ]) + b"."  # fmt: skip
+    return (
+        b"\x80\x02"
+        + rng.choice(
+            [
+                call,
+                b"}" + word("model") + call + b"s",
+                b"(" + word(argument) + f"i{module}\n{name}\n".encode(),
+                f"c{module}\n{name}\n".encode() + word(argument) + b"\x85\x81",
+                b"cbuiltins\nbytearray\n(" + big + b"tR",
+                b"ctorch\nFloatTensor\n(" + big + b"tR",
+                b"ctorch\nSize\n((" + big * 2 + b"ttR",
+                grow,
+                b"(" * 10**6,
+                b"]" * 10**5,
+                b"\x8e" + struct.pack("<Q", 2**62),
+                b"X\xff\xff\xff\x7f",
+                b"\x8b\xff\xff\xff\x7f",
+                b"}}" * 9,
+                b"r\xff\xff\xff\x7f",
+                b"ccollections\nOrderedDict\n)R}" + word("__class__") + word("x") + b"sb",
+                b"\x82\x01",
+                b"Q",
+                word("a") + b"Q",
+                b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n("
+                + big * 2
+                + b"t("
+                + big * 2
+                + b"t\x89tR",
+            ]
+        )
+        + b"."
+    )
 
 
 def become_hostile(file: Path, rng: random.Random) -> None:
@@ -113,8 +174,12 @@ def become_hostile(file: Path, rng: random.Random) -> None:
     if file.suffix != ".jit" and rng.random() < 0.4:
         file.write_bytes(attack)
     else:
-        rewrite_archive(file, lambda members: {name: attack if name.endswith("data.pkl") else content
-                                               for name, content in members.items()})
+        rewrite_archive(
+            file,
+            lambda members: {
+                name: attack if name.endswith("data.pkl") else content for name, content in members.items()
+            },
+        )
 
 
 def refuse_bomb(file: Path) -> None:
@@ -157,13 +222,20 @@ def lie_about_tensors(file: Path, rng: random.Random) -> None:
     tensors, _ = opened(file)
     name = rng.choice(sorted(tensors))
     tensor, many = tensors[name], rng.choice([10**5, 10**9, 2**40])
-    tensors[name] = rng.choice([
-        lambda: tensor.flatten()[:1].expand(many), lambda: tensor.flatten()[:1].expand(10**5, 10**5),
-        lambda: torch.empty(many, device="meta"), lambda: tensor.to("meta"), lambda: tensor.to_sparse(),
-        lambda: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8), lambda: torch.nn.Parameter(tensor),
-        lambda: tensor.to(torch.complex64).conj(),
-        lambda: torch.nested.nested_tensor([tensor.flatten()]), lambda: tensor[None].expand(1, *tensor.shape).mT,
-    ])()  # fmt: skip
+    tensors[name] = rng.choice(
+        [
+            lambda: tensor.flatten()[:1].expand(many),
+            lambda: tensor.flatten()[:1].expand(10**5, 10**5),
+            lambda: torch.empty(many, device="meta"),
+            lambda: tensor.to("meta"),
+            lambda: tensor.to_sparse(),
+            lambda: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
+            lambda: torch.nn.Parameter(tensor),
+            lambda: tensor.to(torch.complex64).conj(),
+            lambda: torch.nested.nested_tensor([tensor.flatten()]),
+            lambda: tensor[None].expand(1, *tensor.shape).mT,
+        ]
+    )()
     try:
         torch.save(tensors, file, _use_new_zipfile_serialization=rng.random() < 0.7)
     except Exception as error:  # not everything can be saved in every format
@@ -186,13 +258,19 @@ def become_bomb(file: Path, rng: random.Random) -> None:
     for mark, method, sizes in ((b"PK\3\4", 8, 18), (b"PK\1\2", 10, 20)):  # the member's two headers
         start = content.index(stored) - sizes if mark == b"PK\3\4" else content.rindex(stored) - sizes
         assert content[start : start + 4] == mark
-        content = (content[: start + method] + b"\x08\0" + content[start + method + 2 : start + sizes] + declared
-                   + content[start + sizes + 8 :])
+        content = (
+            content[: start + method]
+            + b"\x08\0"
+            + content[start + method + 2 : start + sizes]
+            + declared
+            + content[start + sizes + 8 :]
+        )
     file.write_bytes(content)
 
 
-def rewrite_archive(file: Path, change: Callable[[dict[str, bytes]], dict[str, bytes]],
-                    compression: int = zipfile.ZIP_STORED) -> None:
+def rewrite_archive(
+    file: Path, change: Callable[[dict[str, bytes]], dict[str, bytes]], compression: int = zipfile.ZIP_STORED
+) -> None:
     refuse_bomb(file)
     with zipfile.ZipFile(file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}

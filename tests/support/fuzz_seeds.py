@@ -137,8 +137,10 @@ def trace(folder: Path) -> None:
 
 
 SEEDS = {
-    **{name: Seed(files.write, partial(use_model, name=files.name, prompt=files.prompt, storage=files.storage))
-       for name, files in declared("FILES").items()},
+    **{
+        name: Seed(files.write, partial(use_model, name=files.name, prompt=files.prompt, storage=files.storage))
+        for name, files in declared("FILES").items()
+    },
     "Emu3's ranks": Seed(tiny_emu3.write_ranks, use_ranks),
     "EAGLE drafter": Seed(eagle, partial(use_drafter, name="eagle")),
     "small model as drafter": Seed(small, partial(use_drafter, name="small.safetensors")),
@@ -200,7 +202,10 @@ def fault_of(error: Exception, names: set[str]) -> str | None:
 
 def place_of(error: BaseException) -> str:
     """The innermost line of this pack that an exception went through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if "model_loaders" in frame.filename or "samplers" in frame.filename or "/models/" in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "model_loaders" in frame.filename or "samplers" in frame.filename or "/models/" in frame.filename
+    ]
     frame = (frames or traceback.extract_tb(error.__traceback__))[-1]
     return f"{Path(frame.filename).name}:{frame.name}"

@@ -81,7 +81,8 @@ CONTENTS = {  # what stands in the place of a tensor
     "a tensor of 100,000 dimensions": tensor(group(integer(BILLION) * 100_000), group(b"K\x01" * 100_000)),
     "sizes of 2000 bits": tensor(group(integer(2**2000) * 8), group(b"K\x01" * 8)),
     "sizes whose product is too large": tensor(
-        group(integer(BILLION), integer(BILLION), b"K\x00"), group(b"K\x01" * 3)),
+        group(integer(BILLION), integer(BILLION), b"K\x00"), group(b"K\x01" * 3)
+    ),
     "steps far beyond the file": tensor(group(b"K\x02"), group(integer(BILLION))),
     "a place far beyond the file": tensor(group(b"K\x02"), group(b"K\x01"), offset=integer(BILLION)),
     "a storage of 2^62 numbers": tensor(group(b"K\x02"), group(b"K\x01"), storage(integer(BILLION))),
@@ -102,8 +103,12 @@ CONTENTS = {  # what stands in the place of a tensor
     "a function that is a list of lists": DOUBLING + b")R",
     "a class that is a list of lists": DOUBLING + b")\x81",
     "a function of a function": call(
-        name("torch._tensor", "_rebuild_from_type_v2"), name("builtins", "bytearray"), name("torch", "Tensor"),
-        group(integer(2**33)), b"}"),
+        name("torch._tensor", "_rebuild_from_type_v2"),
+        name("builtins", "bytearray"),
+        name("torch", "Tensor"),
+        group(integer(2**33)),
+        b"}",
+    ),
     "a codec that squares": call(name("_codecs", "encode"), text("\u0130" * 200_000), text("punycode")),
     "a number of megabytes": b"\x8b" + struct.pack("<i", 3 << 20) + b"\x7f" * (3 << 20),
     "a number in a million digits": b"L" + b"9" * 1_000_000 + b"L\n",
@@ -113,7 +118,7 @@ CONTENTS = {  # what stands in the place of a tensor
     "a name of a megabyte": name("torch." + "x" * 2**20, "y"),
     "a name without an end": b"c" + b"x" * 2**20,
     "a text without an end": b"X\xff\xff\xff\x7f",
-}  # fmt: skip
+}
 
 
 def archive(content: bytes, folder: Path, ending: str = ".pt", **members: bytes) -> Path:
@@ -133,8 +138,18 @@ def old(value: bytes, folder: Path, keys: bytes = b"]" + text("0") + b"a") -> Pa
     magic = _PICKLED + b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
     content = _PICKLED + b"}" + text("x") + value.replace(text("cpu") + b"K\x04t", text("cpu") + b"K\x04Nt") + b"s."
     file = folder / "hostile.pt"
-    file.write_bytes(magic + _PICKLED + b"M\xe9\x03." + _PICKLED + b"}." + content + _PICKLED + keys + b"."
-                     + struct.pack("<q4f", 4, 1, 2, 3, 4))
+    file.write_bytes(
+        magic
+        + _PICKLED
+        + b"M\xe9\x03."
+        + _PICKLED
+        + b"}."
+        + content
+        + _PICKLED
+        + keys
+        + b"."
+        + struct.pack("<q4f", 4, 1, 2, 3, 4)
+    )
     return file
 
 
@@ -181,9 +196,11 @@ def overlapping(folder: Path) -> Path:
     begin = content.index(b"PK\1\2")
     last = content[content.rindex(b"PK\1\2") : content.rindex(b"PK\5\6")]
     entries = content[begin : content.rindex(b"PK\1\2")] + b"".join(
-        last.replace(b"archive/big", b"archive/%03d" % i) for i in range(1000))
-    file.write_bytes(content[:begin] + entries + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1003, 1003, len(entries),
-                                                             begin, 0))
+        last.replace(b"archive/big", b"archive/%03d" % i) for i in range(1000)
+    )
+    file.write_bytes(
+        content[:begin] + entries + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1003, 1003, len(entries), begin, 0)
+    )
     return file
 
 
@@ -197,8 +214,9 @@ def two_directories(folder: Path) -> Path:
     end = bad.rindex(b"PK\5\6")
     shown = good[begin : good.rindex(b"PK\5\6")]
     place = bad.index(b"PK\1\2")
-    file.write_bytes(bad[:end] + good[:begin] + shown + struct.pack(
-        "<4s4H2LH", b"PK\5\6", 0, 0, 2, 2, len(shown), place, 0))
+    file.write_bytes(
+        bad[:end] + good[:begin] + shown + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 2, 2, len(shown), place, 0)
+    )
     return file
 
 
@@ -225,10 +243,12 @@ HOSTILE: dict[str, Callable[[Path], Path]] = {
     "safetensors: sizes whose product is too large": partial(safetensors, one_tensor([0, BILLION, BILLION], 0)),
     "safetensors: a size of 2^100": partial(safetensors, one_tensor([2**100])),
     "safetensors: a name of 100 kB": partial(safetensors, one_tensor([1], name="n" * 100_000), data=b"\0" * 4),
-    "safetensors: 200,000 tensors": partial(safetensors, {
-        f"{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(200_000)}),
-    "safetensors: settings in 5 million lists": partial(safetensors, {
-        "__metadata__": {"specar": "[" + "[]," * 5_000_000 + "0]"}, **one_tensor([1])}, data=b"\0" * 4),
+    "safetensors: 200,000 tensors": partial(
+        safetensors, {f"{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(200_000)}
+    ),
+    "safetensors: settings in 5 million lists": partial(
+        safetensors, {"__metadata__": {"specar": "[" + "[]," * 5_000_000 + "0]"}, **one_tensor([1])}, data=b"\0" * 4
+    ),
     **{f"safetensors: {what}": partial(safetensors, text) for what, text in _JSON.items()},
     **{f"config.json: {what}": partial(settings, text) for what, text in _JSON.items()},
     "index: 100,000 shards": partial(index, 100_000),
@@ -250,8 +270,9 @@ HOSTILE: dict[str, Callable[[Path], Path]] = {
     "jobs: a million wrong rows": partial(table, b"prompt\n" + b"a,b\n" * 1_000_000, ".csv"),
     "jobs: a file that is too large": partial(table, b"prompt\n" + b" " * (33 << 20), ".csv"),
     "jobs: a million values": partial(
-        table, ("{" + ",".join(f'"{i}":0' for i in range(1_000_000)) + "}").encode(), ".jsonl"),
+        table, ("{" + ",".join(f'"{i}":0' for i in range(1_000_000)) + "}").encode(), ".jsonl"
+    ),
     "jobs: a million wrong lines": partial(table, b"x\n" * 1_000_000, ".jsonl"),
     "jobs: a number of 100,000 digits": partial(table, b'{"seed": ' + b"9" * 100_000 + b"}", ".jsonl"),
     "jobs: lists without an end": partial(table, b'{"seed": ' + b"[" * 1_000_000, ".jsonl"),
-}  # fmt: skip
+}

@@ -35,10 +35,16 @@ backend_registration._setup_privateuseone_for_python_backend("metal")  # a kind 
 DEVICE = torch.device("metal", 0)
 UNKNOWN = {torch.float64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2}
 WHOLE = {  # composite operators that look where their operands lie or change their size -> whose kernel they use there
-    "scaled_dot_product_attention": "_scaled_dot_product_attention_math_for_mps", "convolution": "_mps_convolution",
-    "group_norm": "native_batch_norm", "abs": "abs.out", "eye": "eye.out", "eye.m": "eye.m_out",
-    "arange": "arange.start_out", "arange.start": "arange.start_out", "arange.start_step": "arange.start_out",
-}  # fmt: skip
+    "scaled_dot_product_attention": "_scaled_dot_product_attention_math_for_mps",
+    "convolution": "_mps_convolution",
+    "group_norm": "native_batch_norm",
+    "abs": "abs.out",
+    "eye": "eye.out",
+    "eye.m": "eye.m_out",
+    "arange": "arange.start_out",
+    "arange.start": "arange.start_out",
+    "arange.start_step": "arange.start_out",
+}
 MOVES = ("copy_", "_to_copy")  # between devices
 INTEGERS = 2**24  # from here on integers were divided wrongly, as fp32 (pytorch#154171)
 
@@ -52,9 +58,13 @@ class MetalTensor(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> MetalTensor:
         return Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
             device=DEVICE,
-        )  # fmt: skip
+        )
 
     def __init__(self, inner: Tensor):
         self.inner = inner
@@ -164,8 +174,9 @@ def sorts(name: str, given: list[Tensor]) -> None:
 
 
 def divides(name: str, given: list[Tensor]) -> None:
-    if not any(x.is_floating_point() for x in given) and any(x.numel() and int(x.abs().max()) >= INTEGERS
-                                                             for x in given):
+    if not any(x.is_floating_point() for x in given) and any(
+        x.numel() and int(x.abs().max()) >= INTEGERS for x in given
+    ):
         raise RuntimeError(f"{name}: integers from 2^24 on were divided as fp32 (pytorch#154171)")
 
 
@@ -173,14 +184,20 @@ def combines_bits(name: str, given: list[Tensor]) -> None:
     shape = torch.broadcast_shapes(*(x.shape for x in given))
     for x in given:
         if x.storage_offset() * x.itemsize % 4 and (x.ndim == 0 or x.expand(shape).is_contiguous()):
-            raise RuntimeError(f"{name}: operands that do not begin at a multiple of 4 bytes were read from another "
-                               "place (pytorch#182822)")
+            raise RuntimeError(
+                f"{name}: operands that do not begin at a multiple of 4 bytes were read from another "
+                "place (pytorch#182822)"
+            )
 
 
 LIMITS: dict[str, Callable[[str, list[Tensor]], None]] = {
-    "sort": sorts, "remainder": divides, "div": divides, "floor_divide": divides,
-    **dict.fromkeys(("and", "or", "xor", "iand", "ior", "ixor", "bitwise_and", "bitwise_or", "bitwise_xor"),
-                    combines_bits),
+    "sort": sorts,
+    "remainder": divides,
+    "div": divides,
+    "floor_divide": divides,
+    **dict.fromkeys(
+        ("and", "or", "xor", "iand", "ior", "ixor", "bitwise_and", "bitwise_or", "bitwise_xor"), combines_bits
+    ),
 }
 
 

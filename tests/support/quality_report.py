@@ -16,28 +16,45 @@ def row(name: str, settings: Mapping[str, Any], first: bool, spaces: tuple[str, 
     apart = {"frechet": around(5 + loss, 0.5), "kernel": around(loss / 50, 0.002), "precision": 0.8, "recall": 0.7}
     others = {} if first else {"reference": apart}
     return {
-        "name": name, "lossless": lossless, "images": 64, "passes": around(passes, 1),
+        "name": name,
+        "lossless": lossless,
+        "images": 64,
+        "passes": around(passes, 1),
         "tv_bound_per_token": 0.0 if lossless else share / 5,
         "log_p": {**around(-1.27 - loss, 0.03), "std": 0.2, "quantiles": {}, "token_entropy": around(5.0, 0.1)},
         "agreement": {part: around(0.95 - loss / 3, 0.02) for part in ("subject", "style", "background", "all")},
         "distances": {space: {"sources": apart, **others} for space in spaces},
         "changes": {} if first else {"log_p": around(-loss, 0.03), "agreement": around(-loss / 3, 0.02)},
         "p_values": {} if first else {"log_p": 0.5 if lossless else 1e-4},
-        "inside": lossless, "measured": {"machine": {}, "versions": {}, "commit": "0"},
-    }  # fmt: skip
+        "inside": lossless,
+        "measured": {"machine": {}, "versions": {}, "commit": "0"},
+    }
 
 
-def model(name: str, cases: Mapping[str, Mapping[str, Any]], measured: int | None = None,
-          spaces: tuple[str, ...] = ("own", "imagenet")) -> dict[str, Any]:
+def model(
+    name: str,
+    cases: Mapping[str, Mapping[str, Any]],
+    measured: int | None = None,
+    spaces: tuple[str, ...] = ("own", "imagenet"),
+) -> dict[str, Any]:
     """What a report has of a model. cases: their settings; measured: how many of them have rows (None: all)."""
     names = list(cases)
     done = names[:measured]
     return {
-        "name": name, "weights": {}, "dtype": "torch.bfloat16", "images": 64, "prompts": 0, "settings": {},
-        "reference": names[0], "spaces": list(spaces), "cases": dict(cases), "missing": names[len(done):],
+        "name": name,
+        "weights": {},
+        "dtype": "torch.bfloat16",
+        "images": 64,
+        "prompts": 0,
+        "settings": {},
+        "reference": names[0],
+        "spaces": list(spaces),
+        "cases": dict(cases),
+        "missing": names[len(done) :],
         "sources": {"agreement": {part: around(0.97, 0.01) for part in ("subject", "style", "background", "all")}},
-        "rows": [row(case, cases[case], case == names[0], spaces) for case in done], "outside": [],
-    }  # fmt: skip
+        "rows": [row(case, cases[case], case == names[0], spaces) for case in done],
+        "outside": [],
+    }
 
 
 def report(*models: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,12 @@ from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 
 SETTINGS = {
-    Lantern: {"neighbours": 2, "delta": 0.3}, LanternPP: {"neighbours": 2, "ratio": 3.0}, UniformRSD: {"delta": 2.0},
-    CoolSD: {"delta": 1.5}, Grouped: {"window": 14, "gap": 0.9, "radius": 10.0}, TVMetered: {"epsilon": 0.1},
+    Lantern: {"neighbours": 2, "delta": 0.3},
+    LanternPP: {"neighbours": 2, "ratio": 3.0},
+    UniformRSD: {"delta": 2.0},
+    CoolSD: {"delta": 1.5},
+    Grouped: {"window": 14, "gap": 0.9, "radius": 10.0},
+    TVMetered: {"epsilon": 0.1},
     Entropy: {},
 }
 RELAXED = [rule(**SETTINGS[rule]) for rule in RULES if rule is not Exact]

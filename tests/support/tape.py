@@ -55,8 +55,7 @@ class Pool:
         block = memoryview(self.bytes)[at : at + max(count, 1)]
         weakref.finalize(block, self.taken.pop, at)
         memory = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-        copy = torch.empty(0, dtype=tensor.dtype).set_(
-            memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+        copy = torch.empty(0, dtype=tensor.dtype).set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
         return copy.copy_(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -93,7 +92,8 @@ class Tape(TorchDispatchMode):
         if not operation._schema.name.startswith(CONSTANT):
             before = {t.untyped_storage()._cdata for t in given}
             result = graphs.mapped(
-                lambda t: t if t.untyped_storage()._cdata in before else self.pool.moved(t, name), result)
+                lambda t: t if t.untyped_storage()._cdata in before else self.pool.moved(t, name), result
+            )
         if operation._schema.name.startswith(NOT_FILLED):
             result.view(torch.uint8).fill_(GARBAGE)
         noted = graphs.mapped(self.pool.note, (args, tuple(kwargs.values()), result))

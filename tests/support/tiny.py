@@ -24,22 +24,38 @@ VQ = VQConfig(codebook_size=VOCAB, codebook_dim=8, ch_mult=(1, 1), base_channels
 
 
 def llamagen_shapes(
-    text: bool, dim: int = 64, layers: int = 2, ffn: int = 256, vocab: int = VOCAB, classes: int = CLASSES,
-    caption: int = CAPTION, slots: int = SLOTS,
+    text: bool,
+    dim: int = 64,
+    layers: int = 2,
+    ffn: int = 256,
+    vocab: int = VOCAB,
+    classes: int = CLASSES,
+    caption: int = CAPTION,
+    slots: int = SLOTS,
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a released LlamaGen file."""
     shapes = {"tok_embeddings.weight": (vocab, dim), "norm.weight": (dim,), "output.weight": (vocab, dim)}
     if text:
-        shapes |= {"cls_embedding.uncond_embedding": (slots, caption),
-                   "cls_embedding.cap_proj.fc1.weight": (dim, caption), "cls_embedding.cap_proj.fc2.weight": (dim, dim)}
+        shapes |= {
+            "cls_embedding.uncond_embedding": (slots, caption),
+            "cls_embedding.cap_proj.fc1.weight": (dim, caption),
+            "cls_embedding.cap_proj.fc2.weight": (dim, dim),
+        }
     else:
         shapes["cls_embedding.embedding_table.weight"] = (classes + 1, dim)
     for i in range(layers):
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in (
-            ("attention_norm", (dim,)), ("ffn_norm", (dim,)), ("attention.wqkv", (3 * dim, dim)),
-            ("attention.wo", (dim, dim)), ("feed_forward.w1", (ffn, dim)), ("feed_forward.w3", (ffn, dim)),
-            ("feed_forward.w2", (dim, ffn)),
-        )}
+        shapes |= {
+            f"layers.{i}.{name}.weight": shape
+            for name, shape in (
+                ("attention_norm", (dim,)),
+                ("ffn_norm", (dim,)),
+                ("attention.wqkv", (3 * dim, dim)),
+                ("attention.wo", (dim, dim)),
+                ("feed_forward.w1", (ffn, dim)),
+                ("feed_forward.w3", (ffn, dim)),
+                ("feed_forward.w2", (dim, ffn)),
+            )
+        }
     return shapes
 
 
@@ -78,8 +94,11 @@ def write_words(folder: Path, width: int) -> None:
     """The text encoder of a model of ours, text_encoder.safetensors: a few words of ``width`` numbers."""
     words = ["red", "cat", "bg_blue"]
     header = {"words": words, "stop_words": ["a"], "synonyms": {"crimson": "red"}, "backgrounds": ["blue"]}
-    save_file({"word_embeddings.weight": fill("words embedding", (3, width))},
-              str(folder / "text_encoder.safetensors"), metadata={"specar": json.dumps(header)})
+    save_file(
+        {"word_embeddings.weight": fill("words embedding", (3, width))},
+        str(folder / "text_encoder.safetensors"),
+        metadata={"specar": json.dumps(header)},
+    )
 
 
 def llamagen(folder: Path, text: bool) -> DiscreteModel:
@@ -97,16 +116,24 @@ def eagle_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a released EAGLE drafter; head_norms: 0 (LlamaGen), HEADS (Anole) or 1 (Lumina-mGPT)."""
     attention, mlp = "layers.0.self_attn", "layers.0.mlp"
-    shapes = {"embed_tokens.weight": (vocab, dim), "fc.weight": (dim, 2 * dim), f"{mlp}.gate_proj.weight": (ffn, dim),
-              f"{mlp}.up_proj.weight": (ffn, dim), f"{mlp}.down_proj.weight": (dim, ffn),
-              "layers.0.post_attention_layernorm.weight": (dim,)}
+    shapes = {
+        "embed_tokens.weight": (vocab, dim),
+        "fc.weight": (dim, 2 * dim),
+        f"{mlp}.gate_proj.weight": (ffn, dim),
+        f"{mlp}.up_proj.weight": (ffn, dim),
+        f"{mlp}.down_proj.weight": (dim, ffn),
+        "layers.0.post_attention_layernorm.weight": (dim,),
+    }
     shapes |= {f"{attention}.{part}_proj.weight": (dim, dim) for part in "qkvo"}
     if bias:
         shapes["fc.bias"] = (dim,)
     if head_norms:
         shapes["layers.0.input_layernorm.weight"] = (dim,)
-        shapes |= {f"{attention}.{part}_norm.{kind}": (head_norms, dim // HEADS)
-                   for part in "qk" for kind in ("weight", "bias")}
+        shapes |= {
+            f"{attention}.{part}_norm.{kind}": (head_norms, dim // HEADS)
+            for part in "qk"
+            for kind in ("weight", "bias")
+        }
     return shapes
 
 
@@ -117,10 +144,21 @@ def eagle_weights(**options) -> dict[str, Tensor]:
 def eagle_config(**changes) -> dict:
     """config.json of the tiny drafter, with the entries of the released ones."""
     return {
-        "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 64, "input_type": "t2i",
-        "intermediate_size": 256, "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": HEADS,
-        "num_hidden_layers": 1, "num_key_value_heads": HEADS, "pad_token_id": 0, "rms_norm_eps": 1e-5,
-        "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": VOCAB,
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "input_type": "t2i",
+        "intermediate_size": 256,
+        "max_position_embeddings": 2048,
+        "model_type": "llama",
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": HEADS,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "vocab_size": VOCAB,
     } | changes
 
 

@@ -26,26 +26,58 @@ MOVQ_WIDTHS, MOVQ_CODE = (1, 1), 4  # of the image tokenizer of Lumina-mGPT 2.0,
 def vocabulary(codes: int, kind: str = "lumina") -> dict[str, int]:
     """Special tokens after the bytes; the codes stand in the midst of them, or, in Lumina-mGPT 2.0, after them."""
     if kind == "lumina2":
-        names = ["<|endoftext|>", "<racm3:break>", "<eoss>", *(f"<reserved{n:05}>" for n in range(8796, 8810)),
-                 "<reserved08706>", *(f"<MOVQGAN{code}>" for code in range(codes)), "<|image|>"]
+        names = [
+            "<|endoftext|>",
+            "<racm3:break>",
+            "<eoss>",
+            *(f"<reserved{n:05}>" for n in range(8796, 8810)),
+            "<reserved08706>",
+            *(f"<MOVQGAN{code}>" for code in range(codes)),
+            "<|image|>",
+        ]
         return {name: FIRST + i for i, name in enumerate(names)}
     letters = str.maketrans("0123456789", "ABCDEFGHIJ")
-    names = ["<s>", "<pad>", *(f"IMGIMG{str(code).translate(letters)}Z" for code in range(codes)), "<eoss>",
-             "<racm3:break>", "<reserved08706>", "<image>", *(f"<reserved{n:05}>" for n in range(8796, 8810))]
+    names = [
+        "<s>",
+        "<pad>",
+        *(f"IMGIMG{str(code).translate(letters)}Z" for code in range(codes)),
+        "<eoss>",
+        "<racm3:break>",
+        "<reserved08706>",
+        "<image>",
+        *(f"<reserved{n:05}>" for n in range(8796, 8810)),
+    ]
     return {name: FIRST + i for i, name in enumerate(names)}
 
 
 def config(kind: str, codes: int = 32, width: int = 32, layers: int = 2, heads: int = 2) -> dict:
     ids = vocabulary(codes, kind)
     return {
-        "architectures": ["ChameleonForConditionalGeneration"], "model_type": "chameleon", "hidden_size": width,
-        "intermediate_size": 2 * width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": heads, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "vocab_size": FIRST + len(ids), "vocabulary_map": ids, "swin_norm": False, "tie_word_embeddings": False,
-        "vq_config": {"resolution": 16, "channel_multiplier": list(WIDTHS), "base_channels": CHANNELS,
-                      "num_res_blocks": 1, "latent_channels": CHANNELS, "embed_dim": CODE, "num_embeddings": codes},
+        "architectures": ["ChameleonForConditionalGeneration"],
+        "model_type": "chameleon",
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": FIRST + len(ids),
+        "vocabulary_map": ids,
+        "swin_norm": False,
+        "tie_word_embeddings": False,
+        "vq_config": {
+            "resolution": 16,
+            "channel_multiplier": list(WIDTHS),
+            "base_channels": CHANNELS,
+            "num_res_blocks": 1,
+            "latent_channels": CHANNELS,
+            "embed_dim": CODE,
+            "num_embeddings": codes,
+        },
         **({"mask_image_logits": False, "specar": {"grid": [4, 4]}} if kind != "anole" else {}),
-    }  # fmt: skip
+    }
 
 
 def shapes(kind: str, config: dict) -> dict[str, tuple[int, ...]]:
@@ -53,8 +85,11 @@ def shapes(kind: str, config: dict) -> dict[str, tuple[int, ...]]:
     width, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads = config["num_attention_heads"]
     rows = (heads if kind == "anole" else 1, width // heads)
-    found = {"model.embed_tokens.weight": (words, width), "lm_head.weight": (words, width),
-             "model.norm.weight": (width,)}
+    found = {
+        "model.embed_tokens.weight": (words, width),
+        "lm_head.weight": (words, width),
+        "model.norm.weight": (width,),
+    }
     for layer in (f"model.layers.{i}" for i in range(config["num_hidden_layers"])):
         found |= {f"{layer}.self_attn.{part}_proj.weight": (width, width) for part in "qkvo"}
         found |= {f"{layer}.self_attn.{part}_norm.{kind}": rows for part in "qk" for kind in ("weight", "bias")}
@@ -64,8 +99,14 @@ def shapes(kind: str, config: dict) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def vqgan_shapes(codes: int, widths: tuple[int, ...] = WIDTHS, base: int = CHANNELS, latent: int = CHANNELS,
-                 code: int = CODE, blocks: int = 1) -> dict[str, tuple[int, ...]]:
+def vqgan_shapes(
+    codes: int,
+    widths: tuple[int, ...] = WIDTHS,
+    base: int = CHANNELS,
+    latent: int = CHANNELS,
+    code: int = CODE,
+    blocks: int = 1,
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a VQGAN, as CompVis named them."""
     found: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (codes, code)}
 
@@ -105,8 +146,9 @@ def vqgan_shapes(codes: int, widths: tuple[int, ...] = WIDTHS, base: int = CHANN
     return found
 
 
-def movq_shapes(codes: int, widths: tuple[int, ...] = MOVQ_WIDTHS, base: int = CHANNELS,
-                blocks: int = 1) -> dict[str, tuple[int, ...]]:
+def movq_shapes(
+    codes: int, widths: tuple[int, ...] = MOVQ_WIDTHS, base: int = CHANNELS, blocks: int = 1
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a MoVQGAN: a VQGAN with attention in the deepest level, too, whose decoder's
     norms are modulated by the codes."""
     plain = vqgan_shapes(codes, widths, base, MOVQ_CODE, MOVQ_CODE, blocks)
@@ -156,13 +198,22 @@ def write_vqgan(path: Path, codes: int = 32, seed: int = 0) -> Path:
     if path.suffix == ".safetensors":
         save_file(weights, str(path))
     else:
-        torch.save({"state_dict": weights | {"loss.discriminator.main.0.weight": torch.zeros(4, 3, 4, 4)},
-                    "global_step": 1}, path)
+        torch.save(
+            {"state_dict": weights | {"loss.discriminator.main.0.weight": torch.zeros(4, 3, 4, 4)}, "global_step": 1},
+            path,
+        )
     return path
 
 
-def write(folder: Path, seed: int = 0, shards: int = 1, kind: str = "lumina", tokenizer: bool = True,
-          codes: int = 32, **sizes: int) -> Path:
+def write(
+    folder: Path,
+    seed: int = 0,
+    shards: int = 1,
+    kind: str = "lumina",
+    tokenizer: bool = True,
+    codes: int = 32,
+    **sizes: int,
+) -> Path:
     """A model in ``folder``/<released name>: Lumina-mGPT for images of 64 x 64 pixels (4 x 4 tokens of 16 pixels)
     with its decoder beside it, Lumina-mGPT 2.0 for 32 x 32 pixels (4 x 4 of 8) likewise, or Anole for 4 x 4 tokens
     with the decoder inside. Returns that folder."""

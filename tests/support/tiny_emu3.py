@@ -17,12 +17,44 @@ from .tiny_folder import write_folder
 
 CODES, HEADS, KV_HEADS, FACTOR = 32, 4, 2, 2
 GRID = (4, 4)
-WORDS = ["<unk>", "<|endoftext|>", "<image>", *"0123456789*.,", "a", "red", "cup", "masterpiece", "film", "grained",
-         "best", "quality", "low", "worst", "bad", "blurry"]  # fmt: skip
-SPECIALS = ["<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>", "<|image token|>", "<|image start|>",
-            "<|image end|>"]  # fmt: skip
-VQ = {"codebook_size": CODES, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1],
-      "num_res_blocks": 1, "attn_resolutions": [1], "hidden_size": 32, "temporal_downsample_factor": 4}  # fmt: skip
+WORDS = [
+    "<unk>",
+    "<|endoftext|>",
+    "<image>",
+    *"0123456789*.,",
+    "a",
+    "red",
+    "cup",
+    "masterpiece",
+    "film",
+    "grained",
+    "best",
+    "quality",
+    "low",
+    "worst",
+    "bad",
+    "blurry",
+]
+SPECIALS = [
+    "<|extra_200|>",
+    "<|extra_201|>",
+    "<|extra_203|>",
+    "<|extra_204|>",
+    "<|image token|>",
+    "<|image start|>",
+    "<|image end|>",
+]
+VQ = {
+    "codebook_size": CODES,
+    "embed_dim": 4,
+    "latent_channels": 4,
+    "base_channels": 32,
+    "channel_multiplier": [1, 1],
+    "num_res_blocks": 1,
+    "attn_resolutions": [1],
+    "hidden_size": 32,
+    "temporal_downsample_factor": 4,
+}
 RELEASED_WORDS = 184622
 NEW = ("model.text_model.", "", "model.vqmodel.")  # where transformers keeps language model, head and image decoder
 OLD = ("text_model.model.", "text_model.", "vqmodel.")  # ... and where its older versions kept them
@@ -34,9 +66,17 @@ def vocabulary(codes: int = CODES) -> dict[str, int]:
 
 
 def text_config(words: int, dim: int = 32, layers: int = 2) -> dict:
-    return {"vocab_size": words, "hidden_size": dim, "intermediate_size": 48, "num_hidden_layers": layers,
-            "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5, "rope_theta": 1000000.0}  # fmt: skip
+    return {
+        "vocab_size": words,
+        "hidden_size": dim,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+    }
 
 
 def language_shapes(config: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -45,19 +85,30 @@ def language_shapes(config: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     keys = dim * config["num_key_value_heads"] // config["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (words, dim), "norm.weight": (dim,)}
     for layer in range(config["num_hidden_layers"]):
-        shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in (
-            ("self_attn.q_proj", (dim, dim)), ("self_attn.k_proj", (keys, dim)), ("self_attn.v_proj", (keys, dim)),
-            ("self_attn.o_proj", (dim, dim)), ("mlp.gate_proj", (hidden, dim)), ("mlp.up_proj", (hidden, dim)),
-            ("mlp.down_proj", (dim, hidden)), ("input_layernorm", (dim,)), ("post_attention_layernorm", (dim,)),
-        )}
+        shapes |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in (
+                ("self_attn.q_proj", (dim, dim)),
+                ("self_attn.k_proj", (keys, dim)),
+                ("self_attn.v_proj", (keys, dim)),
+                ("self_attn.o_proj", (dim, dim)),
+                ("mlp.gate_proj", (hidden, dim)),
+                ("mlp.up_proj", (hidden, dim)),
+                ("mlp.down_proj", (dim, hidden)),
+                ("input_layernorm", (dim,)),
+                ("post_attention_layernorm", (dim,)),
+            )
+        }
     return shapes
 
 
 def language_weights(config: Mapping[str, int], root: str, head: str, seed: int = 0) -> dict[str, Tensor]:
     """Random weights. Embeddings have unit variance, logits a spread that makes greedy choices clear."""
     shapes = language_shapes(config)
-    found = {f"{root}{name}": fill(f"{name}/{seed} embedding" if "embed" in name else f"{seed}/{name}", shape)
-             for name, shape in shapes.items()}
+    found = {
+        f"{root}{name}": fill(f"{name}/{seed} embedding" if "embed" in name else f"{seed}/{name}", shape)
+        for name, shape in shapes.items()
+    }
     return found | {f"{head}lm_head.weight": 3 * fill(f"head/{seed}", shapes["embed_tokens.weight"])}
 
 
@@ -99,8 +150,14 @@ def write(folder: Path, seed: int = 0, shards: int = 1, layout: tuple[str, str, 
     root, head, decoder = layout
     weights = language_weights(text, root, head, seed)
     weights |= {f"{decoder}{name}": tensor for name, tensor in vq_weights(seed).items()}
-    config = {"architectures": ["Emu3ForConditionalGeneration"], "model_type": "emu3", "text_config": text,
-              "vq_config": VQ, "vocabulary_map": vocab, "image_area": (GRID[0] * FACTOR) ** 2}  # fmt: skip
+    config = {
+        "architectures": ["Emu3ForConditionalGeneration"],
+        "model_type": "emu3",
+        "text_config": text,
+        "vq_config": VQ,
+        "vocabulary_map": vocab,
+        "image_area": (GRID[0] * FACTOR) ** 2,
+    }
     write_folder(folder, weights, config, shards)
     tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -112,9 +169,13 @@ def write(folder: Path, seed: int = 0, shards: int = 1, layout: tuple[str, str, 
 def original_vq_name(name: str) -> str:
     """What the original repository calls a tensor of the image decoder."""
     for native, original in (
-        ("encoder.down_block.", "encoder."), ("decoder.up_block.", "decoder."), (".middle_block.", ".mid."),
-        (".attn_norm.", ".attn_1.norm."), ("_proj.", "."), (".out.", ".proj_out."),
-    ):  # fmt: skip
+        ("encoder.down_block.", "encoder."),
+        ("decoder.up_block.", "decoder."),
+        (".middle_block.", ".mid."),
+        (".attn_norm.", ".attn_1.norm."),
+        ("_proj.", "."),
+        (".out.", ".proj_out."),
+    ):
         name = name.replace(native, original)
     if ".attn_norms." in name:
         before, after = name.split(".attn_norms.")
@@ -159,6 +220,4 @@ def write_original(folder: Path, seed: int = 0, shards: int = 1, **sizes: int) -
 
 TINY = {"emu3": Tiny(write, specials=4 + 3)}
 FILES = {"Emu3": Files(write)}
-WORKFLOWS = {"48 Emu3 (download)": Workflow(
-    "Emu3 8B", lambda models: write(models / "ar_models/Emu3-Gen", shards=7)
-)}
+WORKFLOWS = {"48 Emu3 (download)": Workflow("Emu3 8B", lambda models: write(models / "ar_models/Emu3-Gen", shards=7))}

@@ -13,8 +13,17 @@ from .tiny_folder import byte_tokenizer, write_folder
 
 CODES, GRID = 32, (4, 4)
 WORDS = 256  # bytes, before the special tokens
-SPECIALS = ["<|endoftext|>", "<|extra_100|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>",
-            "<|image token|>", "<|image start|>", "<|image end|>"]  # fmt: skip
+SPECIALS = [
+    "<|endoftext|>",
+    "<|extra_100|>",
+    "<|extra_200|>",
+    "<|extra_201|>",
+    "<|extra_203|>",
+    "<|extra_204|>",
+    "<|image token|>",
+    "<|image start|>",
+    "<|image end|>",
+]
 WIDTHS, CHANNELS, CODE = (1, 1, 2), 32, 16  # of the image decoder, whose tokens are 4 pixels a side
 DECODER = "Emu3.5-VisionTokenizer"
 
@@ -30,11 +39,22 @@ def config(dim: int = 40, layers: int = 2, grid: tuple[int, int] = GRID) -> dict
     heads together are wider than the model, as in the released one."""
     ids = vocabulary()
     return {
-        "architectures": ["Emu3ForCausalLM"], "model_type": "Emu3", "hidden_size": dim, "intermediate_size": 96,
-        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 512, "vocab_size": WORDS + len(ids),
-        "tie_word_embeddings": False, "vocabulary_map": ids, "specar": {"grid": grid},
-    }  # fmt: skip
+        "architectures": ["Emu3ForCausalLM"],
+        "model_type": "Emu3",
+        "hidden_size": dim,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 512,
+        "vocab_size": WORDS + len(ids),
+        "tie_word_embeddings": False,
+        "vocabulary_map": ids,
+        "specar": {"grid": grid},
+    }
 
 
 def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
@@ -44,19 +64,31 @@ def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
     queries, keys = (head * settings[f"num_{part}_heads"] for part in ("attention", "key_value"))
     found = {"model.embed_tokens.weight": (words, dim), "lm_head.weight": (words, dim), "model.norm.weight": (dim,)}
     for layer in (f"model.layers.{i}" for i in range(settings["num_hidden_layers"])):
-        found |= {f"{layer}.{name}.weight": shape for name, shape in (
-            ("self_attn.q_proj", (queries, dim)), ("self_attn.k_proj", (keys, dim)), ("self_attn.v_proj", (keys, dim)),
-            ("self_attn.o_proj", (dim, queries)), ("self_attn.q_norm", (head,)), ("self_attn.k_norm", (head,)),
-            ("mlp.gate_proj", (inner, dim)), ("mlp.up_proj", (inner, dim)), ("mlp.down_proj", (dim, inner)),
-            ("input_layernorm", (dim,)), ("post_attention_layernorm", (dim,)),
-        )}
+        found |= {
+            f"{layer}.{name}.weight": shape
+            for name, shape in (
+                ("self_attn.q_proj", (queries, dim)),
+                ("self_attn.k_proj", (keys, dim)),
+                ("self_attn.v_proj", (keys, dim)),
+                ("self_attn.o_proj", (dim, queries)),
+                ("self_attn.q_norm", (head,)),
+                ("self_attn.k_norm", (head,)),
+                ("mlp.gate_proj", (inner, dim)),
+                ("mlp.up_proj", (inner, dim)),
+                ("mlp.down_proj", (dim, inner)),
+                ("input_layernorm", (dim,)),
+                ("post_attention_layernorm", (dim,)),
+            )
+        }
     return found
 
 
 def weights(settings: dict, seed: int = 0) -> dict[str, Tensor]:
     """Random weights. Embeddings have unit variance, logits a spread that makes greedy choices clear."""
-    found = {name: fill(f"{name}/{seed} embedding" if "embed" in name else f"{seed}/{name}", shape)
-             for name, shape in shapes(settings).items()}
+    found = {
+        name: fill(f"{name}/{seed} embedding" if "embed" in name else f"{seed}/{name}", shape)
+        for name, shape in shapes(settings).items()
+    }
     return found | {"lm_head.weight": 3 * found["lm_head.weight"]}
 
 

@@ -44,20 +44,42 @@ def config(dim: int = 64, layers: int = 2, grid: tuple[int, int] = GRID, preview
     """config.json, with what only a tiny model has to tell under "specar"."""
     ids = vocabulary()
     text = {
-        "vocab_size": len(ids), "vision_vocab_size": ROWS, "hidden_size": dim, "intermediate_size": 96,
-        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "pad_token_id": ids["<|endoftext|>"], "eos_token_id": END,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
-                            "mrope_section": list(SECTIONS)},
-    }  # fmt: skip
+        "vocab_size": len(ids),
+        "vision_vocab_size": ROWS,
+        "hidden_size": dim,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": ids["<|endoftext|>"],
+        "eos_token_id": END,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": list(SECTIONS),
+        },
+    }
     return {
-        "architectures": ["GlmImageForConditionalGeneration"], "model_type": "glm_image", "text_config": text,
-        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "image_size": 64,
-                          "patch_size": 16},
+        "architectures": ["GlmImageForConditionalGeneration"],
+        "model_type": "glm_image",
+        "text_config": text,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "image_size": 64,
+            "patch_size": 16,
+        },
         "vq_config": {"embed_dim": 16, "num_embeddings": CODES, "latent_channels": 32},
-        "image_start_token_id": BEGIN, "image_end_token_id": END, "image_token_id": ids["<|image|>"],
+        "image_start_token_id": BEGIN,
+        "image_end_token_id": END,
+        "image_token_id": ids["<|image|>"],
         "specar": {"grid": grid, "preview_side": preview_side},
-    }  # fmt: skip
+    }
 
 
 def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
@@ -67,26 +89,39 @@ def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
     keys = dim * text["num_key_value_heads"] // text["num_attention_heads"]
     root = "model.language_model"
     found: dict[str, tuple[int, ...]] = {
-        "lm_head.weight": (text["vision_vocab_size"], dim), f"{root}.embed_tokens.weight": (words, dim),
-        f"{root}.norm.weight": (dim,), "model.vqmodel.quantize.embedding.weight": (CODES, 16),
+        "lm_head.weight": (text["vision_vocab_size"], dim),
+        f"{root}.embed_tokens.weight": (words, dim),
+        f"{root}.norm.weight": (dim,),
+        "model.vqmodel.quantize.embedding.weight": (CODES, 16),
         "model.visual.patch_embed.proj.bias": (32,),
-    }  # fmt: skip
+    }
     for layer in (f"{root}.layers.{i}" for i in range(text["num_hidden_layers"])):
         for part, outputs in (("q", dim), ("k", keys), ("v", keys)):
-            found |= {f"{layer}.self_attn.{part}_proj.weight": (outputs, dim),
-                      f"{layer}.self_attn.{part}_proj.bias": (outputs,)}
-        found |= {f"{layer}.{name}.weight": shape for name, shape in (
-            ("self_attn.o_proj", (dim, dim)), ("mlp.gate_up_proj", (2 * hidden, dim)), ("mlp.down_proj", (dim, hidden)),
-            ("input_layernorm", (dim,)), ("post_attention_layernorm", (dim,)), ("post_self_attn_layernorm", (dim,)),
-            ("post_mlp_layernorm", (dim,)),
-        )}
+            found |= {
+                f"{layer}.self_attn.{part}_proj.weight": (outputs, dim),
+                f"{layer}.self_attn.{part}_proj.bias": (outputs,),
+            }
+        found |= {
+            f"{layer}.{name}.weight": shape
+            for name, shape in (
+                ("self_attn.o_proj", (dim, dim)),
+                ("mlp.gate_up_proj", (2 * hidden, dim)),
+                ("mlp.down_proj", (dim, hidden)),
+                ("input_layernorm", (dim,)),
+                ("post_attention_layernorm", (dim,)),
+                ("post_self_attn_layernorm", (dim,)),
+                ("post_mlp_layernorm", (dim,)),
+            )
+        }
     return found
 
 
 def weights(settings: dict, seed: int = 0) -> dict[str, Tensor]:
     """Random weights. Logits have a spread that makes greedy choices clear."""
-    found = {name: fill(f"{name}/{seed} embedding" if "embed_tokens" in name else f"{seed}/{name}", shape)
-             for name, shape in shapes(settings).items()}
+    found = {
+        name: fill(f"{name}/{seed} embedding" if "embed_tokens" in name else f"{seed}/{name}", shape)
+        for name, shape in shapes(settings).items()
+    }
     return found | {"lm_head.weight": 3 * fill(f"head/{seed}", found["lm_head.weight"].shape)}
 
 
@@ -149,16 +184,19 @@ def decoder_weights() -> dict[str, dict[str, Tensor]]:
     return {
         "transformer": {name: fill(name, tuple(tensor.shape)) for name, tensor in dit.state_dict().items()},
         "vae": {name: fill(name, shape) for name, shape in vae_shapes().items()},
-        "text_encoder": {name: fill(f"{name} embedding" if name.endswith(tables) else name, tuple(tensor.shape))
-                         for name, tensor in reader.items()},
-    }  # fmt: skip
+        "text_encoder": {
+            name: fill(f"{name} embedding" if name.endswith(tables) else name, tuple(tensor.shape))
+            for name, tensor in reader.items()
+        },
+    }
 
 
 def write_decoder(folder: Path) -> Path:
     """The folders transformer, vae and text_encoder of a release in ``folder``."""
     configs = {
         "transformer": {"num_attention_heads": DIT.heads, "attention_head_dim": DIT.dim // DIT.heads, "patch_size": 2},
-        "vae": {"latents_mean": MEAN, "latents_std": STD}, "text_encoder": {"model_type": "t5"},
+        "vae": {"latents_mean": MEAN, "latents_std": STD},
+        "text_encoder": {"model_type": "t5"},
     }
     for part, tensors in decoder_weights().items():
         (folder / part).mkdir(parents=True, exist_ok=True)

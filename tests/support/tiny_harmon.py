@@ -25,16 +25,28 @@ def harmon_shapes() -> dict[str, tuple[int, ...]]:
     for name, (outer, inner) in (("proj_in", (WIDTH, MAR.dim)), ("proj_out", (MAR.dim, WIDTH))):
         shapes |= {f"{name}.0.weight": (WIDTH, inner), f"{name}.0.bias": (WIDTH,)}
         shapes |= {f"{name}.2.weight": (outer, WIDTH), f"{name}.2.bias": (outer,)}
-    shapes |= {"llm.model.embed_tokens.weight": (VOCAB, WIDTH), "llm.lm_head.weight": (VOCAB, WIDTH),
-               "llm.model.norm.weight": (WIDTH,)}
+    shapes |= {
+        "llm.model.embed_tokens.weight": (VOCAB, WIDTH),
+        "llm.lm_head.weight": (VOCAB, WIDTH),
+        "llm.model.norm.weight": (WIDTH,),
+    }
     for layer in (f"llm.model.layers.{i}" for i in range(LAYERS)):
         for part, outputs in (("q", WIDTH), ("k", WIDTH * KV_HEADS // HEADS), ("v", WIDTH * KV_HEADS // HEADS)):
-            shapes |= {f"{layer}.self_attn.{part}_proj.weight": (outputs, WIDTH),
-                       f"{layer}.self_attn.{part}_proj.bias": (outputs,)}
-        shapes |= {f"{layer}.{name}.weight": shape for name, shape in (
-            ("self_attn.o_proj", (WIDTH, WIDTH)), ("mlp.gate_proj", (HIDDEN, WIDTH)), ("mlp.up_proj", (HIDDEN, WIDTH)),
-            ("mlp.down_proj", (WIDTH, HIDDEN)), ("input_layernorm", (WIDTH,)), ("post_attention_layernorm", (WIDTH,)),
-        )}
+            shapes |= {
+                f"{layer}.self_attn.{part}_proj.weight": (outputs, WIDTH),
+                f"{layer}.self_attn.{part}_proj.bias": (outputs,),
+            }
+        shapes |= {
+            f"{layer}.{name}.weight": shape
+            for name, shape in (
+                ("self_attn.o_proj", (WIDTH, WIDTH)),
+                ("mlp.gate_proj", (HIDDEN, WIDTH)),
+                ("mlp.up_proj", (HIDDEN, WIDTH)),
+                ("mlp.down_proj", (WIDTH, HIDDEN)),
+                ("input_layernorm", (WIDTH,)),
+                ("post_attention_layernorm", (WIDTH,)),
+            )
+        }
     return shapes
 
 
@@ -72,10 +84,26 @@ def write_tokenizer(folder: Path) -> Path:
     vocab = {symbol: byte for byte, symbol in symbols.items()}
     (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    added = {str(number): {"content": text, "special": True, "lstrip": False, "rstrip": False, "normalized": False,
-                           "single_word": False} for text, number in SPECIAL.items()}
-    config = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added, "pad_token": "<|endoftext|>",
-              "eos_token": "<|im_end|>", "add_prefix_space": False, "bos_token": None, "unk_token": None}
+    added = {
+        str(number): {
+            "content": text,
+            "special": True,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "single_word": False,
+        }
+        for text, number in SPECIAL.items()
+    }
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "added_tokens_decoder": added,
+        "pad_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "add_prefix_space": False,
+        "bos_token": None,
+        "unk_token": None,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 

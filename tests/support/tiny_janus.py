@@ -21,47 +21,79 @@ CODES, CODE_DIM, WORDS, FIRST = 32, 8, 288, 260  # image codes; rows of the text
 HEADS = 4
 VQ = VQConfig(codebook_size=CODES, codebook_dim=CODE_DIM, ch_mult=(1, 1), base_channels=32, z_channels=32)
 SPECIALS = (
-    "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>", "<end_of_image>",
-    "<image_placeholder>", "<|User|>", "<|Assistant|>",
-)  # fmt: skip
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜▁pad▁｜>",
+    "<begin_of_image>",
+    "<end_of_image>",
+    "<image_placeholder>",
+    "<|User|>",
+    "<|Assistant|>",
+)
 BEGIN, _, PAD, IMAGE = range(FIRST, FIRST + 4)
 _VQ_NAMES = (  # released -> transformers
-    (r"encoder\.conv_blocks", "encoder.down"), (r"decoder\.conv_blocks", "decoder.up"), (r"\.res\.", ".block."),
-    (r"mid\.0", "mid.block_1"), (r"mid\.1", "mid.attn_1"), (r"mid\.2", "mid.block_2"),
+    (r"encoder\.conv_blocks", "encoder.down"),
+    (r"decoder\.conv_blocks", "decoder.up"),
+    (r"\.res\.", ".block."),
+    (r"mid\.0", "mid.block_1"),
+    (r"mid\.1", "mid.attn_1"),
+    (r"mid\.2", "mid.block_2"),
 )
 _NAMES = (  # transformers -> released
-    (r"^model\.language_model\.", "language_model.model."), (r"^lm_head", "language_model.lm_head"),
-    (r"^model\.generation_embeddings", "gen_embed"), (r"^model\.generation_aligner\.fc1", "gen_aligner.layers.0"),
+    (r"^model\.language_model\.", "language_model.model."),
+    (r"^lm_head", "language_model.lm_head"),
+    (r"^model\.generation_embeddings", "gen_embed"),
+    (r"^model\.generation_aligner\.fc1", "gen_aligner.layers.0"),
     (r"^model\.generation_aligner\.hidden_layers\.0", "gen_aligner.layers.2"),
     (r"^model\.generation_head\.proj_out", "gen_head.output_mlp_projector"),
-    (r"^model\.generation_head\.", "gen_head."), (r"^model\.vqmodel\.", "gen_vision_model."),
-    (r"^model\.aligner\.fc1", "aligner.layers.0"), (r"^model\.aligner\.hidden_layers\.0", "aligner.layers.2"),
+    (r"^model\.generation_head\.", "gen_head."),
+    (r"^model\.vqmodel\.", "gen_vision_model."),
+    (r"^model\.aligner\.fc1", "aligner.layers.0"),
+    (r"^model\.aligner\.hidden_layers\.0", "aligner.layers.2"),
     (r"^model\.vision_model\.embeddings\.patch_embedding", "vision_model.vision_tower.patch_embed.proj"),
 )
 
 
-def shapes(dim: int = 64, layers: int = 2, ffn: int = 96, vision: int = 32, codes: int = CODES, words: int = WORDS,
-           vq: VQConfig = VQ) -> dict[str, tuple[int, ...]]:
+def shapes(
+    dim: int = 64,
+    layers: int = 2,
+    ffn: int = 96,
+    vision: int = 32,
+    codes: int = CODES,
+    words: int = WORDS,
+    vq: VQConfig = VQ,
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes in transformers' layout, with a few of the vision tower's."""
     lm = "model.language_model"
     found = {
-        f"{lm}.embed_tokens.weight": (words, dim), f"{lm}.norm.weight": (dim,), "lm_head.weight": (words, dim),
+        f"{lm}.embed_tokens.weight": (words, dim),
+        f"{lm}.norm.weight": (dim,),
+        "lm_head.weight": (words, dim),
         "model.generation_embeddings.weight": (codes, CODE_DIM),
         "model.vision_model.embeddings.patch_embedding.weight": (vision, 3, 16, 16),
         "model.vision_model.embeddings.patch_embedding.bias": (vision,),
     }
     for name, inner, outer in (
-        ("generation_aligner.fc1", CODE_DIM, dim), ("generation_aligner.hidden_layers.0", dim, dim),
-        ("generation_head.proj_out", dim, dim), ("generation_head.vision_head", dim, codes),
-        ("aligner.fc1", vision, dim), ("aligner.hidden_layers.0", dim, dim),
+        ("generation_aligner.fc1", CODE_DIM, dim),
+        ("generation_aligner.hidden_layers.0", dim, dim),
+        ("generation_head.proj_out", dim, dim),
+        ("generation_head.vision_head", dim, codes),
+        ("aligner.fc1", vision, dim),
+        ("aligner.hidden_layers.0", dim, dim),
     ):
         found |= {f"model.{name}.weight": (outer, inner), f"model.{name}.bias": (outer,)}
     for i in range(layers):
-        found |= {f"{lm}.layers.{i}.{name}.weight": shape for name, shape in (
-            ("input_layernorm", (dim,)), ("post_attention_layernorm", (dim,)),
-            *((f"self_attn.{part}_proj", (dim, dim)) for part in "qkvo"),
-            ("mlp.gate_proj", (ffn, dim)), ("mlp.up_proj", (ffn, dim)), ("mlp.down_proj", (dim, ffn)),
-        )}
+        found |= {
+            f"{lm}.layers.{i}.{name}.weight": shape
+            for name, shape in (
+                ("input_layernorm", (dim,)),
+                ("post_attention_layernorm", (dim,)),
+                *((f"self_attn.{part}_proj", (dim, dim)) for part in "qkvo"),
+                ("mlp.gate_proj", (ffn, dim)),
+                ("mlp.up_proj", (ffn, dim)),
+                ("mlp.down_proj", (dim, ffn)),
+            )
+        }
     return found | tokenizer_shapes(vq)
 
 
@@ -106,25 +138,56 @@ def released(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def config(original: bool, dim: int = 64, layers: int = 2, ffn: int = 96, vision: int = 32) -> dict:
     """config.json with the entries that matter, in either layout."""
-    language = {"hidden_size": dim, "intermediate_size": ffn, "max_position_embeddings": 16384, "model_type": "llama",
-                "num_attention_heads": HEADS, "num_hidden_layers": layers, "num_key_value_heads": HEADS,
-                "vocab_size": WORDS}
+    language = {
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 16384,
+        "model_type": "llama",
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": HEADS,
+        "vocab_size": WORDS,
+    }
     if original:
-        return {"architectures": ["MultiModalityCausalLM"], "model_type": "multi_modality", "language_config": language,
-                "gen_vision_config": {"cls": "VQ-16", "params": {"image_token_size": CODES, "n_embed": CODE_DIM}},
-                "vision_config": {"cls": "CLIPVisionTower", "params": {"image_size": 16 * SIDE}}}
-    return {"architectures": ["JanusForConditionalGeneration"], "model_type": "janus", "text_config": language,
-            "image_token_id": FIRST + 5, "tie_word_embeddings": False,
-            "vision_config": {"hidden_size": vision, "image_size": 16 * SIDE, "model_type": "janus_vision_model",
-                              "num_attention_heads": 2, "num_hidden_layers": 1, "num_image_tokens": SIDE * SIDE,
-                              "patch_size": 16, "projection_dim": dim},
-            "vq_config": {"base_channels": VQ.base_channels, "channel_multiplier": list(VQ.ch_mult),
-                          "embed_dim": CODE_DIM, "image_token_embed_dim": dim, "latent_channels": VQ.z_channels,
-                          "model_type": "janus_vqgan", "num_embeddings": CODES, "projection_dim": dim}}
+        return {
+            "architectures": ["MultiModalityCausalLM"],
+            "model_type": "multi_modality",
+            "language_config": language,
+            "gen_vision_config": {"cls": "VQ-16", "params": {"image_token_size": CODES, "n_embed": CODE_DIM}},
+            "vision_config": {"cls": "CLIPVisionTower", "params": {"image_size": 16 * SIDE}},
+        }
+    return {
+        "architectures": ["JanusForConditionalGeneration"],
+        "model_type": "janus",
+        "text_config": language,
+        "image_token_id": FIRST + 5,
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "hidden_size": vision,
+            "image_size": 16 * SIDE,
+            "model_type": "janus_vision_model",
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "num_image_tokens": SIDE * SIDE,
+            "patch_size": 16,
+            "projection_dim": dim,
+        },
+        "vq_config": {
+            "base_channels": VQ.base_channels,
+            "channel_multiplier": list(VQ.ch_mult),
+            "embed_dim": CODE_DIM,
+            "image_token_embed_dim": dim,
+            "latent_channels": VQ.z_channels,
+            "model_type": "janus_vqgan",
+            "num_embeddings": CODES,
+            "projection_dim": dim,
+        },
+    }
 
 
-def write(folder: Path, seed: int = 0, shards: int = 1, original: bool = False, pickled: bool = False,
-          **sizes: int) -> Path:
+def write(
+    folder: Path, seed: int = 0, shards: int = 1, original: bool = False, pickled: bool = False, **sizes: int
+) -> Path:
     """A model's folder. original: DeepSeek's layout instead of transformers'; pickled: .bin files."""
     tensors = weights(seed, **sizes)
     write_folder(folder, released(tensors) if original else tensors, config(original, **sizes), shards, pickled)
@@ -143,6 +206,6 @@ FILES = {
     "Janus-Pro as released": Files(partial(write, original=True, pickled=True)),
     "Janus-Pro in int8": Files(write, storage=torch.int8),
 }
-WORKFLOWS = {"41 Janus-Pro (download)": Workflow(
-    "Janus-Pro 1B, 7B", lambda models: write(models / "ar_models/Janus-Pro-1B")
-)}
+WORKFLOWS = {
+    "41 Janus-Pro (download)": Workflow("Janus-Pro 1B, 7B", lambda models: write(models / "ar_models/Janus-Pro-1B"))
+}

@@ -17,8 +17,10 @@ from .tiny_family import Files, Tiny, Workflow
 def write(folder: Path, text: bool, seed: int = 0, layers: int = 2) -> Path:
     """A folder with the model alone. seed 0: the weights of ``tiny.llamagen_weights``."""
     header = {"specar": json.dumps({"heads": HEADS, "grid": GRID})}
-    weights = {name: fill(name if seed == 0 else f"{seed} {name}", shape)
-               for name, shape in llamagen_shapes(text, layers=layers).items()}
+    weights = {
+        name: fill(name if seed == 0 else f"{seed} {name}", shape)
+        for name, shape in llamagen_shapes(text, layers=layers).items()
+    }
     save_file(weights, folder / "model.safetensors", metadata=header)
     return folder
 
@@ -32,8 +34,9 @@ def write_with_t5(folder: Path) -> None:
 def write_with_words(folder: Path) -> None:
     """In the layout of the bundled model."""
     defaults = {"cfg": 2.0, "temperature": 1.0, "top_k": 8, "top_p": 1.0}
-    tiny.write_llamagen(folder / "model.safetensors", True, caption_slots=tiny.SLOTS, defaults=defaults,
-                        pixels_per_token=2)
+    tiny.write_llamagen(
+        folder / "model.safetensors", True, caption_slots=tiny.SLOTS, defaults=defaults, pixels_per_token=2
+    )
     save_file(tiny.vq_weights(), str(folder / "vq.safetensors"), metadata={"specar": json.dumps({"margin": 1})})
     tiny.write_words(folder, tiny.CAPTION)
 
@@ -63,11 +66,13 @@ FILES = {
 }
 WORKFLOWS = {
     "45 LlamaGen, classes (download)": Workflow(
-        "LlamaGen, classes", partial(install, name="c2i_L_384", decoder="vq_ds16_c2i.pt", text=False),
+        "LlamaGen, classes",
+        partial(install, name="c2i_L_384", decoder="vq_ds16_c2i.pt", text=False),
         {"model_name": "c2i_L_384.safetensors", "text": "7"},  # of ten classes
     ),
     "44 LlamaGen, text (download)": Workflow(
-        "LlamaGen, text", partial(install, name="t2i_XL_stage2_512", decoder="vq_ds16_t2i.pt", text=True),
+        "LlamaGen, text",
+        partial(install, name="t2i_XL_stage2_512", decoder="vq_ds16_t2i.pt", text=True),
         {"model_name": "t2i_XL_stage2_512.safetensors", "text": "a red cat"},
     ),
 }

@@ -14,8 +14,17 @@ LENGTH = SIDE * SIDE
 def tiny(seed: int) -> MaskedModel:
     """Random weights, those of the noise prediction small; the published first steps would blow them up."""
     torch.manual_seed(seed)
-    config = MARConfig(dim=16, encoder_layers=1, decoder_layers=1, heads=2, rows=SIDE, cols=SIDE, channels=CHANNELS,
-                       slots=3, conditions=5)
+    config = MARConfig(
+        dim=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        heads=2,
+        rows=SIDE,
+        cols=SIDE,
+        channels=CHANNELS,
+        slots=3,
+        conditions=5,
+    )
     backbone, head = MAR(config), DiffusionHead(CHANNELS, 16, 16, 1, first=600)
     for parameter in (*backbone.parameters(), *head.parameters()):
         torch.nn.init.normal_(parameter, std=0.3)
@@ -30,5 +39,6 @@ def prompt(model, *classes):
 
 def request(model, batch=1, seed=0, negative=None, kept=None, tokens=None, **params):
     params = ContinuousParams(**{"steps": STEPS} | params)
-    return ContinuousRequest(model, prompt(model, 3), model.grid, params, negative, seed, batch, kept=kept,
-                             tokens=tokens)
+    return ContinuousRequest(
+        model, prompt(model, 3), model.grid, params, negative, seed, batch, kept=kept, tokens=tokens
+    )

@@ -31,12 +31,20 @@ def tokenizer() -> Tokenizer:
 def config(dim: int = 32, layers: int = 2, codes: int = CODES, grid: tuple[int, int] = GRID, tied: bool = True) -> dict:
     """config.json, with what only a tiny model has to tell under "specar"."""
     return {
-        "architectures": ["SimpARForCausalLM"], "model_type": "qwen2", "hidden_size": dim, "intermediate_size": 2 * dim,
-        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 512,
-        "vocab_size": WORDS + codes + UNUSED, "tie_word_embeddings": tied,
+        "architectures": ["SimpARForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": dim,
+        "intermediate_size": 2 * dim,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 512,
+        "vocab_size": WORDS + codes + UNUSED,
+        "tie_word_embeddings": tied,
         "specar": {"codes": codes, "words": WORDS, "grid": grid},
-    }  # fmt: skip
+    }
 
 
 def qwen2_shapes(settings: dict) -> dict[str, tuple[int, ...]]:
@@ -48,19 +56,32 @@ def qwen2_shapes(settings: dict) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (words, dim)
     for layer in (f"model.layers.{i}" for i in range(settings["num_hidden_layers"])):
         for part, outputs in (("q", dim), ("k", keys), ("v", keys)):
-            shapes |= {f"{layer}.self_attn.{part}_proj.weight": (outputs, dim),
-                       f"{layer}.self_attn.{part}_proj.bias": (outputs,)}
-        shapes |= {f"{layer}.{name}.weight": shape for name, shape in (
-            ("self_attn.o_proj", (dim, dim)), ("mlp.gate_proj", (hidden, dim)), ("mlp.up_proj", (hidden, dim)),
-            ("mlp.down_proj", (dim, hidden)), ("input_layernorm", (dim,)), ("post_attention_layernorm", (dim,)),
-        )}
+            shapes |= {
+                f"{layer}.self_attn.{part}_proj.weight": (outputs, dim),
+                f"{layer}.self_attn.{part}_proj.bias": (outputs,),
+            }
+        shapes |= {
+            f"{layer}.{name}.weight": shape
+            for name, shape in (
+                ("self_attn.o_proj", (dim, dim)),
+                ("mlp.gate_proj", (hidden, dim)),
+                ("mlp.up_proj", (hidden, dim)),
+                ("mlp.down_proj", (dim, hidden)),
+                ("input_layernorm", (dim,)),
+                ("post_attention_layernorm", (dim,)),
+            )
+        }
     return shapes
 
 
 def weights(settings: dict, seed: int = 0) -> dict[str, Tensor]:
     """Random weights. Embeddings are short, or a head that is tied to them would always repeat the last token."""
-    return {name: fill(f"{name} embedding {seed}", shape) / 8 if "embed" in name or "head" in name
-            else fill(f"{seed}/{name}", shape) for name, shape in qwen2_shapes(settings).items()}
+    return {
+        name: fill(f"{name} embedding {seed}", shape) / 8
+        if "embed" in name or "head" in name
+        else fill(f"{seed}/{name}", shape)
+        for name, shape in qwen2_shapes(settings).items()
+    }
 
 
 def cosmos_shapes(sizes: CosmosConfig = COSMOS) -> dict[str, tuple[int, ...]]:
@@ -129,8 +150,12 @@ def cosmos_weights(half: str = "autoencoder", sizes: CosmosConfig = COSMOS) -> d
     return found | {f"{quantizer}._levels": torch.tensor(sizes.levels, dtype=torch.int32)}
 
 
-def write_cosmos(folder: Path, halves: tuple[str, ...] = ("decoder", "encoder"), suffix: str = ".safetensors",
-                 sizes: CosmosConfig = COSMOS) -> Path:
+def write_cosmos(
+    folder: Path,
+    halves: tuple[str, ...] = ("decoder", "encoder"),
+    suffix: str = ".safetensors",
+    sizes: CosmosConfig = COSMOS,
+) -> Path:
     """A folder with decoder and encoder, as safetensors, or (slower) as TorchScript archives (.jit)."""
     folder.mkdir(parents=True, exist_ok=True)
     for half in halves:
@@ -181,12 +206,19 @@ def install(models: Path) -> None:
 
 
 TINY = {"simplear": Tiny(write)}
+
+
 def write_quantised(folder: Path) -> None:
     """As ComfyUI's tools store it: the first layer in int8, the others in nvfp4."""
     write_files(folder)
     for kind, first in (("int8_tensorwise", True), ("nvfp4", False)):
-        rewritten(folder, lambda tensors, kind=kind, first=first: (quantise_file(
-            tensors, kind, lambda name: ".layers." in name and (".layers.0." in name) == first)[0], {}))
+        rewritten(
+            folder,
+            lambda tensors, kind=kind, first=first: (
+                quantise_file(tensors, kind, lambda name: ".layers." in name and (".layers.0." in name) == first)[0],
+                {},
+            ),
+        )
 
 
 FILES = {"SimpleAR": Files(write_files), "SimpleAR quantised": Files(write_quantised)}

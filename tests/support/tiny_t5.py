@@ -19,16 +19,26 @@ def weights(
 ) -> dict[str, Tensor]:
     """Random weights of an encoder with features of ``dim`` numbers."""
     inner, generator = heads * head_dim, torch.Generator().manual_seed(0)
-    shapes = {"shared.weight": (words, dim), "encoder.final_layer_norm.weight": (dim,),
-              "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (32, heads)}
+    shapes = {
+        "shared.weight": (words, dim),
+        "encoder.final_layer_norm.weight": (dim,),
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (32, heads),
+    }
     for i in range(layers):
         attention, mlp = f"encoder.block.{i}.layer.0", f"encoder.block.{i}.layer.1"
         shapes |= {f"{attention}.SelfAttention.{part}.weight": (inner, dim) for part in "qkv"}
-        shapes |= {f"{attention}.SelfAttention.o.weight": (dim, inner), f"{attention}.layer_norm.weight": (dim,),
-                   f"{mlp}.DenseReluDense.wi_0.weight": (ffn, dim), f"{mlp}.DenseReluDense.wi_1.weight": (ffn, dim),
-                   f"{mlp}.DenseReluDense.wo.weight": (dim, ffn), f"{mlp}.layer_norm.weight": (dim,)}
-    return {name: 0.3 * torch.randn(shape, generator=generator) + name.endswith("norm.weight")
-            for name, shape in shapes.items()}
+        shapes |= {
+            f"{attention}.SelfAttention.o.weight": (dim, inner),
+            f"{attention}.layer_norm.weight": (dim,),
+            f"{mlp}.DenseReluDense.wi_0.weight": (ffn, dim),
+            f"{mlp}.DenseReluDense.wi_1.weight": (ffn, dim),
+            f"{mlp}.DenseReluDense.wo.weight": (dim, ffn),
+            f"{mlp}.layer_norm.weight": (dim,),
+        }
+    return {
+        name: 0.3 * torch.randn(shape, generator=generator) + name.endswith("norm.weight")
+        for name, shape in shapes.items()
+    }
 
 
 def write_words(folder: Path) -> None:

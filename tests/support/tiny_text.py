@@ -29,16 +29,25 @@ def write(text: str, grid: tuple[int, int]) -> list[int]:
     return [34 + ord(letter) % 6 for letter in text] + [*grid, BEGIN]
 
 
-def text_model(codes: int = CODES, head_norms: int = 4, sharpness: float = 1.0, family: str = "text",
-               **config) -> DiscreteModel:
+def text_model(
+    codes: int = CODES, head_norms: int = 4, sharpness: float = 1.0, family: str = "text", **config
+) -> DiscreteModel:
     """The model with fixed weights; ``config``: entries of BackboneConfig. sharpness scales the logits."""
     sizes = {"dim": 32, "layers": 2, "heads": 4, "ffn_dim": 64, "kv_heads": 2, "qkv_bias": True} | config
     word_ids = (*range(FIRST, FIRST + codes), ROW_END, *ENDINGS)
     backbone = Backbone(BackboneConfig(vocab=len(word_ids), head_norms=head_norms, **sizes))
     model = DiscreteModel(
-        backbone, TextPrefix(WORDS, backbone.config.dim, null), family, GRIDS[0],
-        SamplingParams(cfg=3.0, top_k=8), TextEncoder(write, GRIDS[0]),
-        positions=SequencePositions(500.0), grids=GRIDS, row_ends=True, endings=len(ENDINGS), longest=64,
+        backbone,
+        TextPrefix(WORDS, backbone.config.dim, null),
+        family,
+        GRIDS[0],
+        SamplingParams(cfg=3.0, top_k=8),
+        TextEncoder(write, GRIDS[0]),
+        positions=SequencePositions(500.0),
+        grids=GRIDS,
+        row_ends=True,
+        endings=len(ENDINGS),
+        longest=64,
         word_ids=word_ids,
     )
     weights = {name: fill(name.replace("backbone.", ""), tuple(p.shape)) for name, p in model.state_dict().items()}

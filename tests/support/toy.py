@@ -61,8 +61,9 @@ class ToyModel:
     device, dtype = torch.device("cpu"), torch.float32
     codebook = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
 
-    def __init__(self, layout: TokenLayout, specials: int = 0, sharpness: float = 1.5,
-                 memory: int | None = None, seed: int = 1):
+    def __init__(
+        self, layout: TokenLayout, specials: int = 0, sharpness: float = 1.5, memory: int | None = None, seed: int = 1
+    ):
         self.vocab, self.vocab_total = VOCAB, VOCAB + specials
         self.defaults, self.sessions = SamplingParams(), {}
         self._layout = layout
@@ -71,8 +72,12 @@ class ToyModel:
         self.begin = torch.tensor([sum(sizes[:n]) for n in range(layout.length + 1)])
         rows = [self.vocab_total ** min(n, n if memory is None else memory) for n in range(layout.length + 1)]
         self.tables = [
-            torch.cat([(torch.randn(r, self.vocab_total, generator=generator) * sharpness).repeat(size // r, 1)
-                       for r, size in zip(rows, sizes)])
+            torch.cat(
+                [
+                    (torch.randn(r, self.vocab_total, generator=generator) * sharpness).repeat(size // r, 1)
+                    for r, size in zip(rows, sizes)
+                ]
+            )
             for _ in range(2)
         ]
 
@@ -88,8 +93,16 @@ class ToyModel:
     def parameters(self) -> Iterator[Tensor]:
         return iter(())
 
-    def start(self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool,
-              into: Any = None) -> Any:
+    def start(
+        self,
+        conditioning: Any,
+        negative: Any,
+        batch: int,
+        layout: TokenLayout,
+        slack: int,
+        guided: bool,
+        into: Any = None,
+    ) -> Any:
         zeros = torch.zeros((batch, 1), dtype=torch.int64)
         out = self.out(zeros, zeros, 1 + guided)
         none, nothing = torch.zeros((2, batch), dtype=torch.int64), torch.zeros((2, batch, 0), dtype=torch.int64)
@@ -207,8 +220,14 @@ def with_kept_tokens(rows: int, cols: int) -> TokenLayout:
     return layout.keeping(torch.ones((1, rows, cols), dtype=torch.int64), keep)
 
 
-def request(model: ToyModel, layout: TokenLayout, params: SamplingParams | None = None, seed: int = 0, batch: int = 1,
-            callback=None) -> Request:
+def request(
+    model: ToyModel,
+    layout: TokenLayout,
+    params: SamplingParams | None = None,
+    seed: int = 0,
+    batch: int = 1,
+    callback=None,
+) -> Request:
     return Request(model, None, layout, params or SamplingParams(), seed=seed, batch=batch, callback=callback)
 
 
@@ -279,8 +298,9 @@ class ToyDrafter:
         self.model.commit(state, count)
         last = (count - 1).clamp(min=0)
         state.expanded = 0
-        return StepOut(*(x[torch.arange(len(x)), last.repeat(len(x) // len(last))][:, None] for x in
-                         (out.logits, out.hidden)))
+        return StepOut(
+            *(x[torch.arange(len(x)), last.repeat(len(x) // len(last))][:, None] for x in (out.logits, out.hidden))
+        )
 
     def expand(self, state, tokens, positions, hidden, tree_mask):
         out = self.model.step(state, tokens, positions, tree_mask, uncommitted=state.expanded)

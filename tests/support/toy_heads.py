@@ -36,8 +36,9 @@ class Toy:
 
     group, device, order = 1, torch.device("cpu"), None
 
-    def __init__(self, channels: int = 1, grid: tuple[int, int] = GRID, seed: int = 1, noise: float = 0.0,
-                 coupling: float = 0.6):
+    def __init__(
+        self, channels: int = 1, grid: tuple[int, int] = GRID, seed: int = 1, noise: float = 0.0, coupling: float = 0.6
+    ):
         """noise: how far this model's tables are from those of the model of the same seed without."""
         self.channels, self.grid, self.defaults = channels, grid, ContinuousParams(steps=3)
         length = grid[0] * grid[1]
@@ -54,8 +55,9 @@ class Toy:
         self.calls: list[tuple[int, ...]] = []
         self.sessions, self.module = {}, None
 
-    def start(self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool,
-              graphs: Any = None) -> bool:
+    def start(
+        self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool, graphs: Any = None
+    ) -> bool:
         return guided
 
     def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
@@ -75,8 +77,19 @@ class Toy:
                 context = context + weights[..., j, c, :] * x[..., None, None]
         return context
 
-    def predict(self, state: bool, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor,
-                temperature: float, noise0: Tensor, noise_t: Tensor, schedule: ToySchedule):
+    def predict(
+        self,
+        state: bool,
+        tokens: Tensor,
+        known: Tensor,
+        query: Tensor,
+        seen: int,
+        cfg: Tensor,
+        temperature: float,
+        noise0: Tensor,
+        noise_t: Tensor,
+        schedule: ToySchedule,
+    ):
         assert known.shape[:2] == query.shape[:2] == cfg.shape[:2] and cfg.shape == query.shape
         assert noise0.shape == (*query.shape, self.channels) and noise_t.shape == (schedule.steps, *noise0.shape)
         assert tokens.dtype == noise0.dtype == noise_t.dtype == cfg.dtype == torch.get_default_dtype()
@@ -138,8 +151,19 @@ class ToyMixture(Toy):
     def distribution(self, context: Tensor, temperature: float, noise0: Tensor, noise_t: Tensor, schedule: ToySchedule):
         raise NotImplementedError("a mixture needs the positions: see predict")
 
-    def predict(self, state: bool, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor,
-                temperature: float, noise0: Tensor, noise_t: Tensor, schedule: ToySchedule) -> Mixture:
+    def predict(
+        self,
+        state: bool,
+        tokens: Tensor,
+        known: Tensor,
+        query: Tensor,
+        seen: int,
+        cfg: Tensor,
+        temperature: float,
+        noise0: Tensor,
+        noise_t: Tensor,
+        schedule: ToySchedule,
+    ) -> Mixture:
         self.calls.append(tuple(query.shape))
         return self.at(self.context(tokens, known, query, cfg if state else 1.0), query)
 
@@ -173,7 +197,7 @@ def ks_two(a: Tensor, b: Tensor) -> float:
     """The same for two samples of one dimension."""
     a, b = a.double().sort().values, b.double().sort().values
     both = torch.cat((a, b))
-    distance = (torch.searchsorted(a, both, right=True) / len(a) - torch.searchsorted(b, both, right=True) / len(b))
+    distance = torch.searchsorted(a, both, right=True) / len(a) - torch.searchsorted(b, both, right=True) / len(b)
     return float(distance.abs().max()) * math.sqrt(len(a) * len(b) / (len(a) + len(b)))
 
 
@@ -239,8 +263,9 @@ class Score:
         return max(self.ks / 2.3, self.correlation / 5)
 
 
-def score(model: Toy, decoded, cfg: float = 1.0, temperature: float = 1.0, last: bool = True,
-          free: Tensor | None = None) -> Score:
+def score(
+    model: Toy, decoded, cfg: float = 1.0, temperature: float = 1.0, last: bool = True, free: Tensor | None = None
+) -> Score:
     """Of images decoded from the model (``free`` [S], bool: at some of their positions), see ``uniforms``."""
     u = uniforms(model, decoded.tokens, drawing_order(decoded), cfg, temperature, last)
     u = (u if free is None else u[:, free]).flatten(1)

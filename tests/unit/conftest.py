@@ -20,8 +20,9 @@ from hypothesis import HealthCheck, settings
 from ..support.fixtures import captures_work, on_tape  # noqa: F401
 from ..support.tiny import fill, llamagen, write_eagle
 
-settings.register_profile("specar", derandomize="SPECAR_FUZZ" not in os.environ, deadline=None,
-                          suppress_health_check=[HealthCheck.too_slow])  # no test depends on how long it takes
+settings.register_profile(
+    "specar", derandomize="SPECAR_FUZZ" not in os.environ, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # no test depends on how long it takes
 settings.load_profile("specar")
 
 

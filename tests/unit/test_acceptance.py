@@ -23,12 +23,15 @@ def close(found, wanted, atol=1e-6):
     return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(("omega", "f", "accepted", "rest", "drift"), [
-    (0.5, (1, 0.75, 0.25, 0.083333), 0.45, (0.545455, 0.272727, 0.136364, 0.045455), 0),
-    (1, (1, 1, 0.5, 0.166667), 0.6, (0.75, 0.25, 0, 0), 0),
-    (2, (1, 1, 1, 0.333333), 0.8, (0.75, 0.25, 0, 0), 0.2),
-    (4, (1, 1, 1, 0.666667), 0.9, (0.75, 0.25, 0, 0), 0.3),
-])
+@pytest.mark.parametrize(
+    ("omega", "f", "accepted", "rest", "drift"),
+    [
+        (0.5, (1, 0.75, 0.25, 0.083333), 0.45, (0.545455, 0.272727, 0.136364, 0.045455), 0),
+        (1, (1, 1, 0.5, 0.166667), 0.6, (0.75, 0.25, 0, 0), 0),
+        (2, (1, 1, 1, 0.333333), 0.8, (0.75, 0.25, 0, 0), 0.2),
+        (4, (1, 1, 1, 0.666667), 0.9, (0.75, 0.25, 0, 0), 0.3),
+    ],
+)
 def test_golden_numbers_of_a_scaled_ratio(omega, f, accepted, rest, drift):
     """P and Q are 0.4 apart. The exact rule keeps 0.6 of the drafts and resamples the others from (.75, .25, 0, 0)."""
     rules = [UniformRSD(omega), CoolSD(omega, decay=0, floor=False)] + [Exact()] * (omega == 1)
@@ -52,15 +55,20 @@ def test_golden_numbers_of_the_metered_rule(epsilon, omega):
     assert close(rule.accept_probability(*given), UniformRSD(omega).accept_probability(*given), 1e-5)
 
 
-@pytest.mark.parametrize(("rule", "omegas"), [
-    (CoolSD(1.1, 0.2, 5, floor=False), (1.5772, 1.2913, 1.0572, 0.8656, 0.7087)),
-    (CoolSD(2, 0.2, 5, floor=False), (2.8676, 2.3478, 1.9222, 1.5738, 1.2885)),
-    (CoolSD(2, 0.5, 5, floor=False), (4.2866, 2.5999, 1.5769, 0.9565, 0.5801)),
-    (CoolSD(2, 0.2, 5, "linear", floor=False), (2.4, 2.2, 2.0, 1.8, 1.6)),
-    (CoolSD(2, 0.2, 5), (2.8676, 2.3478, 1.9222, 1.5738, 1.2885)),  # nothing below 1: the floor changes nothing
-    (CoolSD(1.1, 0.2, 5), (1.3746, 1.1254, 1, 1, 1)),
-    (CoolSD(1.1, 0, 5), (1.1,) * 5), (CoolSD(1, 0.7, 5), (1,) * 5), (CoolSD(1.1, 1e6, 3), (1.3, 1, 1)),
-])
+@pytest.mark.parametrize(
+    ("rule", "omegas"),
+    [
+        (CoolSD(1.1, 0.2, 5, floor=False), (1.5772, 1.2913, 1.0572, 0.8656, 0.7087)),
+        (CoolSD(2, 0.2, 5, floor=False), (2.8676, 2.3478, 1.9222, 1.5738, 1.2885)),
+        (CoolSD(2, 0.5, 5, floor=False), (4.2866, 2.5999, 1.5769, 0.9565, 0.5801)),
+        (CoolSD(2, 0.2, 5, "linear", floor=False), (2.4, 2.2, 2.0, 1.8, 1.6)),
+        (CoolSD(2, 0.2, 5), (2.8676, 2.3478, 1.9222, 1.5738, 1.2885)),  # nothing below 1: the floor changes nothing
+        (CoolSD(1.1, 0.2, 5), (1.3746, 1.1254, 1, 1, 1)),
+        (CoolSD(1.1, 0, 5), (1.1,) * 5),
+        (CoolSD(1, 0.7, 5), (1,) * 5),
+        (CoolSD(1.1, 1e6, 3), (1.3, 1, 1)),
+    ],
+)
 def test_schedules(rule, omegas):
     rule.check()
     assert close(rule.omegas(), omegas, 5e-5)
@@ -81,10 +89,19 @@ NEAR = torch.tensor([[0] * 5, [0] * 5, [3, 1, 0, 5, 4], [0] * 5, [0] * 5, [0] * 
 LOOKALIKES = torch.tensor([0.30, 0.05, 0.10, 0.04, 0.31, 0.20])  # cumulative from 2 on: .04 .09 .39 .59 .90
 
 
-@pytest.mark.parametrize(("rule", "count", "surrogate"), [
-    (Lantern(2, 0.1), 2, 0.19), (Lantern(3, 0.1), 2, 0.19), (Lantern(3, 0.5), 3, 0.49), (Lantern(5, 0.05), 1, 0.14),
-    (LanternPP(5, 2), 2, 0.19), (LanternPP(5, 3), 2, 0.19), (Lantern(1, 1.0), 1, 0.14), (Lantern(5, 0.03), 0, 0.10),
-])
+@pytest.mark.parametrize(
+    ("rule", "count", "surrogate"),
+    [
+        (Lantern(2, 0.1), 2, 0.19),
+        (Lantern(3, 0.1), 2, 0.19),
+        (Lantern(3, 0.5), 3, 0.49),
+        (Lantern(5, 0.05), 1, 0.14),
+        (LanternPP(5, 2), 2, 0.19),
+        (LanternPP(5, 3), 2, 0.19),
+        (Lantern(1, 1.0), 1, 0.14),
+        (Lantern(5, 0.03), 0, 0.10),
+    ],
+)
 def test_golden_numbers_of_lantern(rule, count, surrogate):
     rule = replace(rule, table=NEAR)
     absorbed, number = rule.aggregate(LOOKALIKES, torch.tensor(2), torch.tensor(1.0))
@@ -125,9 +142,11 @@ def test_relaxed_certain_children(child):
     table = torch.tensor([[b for b in range(4) if b != a] for a in range(4)], dtype=torch.int32)
     absorbed, _ = Lantern(3, 0.2, table=table).aggregate(P, token, ONE[0])
     for rule, f in (
-        (UniformRSD(2.5), min(1, 2.5 * p)), (CoolSD(2.5, 0), min(1, 2.5 * p)),
+        (UniformRSD(2.5), min(1, 2.5 * p)),
+        (CoolSD(2.5, 0), min(1, 2.5 * p)),
         (Lantern(3, 0.2, table=table), min(1, p + float(absorbed))),
-        (TVMetered(0.1), min(1, p + 0.1)), (TVMetered(0.9), min(1, p + 0.9)),
+        (TVMetered(0.1), min(1, p + 0.1)),
+        (TVMetered(0.9), min(1, p + 0.9)),
     ):
         assert close(rule.accept_probability(*given), f), rule
         assert close(rule.residual(*given), rest.tolist()) and close(rule.tv_bound(*given), f - p), rule
@@ -141,8 +160,11 @@ def test_a_token_that_is_sampled_is_followed_where_it_is_a_child(at_once):
     after = [[2, 0, 3, 1, 3], [2, 2, 3, 3, 1], [1, 3, 0, 3, 3], [0, 3, 3, 3, 3], [2, 3, 0, 0, 0]]
     p = point_mass(torch.tensor(after), 6)
     u = torch.full((5, 5), 0.5)
-    found = (verification.sample_and_match_rows(p, token, children, 2, u) if at_once
-             else verification.sample_and_match(lambda slot: p[torch.arange(5), slot], token, children, 2, u))
+    found = (
+        verification.sample_and_match_rows(p, token, children, 2, u)
+        if at_once
+        else verification.sample_and_match(lambda slot: p[torch.arange(5), slot], token, children, 2, u)
+    )
     assert found.accepted.tolist() == [2, 2, 1, 0, 1]
     assert found.path.tolist() == [[1, 3], [1, 4], [2, 0], [0, 0], [1, 0]]
     tokens = [row[: count + 1] for row, count in zip(found.token.tolist(), found.accepted.tolist())]

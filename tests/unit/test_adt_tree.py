@@ -96,8 +96,9 @@ def test_rounds_that_verify_nothing_teach_nothing(levels, update, over):
     adt, one = ADTTree(alpha_over=over), torch.ones(1, dtype=torch.int64)
     plan = (5 * one, 10 * one)
     learned = adt.learn(adt.start(1, GRID, "cpu"), plan, tree_of(5 * one), one, 2 * one, 0 * one, one > 0)
-    same = adt.learn(learned, (4 * one, 20 * one), tree_of(levels * one), 2 * one, 5 * one, 2 * one,
-                     torch.tensor([update]))
+    same = adt.learn(
+        learned, (4 * one, 20 * one), tree_of(levels * one), 2 * one, 5 * one, 2 * one, torch.tensor([update])
+    )
     for name in ("depth", "width", "alpha"):
         assert torch.equal(getattr(same.last, name), getattr(learned.last, name))
         assert (getattr(same.at, name)[0, 2:5] == getattr(learned.last, name)).all()  # what they decided inherits
@@ -152,8 +153,10 @@ class ByHand:
         elif adt.initial == "tokenflock":
             base = self.flock(position)
         elif adt.initial == "random":
-            base = (*(low + int(x * (high - low + 1)) for x, (low, high) in zip(u, (adt.depths, adt.widths))),
-                    self.last[2])
+            base = (
+                *(low + int(x * (high - low + 1)) for x, (low, high) in zip(u, (adt.depths, adt.widths))),
+                self.last[2],
+            )
         elif position % self.layout.stride == 0 and adt.row_start != "previous":
             base = self.above(position) if adt.row_start == "above" else self.opening
         depth, width, alpha = base
@@ -175,11 +178,18 @@ def adt_trees(draw):
     depths = sorted(draw(st.tuples(st.integers(1, 9), st.integers(1, 9))))
     widths = sorted(draw(st.tuples(st.integers(1, 20), st.integers(1, 20))))
     return ADTTree(
-        initial=draw(st.sampled_from(INITIAL)), beta=draw(st.sampled_from((0.5, 1.0))), depths=tuple(depths),
-        widths=tuple(widths), depth_step=draw(st.integers(0, 2)), width_step=draw(st.integers(0, 5)),
-        nodes=draw(st.integers(9, 40)), first=(draw(st.integers(1, 9)), draw(st.integers(1, 20))),
-        radius=draw(st.sampled_from((1.0, 2.0, 3.0))), row_start=draw(st.sampled_from(ROW_START)),
-        alpha_over=draw(st.sampled_from(ALPHA_OVER)), flock_distance=draw(st.sampled_from(FLOCK_DISTANCE)),
+        initial=draw(st.sampled_from(INITIAL)),
+        beta=draw(st.sampled_from((0.5, 1.0))),
+        depths=tuple(depths),
+        widths=tuple(widths),
+        depth_step=draw(st.integers(0, 2)),
+        width_step=draw(st.integers(0, 5)),
+        nodes=draw(st.integers(9, 40)),
+        first=(draw(st.integers(1, 9)), draw(st.integers(1, 20))),
+        radius=draw(st.sampled_from((1.0, 2.0, 3.0))),
+        row_start=draw(st.sampled_from(ROW_START)),
+        alpha_over=draw(st.sampled_from(ALPHA_OVER)),
+        flock_distance=draw(st.sampled_from(FLOCK_DISTANCE)),
     )
 
 
@@ -189,8 +199,11 @@ def kept(layout: TokenLayout, positions: list[int]) -> TokenLayout:
     return replace(layout, forced=forced)
 
 
-LAYOUTS = {"plain": TokenLayout.plain(5, 4), "line_ends": with_line_ends(5, 4),
-           "kept": kept(TokenLayout.plain(5, 4), [0, 1, 6, 9, 10, 11, 12, 18])}
+LAYOUTS = {
+    "plain": TokenLayout.plain(5, 4),
+    "line_ends": with_line_ends(5, 4),
+    "kept": kept(TokenLayout.plain(5, 4), [0, 1, 6, 9, 10, 11, 12, 18]),
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -215,8 +228,14 @@ def test_every_choice_is_the_one_made_by_hand(name, adt, seed):
         update = going & torch.tensor([rng.random() < 0.8 for _ in range(batch)])
         history = adt.learn(history, plan, tree_of(levels), committed, after, accepted, update)
         for b in range(batch):
-            hand[b].learn([int(x[b]) for x in plan], int(levels[b]), int(committed[b]), int(after[b]),
-                          int(accepted[b]), bool(update[b]))
+            hand[b].learn(
+                [int(x[b]) for x in plan],
+                int(levels[b]),
+                int(committed[b]),
+                int(after[b]),
+                int(accepted[b]),
+                bool(update[b]),
+            )
         committed = after
 
 
@@ -284,15 +303,28 @@ def test_random_shapes_fill_the_bounds_and_move_with_the_last_alpha():
     assert ask(moving, history, 2, u=(1 - 2**-24, 1 - 2**-24)) == (9, 29)
 
 
-@pytest.mark.parametrize("bad, named", [
-    ({"initial": "diagonal"}, "initial"), ({"children": "both"}, "children"), ({"beta": 1.5}, "beta"),
-    ({"beta": math.nan}, "beta"), ({"depths": (0, 9)}, "depths"), ({"depths": (5, 4)}, "depths"),
-    ({"widths": (4, 65)}, "widths"), ({"nodes": 8}, "nodes"), ({"nodes": 2000}, "nodes"),
-    ({"depth_step": -1}, "depth_step"), ({"width_step": 99}, "width_step"),
-    ({"first": (0, 10)}, "first depth"), ({"first": (5, 0)}, "first width"),
-    ({"radius": 0.5}, "radius"), ({"row_start": "x"}, "row_start"), ({"alpha_over": "x"}, "alpha_over"),
-    ({"flock_distance": "x"}, "flock_distance"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, named",
+    [
+        ({"initial": "diagonal"}, "initial"),
+        ({"children": "both"}, "children"),
+        ({"beta": 1.5}, "beta"),
+        ({"beta": math.nan}, "beta"),
+        ({"depths": (0, 9)}, "depths"),
+        ({"depths": (5, 4)}, "depths"),
+        ({"widths": (4, 65)}, "widths"),
+        ({"nodes": 8}, "nodes"),
+        ({"nodes": 2000}, "nodes"),
+        ({"depth_step": -1}, "depth_step"),
+        ({"width_step": 99}, "width_step"),
+        ({"first": (0, 10)}, "first depth"),
+        ({"first": (5, 0)}, "first width"),
+        ({"radius": 0.5}, "radius"),
+        ({"row_start": "x"}, "row_start"),
+        ({"alpha_over": "x"}, "alpha_over"),
+        ({"flock_distance": "x"}, "flock_distance"),
+    ],
+)
 def test_illegal_settings_are_named(bad, named):
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
         ADTTree(**bad).check()

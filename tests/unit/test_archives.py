@@ -34,12 +34,15 @@ def test_keys_that_stop_a_process(key):
         check_keys(["first", key])
 
 
-@pytest.mark.parametrize("put", [
-    lambda key: b"}" + key + b"K\x01s",  # SETITEM
-    lambda key: b"}(K\x01K\x01" + key + b"K\x01u",  # SETITEMS
-    lambda key: b"\x8f(K\x01" + key + b"\x90",  # ADDITEMS
-    lambda key: b"(K\x01" + key + b"\x91",  # FROZENSET
-])
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda key: b"}" + key + b"K\x01s",  # SETITEM
+        lambda key: b"}(K\x01K\x01" + key + b"K\x01u",  # SETITEMS
+        lambda key: b"\x8f(K\x01" + key + b"\x90",  # ADDITEMS
+        lambda key: b"(K\x01" + key + b"\x91",  # FROZENSET
+    ],
+)
 def test_every_instruction_that_fills_a_table_looks_at_its_keys(put):
     assert FULL in read(put(pushed(FULL)))
     for key in (LONG, NESTED, 2**60):
@@ -69,9 +72,10 @@ def test_so_many_instructions_are_run():
                 read(code)
 
 
-@pytest.mark.parametrize(("sizes", "steps", "elements"), [
-    ((2, 3), (3, 1), 6), ((2, 3), (1, 2), 6), ((3,), (5,), 11), ((), (), 1), ((0, 9), (9, 1), 0), ((2, 2), (0, 0), 1),
-])
+@pytest.mark.parametrize(
+    ("sizes", "steps", "elements"),
+    [((2, 3), (3, 1), 6), ((2, 3), (1, 2), 6), ((3,), (5,), 11), ((), (), 1), ((0, 9), (9, 1), 0), ((2, 2), (0, 0), 1)],
+)
 def test_a_tensor_ends_where_its_last_element_does(sizes, steps, elements):
     count = torch.empty(sizes).numel()
     assert check_view(elements, 0, sizes, steps) == check_view(elements + 4, 4, sizes, steps) == count
@@ -133,9 +137,7 @@ def test_what_is_no_archive_is_named(tmp_path):
         members_of(tmp_path / "a.zip")
 
 
-@pytest.mark.parametrize("code", [
-    b"]}b", b"}]b", b"N}b", b"}Na", b"NNa", b"}(Ne", b"]NNs", b"](NNu", b"N(NNu",
-])
+@pytest.mark.parametrize("code", [b"]}b", b"}]b", b"N}b", b"}Na", b"NNa", b"}(Ne", b"]NNs", b"](NNu", b"N(NNu"])
 def test_a_pickle_changes_only_containers_of_its_own(code):
     """BUILD of a list, APPEND to a dict, SETITEM into a list, and all of None."""
     with pytest.raises(FileError, match="tries to change"):
@@ -171,18 +173,26 @@ def test_a_drive_that_cannot_be_mapped_has_its_own_remedy(tmp_path, monkeypatch)
         checkpoint._open_safetensors(tmp_path / "a.safetensors", "map")
 
 
-@pytest.mark.parametrize(("separator", "name", "said"), [
-    ("/", "a\\b", "backslash"), ("/", "a/b", "Restore"), ("\\", "a\\b", "Restore"), ("\\", "a/b", "Restore"),
-])
+@pytest.mark.parametrize(
+    ("separator", "name", "said"),
+    [("/", "a\\b", "backslash"), ("/", "a/b", "Restore"), ("\\", "a\\b", "Restore"), ("\\", "a/b", "Restore")],
+)
 def test_a_backslash_is_named_where_it_separates_nothing(monkeypatch, separator, name, said):
     monkeypatch.setattr(checkpoint.os, "sep", separator)
     assert said in checkpoint.remedy_for_missing(name)
 
 
-@pytest.mark.parametrize(("offset", "size", "stride", "wanted"), [
-    (3, (1, 2), (2, 1), [[3, 4]]), (1, (2, 2), (1, 2), [[1, 3], [2, 4]]), (0, (5,), (1,), [0, 1, 2, 3, 4]),
-    (5, (0, 2), (2, 1), []), (4, (), (), 4), (2, (3,), (0,), [2, 2, 2]),
-])
+@pytest.mark.parametrize(
+    ("offset", "size", "stride", "wanted"),
+    [
+        (3, (1, 2), (2, 1), [[3, 4]]),
+        (1, (2, 2), (1, 2), [[1, 3], [2, 4]]),
+        (0, (5,), (1,), [0, 1, 2, 3, 4]),
+        (5, (0, 2), (2, 1), []),
+        (4, (), (), 4),
+        (2, (3,), (0,), [2, 2, 2]),
+    ],
+)
 def test_a_tensor_is_the_part_of_its_storage_that_is_stated(offset, size, stride, wanted):
     """Also in a storage that does not begin where the file does."""
     for storage in (torch.arange(5), torch.arange(-2, 5)[2:]):

@@ -123,10 +123,19 @@ def test_a_run_is_followed_by_what_is_said_of_it_until_nothing_is_executed():
     preview = struct.pack(">II", client.PREVIEW_WITH_METADATA, 2) + b"{}image"
     other = struct.pack(">II", client.PREVIEW_WITH_METADATA + 1, 2) + b"{}image"
     run = followed(
-        {"type": "status", "data": {}}, {"type": "status"}, {"type": "status", "data": [1]},
-        about("executing", node="1"), about("executing", "theirs", node=None), preview, other, b"\0",
+        {"type": "status", "data": {}},
+        {"type": "status"},
+        {"type": "status", "data": [1]},
+        about("executing", node="1"),
+        about("executing", "theirs", node=None),
+        preview,
+        other,
+        b"\0",
         about("execution_success", "theirs"),
-        about("progress"), about("progress"), about("execution_success"), END,
+        about("progress"),
+        about("progress"),
+        about("execution_success"),
+        END,
     )
     assert [event for event, _ in run.events] == ["executing", "progress", "progress", "execution_success", "executing"]
     assert run.count("progress") == 2 and run.count("executing") == 2 and run.count("status") == 0
@@ -151,11 +160,18 @@ def test_a_server_that_goes_away_and_one_that_says_nothing_of_use_are_named():
         unexpected(followed, message)
 
 
-@pytest.mark.parametrize(("status", "said", "is_unexpected"), [
-    (502, "answered 502", False), (503, "answered 503", False), (504, "answered 504", False),
-    (401, "needs? a login|need a login", True), (403, "need a login", True), (301, "refers to", True),
-    (307, "refers to", True),
-])
+@pytest.mark.parametrize(
+    ("status", "said", "is_unexpected"),
+    [
+        (502, "answered 502", False),
+        (503, "answered 503", False),
+        (504, "answered 504", False),
+        (401, "needs? a login|need a login", True),
+        (403, "need a login", True),
+        (301, "refers to", True),
+        (307, "refers to", True),
+    ],
+)
 def test_statuses_that_are_of_what_stands_before_a_server(status, said, is_unexpected):
     reply = SimpleNamespace(status=status, headers={})
     with pytest.raises(ServerAwayError, match=said) as away:

@@ -15,8 +15,13 @@ from comfyui_specar.batch.journal import naming
 
 
 def lane(url, foreign=0, sent=0, answered=1.0, **known):
-    return Lane(SimpleNamespace(url=url), foreign=foreign, answered=answered,
-                sent={f"{url} {n}": None for n in range(sent)}, **known)
+    return Lane(
+        SimpleNamespace(url=url),
+        foreign=foreign,
+        answered=answered,
+        sent={f"{url} {n}": None for n in range(sent)},
+        **known,
+    )
 
 
 def work(number, **known):
@@ -34,14 +39,17 @@ def assigned(lanes, jobs, in_flight=2, begun=None):
     return given, [work.job.id[4:] for work in batch.waiting]
 
 
-@pytest.mark.parametrize(("busy", "jobs", "given", "left"), [
-    ((0, 0), 5, {"a": "02", "b": "13"}, "4"),  # no more than in_flight each, the emptier one first
-    ((1, 0), 4, {"a": "13", "b": "02"}, ""),
-    ((2, 0), 4, {"a": "2", "b": "01"}, "3"),  # others filled the first: it gets one when the second is as full
-    ((3, 0), 4, {"a": "", "b": "01"}, "23"),
-    ((3, 3), 3, {"a": "02", "b": "1"}, ""),  # with no shorter queue anywhere
-    ((7,), 3, {"a": "01"}, "2"),
-])
+@pytest.mark.parametrize(
+    ("busy", "jobs", "given", "left"),
+    [
+        ((0, 0), 5, {"a": "02", "b": "13"}, "4"),  # no more than in_flight each, the emptier one first
+        ((1, 0), 4, {"a": "13", "b": "02"}, ""),
+        ((2, 0), 4, {"a": "2", "b": "01"}, "3"),  # others filled the first: it gets one when the second is as full
+        ((3, 0), 4, {"a": "", "b": "01"}, "23"),
+        ((3, 3), 3, {"a": "02", "b": "1"}, ""),  # with no shorter queue anywhere
+        ((7,), 3, {"a": "01"}, "2"),
+    ],
+)
 def test_the_least_busy_server_gets_the_next_job(busy, jobs, given, left):
     lanes = [lane(url, foreign) for url, foreign in zip("ab", busy)]
     found = assigned(lanes, [work(number) for number in range(jobs)])
@@ -74,7 +82,9 @@ def test_a_job_avoids_the_servers_that_refused_or_lost_it():
     assert assigned([lane("a")], [work(1, lost={"a"})]) == ({"a": ["1"]}, []), "there is no other"
     full = [lane("a"), lane("b", sent=2)]
     assert assigned(full, [work(0, refused={"a": "lacks it"}), work(1, lost={"a"}), work(2)]) == (
-        {"a": ["2"], "b": []}, ["0", "1"]), "those that wait for the other server hold nobody up"
+        {"a": ["2"], "b": []},
+        ["0", "1"],
+    ), "those that wait for the other server hold nobody up"
 
 
 def test_a_batch_that_ends_gives_nothing():
@@ -144,8 +154,10 @@ def test_the_bar_moves_with_every_job_and_the_end_counts_them(monkeypatch, capsy
             print(text, file=file)
 
     def work(on_result):
-        for record in ({"id": "c", "status": "success", "error": "", "warnings": ["odd"]},
-                       {"id": "d", "status": "error", "error": "why", "warnings": [], "server": "s"}):
+        for record in (
+            {"id": "c", "status": "success", "error": "", "warnings": ["odd"]},
+            {"id": "d", "status": "error", "error": "why", "warnings": [], "server": "s"},
+        ):
             results[record["id"]] = record
             on_result(record)
         return cancelled

@@ -112,13 +112,25 @@ def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
             journal_of = await run(tmp_path / "r.jsonl", [one], jobs_of(1))
             assert one.history == {}  # the server need not keep it
             [record] = lines(tmp_path / "r.jsonl")
-            assert record == journal_of.results["j0"] == {
-                "id": "j0", "status": "success", "overrides": {"seed": 0}, "server": one.url, "attempt": 1,
-                "prompt_id": journal_of.prompt_id("j0", 1), "seconds": 0.25, "error": "",
-                "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
-                "traces": [{"node": "3", "method": "sjd", "target_passes": 5}], "warnings": [],
-                "versions": {"comfyui": "0.1", "torch": "2.0"}, "ended": record["ended"],
-            }
+            assert (
+                record
+                == journal_of.results["j0"]
+                == {
+                    "id": "j0",
+                    "status": "success",
+                    "overrides": {"seed": 0},
+                    "server": one.url,
+                    "attempt": 1,
+                    "prompt_id": journal_of.prompt_id("j0", 1),
+                    "seconds": 0.25,
+                    "error": "",
+                    "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
+                    "traces": [{"node": "3", "method": "sjd", "target_passes": 5}],
+                    "warnings": [],
+                    "versions": {"comfyui": "0.1", "torch": "2.0"},
+                    "ended": record["ended"],
+                }
+            )
             assert one.drawn == ["p_j0"]
 
     asyncio.run(check())
@@ -160,6 +172,7 @@ def test_a_server_that_is_starting_is_waited_for_where_patience_is_given(tmp_pat
 
 def test_patience_is_not_lost_while_another_server_works(tmp_path, clock, caplog):
     """However long a job takes there, and however long the other server has been away."""
+
     async def check():
         async with FakeComfy() as one:
             one.ends, jobs, nobody = lambda: False, jobs_of(2), FakeComfy()
@@ -203,6 +216,7 @@ def test_without_patience_a_server_that_once_answered_is_waited_for_longer(tmp_p
 
 def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may(tmp_path):
     """All three are filled; then the middle one generates one image, the fast one all that are left for it."""
+
     async def check():
         async with FakeComfy() as fast, FakeComfy() as middle, FakeComfy() as slow:
             servers, jobs = [slow, middle, fast], jobs_of(16)
@@ -292,11 +306,10 @@ def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(("text", "error"), [
-    ("refuse", "Encoder: bad value (text)"),
-    ("half", "Encoder: bad value (text)"),
-    ("fail", "Encoder: no such word"),
-])
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("refuse", "Encoder: bad value (text)"), ("half", "Encoder: bad value (text)"), ("fail", "Encoder: no such word")],
+)
 def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, error):
     async def check():
         async with FakeComfy() as one:
@@ -314,6 +327,7 @@ def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, e
 @pytest.mark.parametrize("missing", ["Sampler", "cat"])
 def test_a_server_that_lacks_a_node_or_file_of_the_workflow_is_set_aside(tmp_path, caplog, missing):
     """Where it is the only one, the batch stops, and no job has failed."""
+
     async def check():
         async with FakeComfy() as lacking, FakeComfy() as other:
             lacking.lacks, jobs = {missing}, jobs_of(6)
@@ -339,6 +353,7 @@ def test_a_server_that_lacks_a_node_or_file_of_the_workflow_is_set_aside(tmp_pat
 
 def test_what_a_server_made_of_a_prompt_that_it_refused_in_part_is_no_image_of_the_job(tmp_path, monkeypatch):
     """It was quicker than the cancelling; the next command does not take it for the job's."""
+
     async def check():
         async with FakeComfy() as one:
             one.lacks, one.partly = {"cat"}, True
@@ -370,6 +385,7 @@ def test_a_file_that_a_row_names_is_looked_for_on_every_server(tmp_path):
 
 def test_rows_that_wait_for_the_one_server_with_their_file_hold_no_other_row_up(tmp_path):
     """It generates nothing until the other has generated all that it can."""
+
     async def check():
         async with FakeComfy() as lacking, FakeComfy() as full:
             lacking.lacks, full.ends = {"here"}, lambda: len(lacking.drawn) == 4
@@ -383,6 +399,7 @@ def test_rows_that_wait_for_the_one_server_with_their_file_hold_no_other_row_up(
 
 def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock, caplog):
     """It dies while it generates its second image."""
+
     async def check():
         async with FakeComfy() as mortal, FakeComfy() as other:
             mortal.ends = lambda: not mortal.drawn
@@ -410,6 +427,7 @@ def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock, caplog):
 @pytest.mark.parametrize("missed", [False, True])
 def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp_path, clock, caplog, missed):
     """Also where it was away for so long that its jobs were taken back, which is said, and that it is back."""
+
     async def check():
         async with FakeComfy() as one:
             one.ends = lambda: False
@@ -517,14 +535,16 @@ def test_without_any_server_it_gives_up_and_can_go_on_later(tmp_path, clock):
 
 def test_that_no_server_answers_is_said_once(tmp_path, clock, monkeypatch, caplog):
     """Also where all are asked when the time is over."""
+
     async def silent(self):
         await asyncio.sleep(0.02)
         raise server.ServerAwayError(self.url)
 
     monkeypatch.setattr(server.Server, "versions", silent)
     long = QUICK.patience + 0.1
-    asyncio.run(run(tmp_path / "r.jsonl", [FakeComfy(), FakeComfy()], jobs_of(1),
-                    during=lambda batch: clock.away(batch, long)))
+    asyncio.run(
+        run(tmp_path / "r.jsonl", [FakeComfy(), FakeComfy()], jobs_of(1), during=lambda batch: clock.away(batch, long))
+    )
     assert sum("given up" in message for message in said(caplog)) == 1
 
 
@@ -601,7 +621,13 @@ def test_copies_are_named_after_the_job(tmp_path):
     asyncio.run(check())
     names = [{"filename": name} for name in ("a.png", "b.json", "c.png", "d.PNG", "e.png", "f")]
     assert [path.name for path in dispatch.copies_of(names, Path("x/job"))] == [
-        "job.png", "job.json", "job.2.png", "job.3.PNG", "job.4.png", "job"]
+        "job.png",
+        "job.json",
+        "job.2.png",
+        "job.3.PNG",
+        "job.4.png",
+        "job",
+    ]
 
 
 def test_files_are_numbered_by_the_workflow_whatever_ran_first(tmp_path):
@@ -612,9 +638,17 @@ def test_files_are_numbered_by_the_workflow_whatever_ran_first(tmp_path):
     outputs["9"] = {"images": [{"filename": "preview.png", "type": "temp"}]}
     files = server.entry({"outputs": outputs}, prompt).files
     assert [(file["node"], file["filename"]) for file in files] == [
-        ("20", "20.png"), ("3", "3.png"), ("7", "7.png"), ("5.0.1", "5.0.1.png")]
+        ("20", "20.png"),
+        ("3", "3.png"),
+        ("7", "7.png"),
+        ("5.0.1", "5.0.1.png"),
+    ]
     assert [path.name for path in dispatch.copies_of(files, tmp_path / "a")] == [
-        "a.png", "a.2.png", "a.3.png", "a.4.png"]
+        "a.png",
+        "a.2.png",
+        "a.3.png",
+        "a.4.png",
+    ]
 
 
 def test_an_image_that_another_program_holds_open_is_waited_for_and_then_costs_that_job_alone(tmp_path, locked):
@@ -628,7 +662,11 @@ def test_an_image_that_another_program_holds_open_is_waited_for_and_then_costs_t
 
     results = asyncio.run(check()).results
     assert {job: record["status"] for job, record in results.items()} == {
-        "j0": "success", "j1": "success", "j2": "error", "j3": "success"}
+        "j0": "success",
+        "j1": "success",
+        "j2": "error",
+        "j3": "success",
+    }
     assert "j2.png" in results["j2"]["error"] and "another program" in results["j2"]["error"]
     assert results["j2"]["copies"] == [] and results["j1"]["copies"] == [str(tmp_path / "out/j1.png")]
     assert attempts == {"j0.png": 1, "j1.png": 3, "j2.png": 1 + len(files.PAUSES), "j3.png": 1}
@@ -701,6 +739,7 @@ def test_after_any_crashes_every_job_has_exactly_one_image(tmp_path_factory, cra
 
 def test_after_a_crash_at_any_step_every_job_has_exactly_one_image(tmp_path, monkeypatch):
     """Every step of a batch of three, one after the other."""
+
     async def check(fate):
         for step in itertools.count():
             async with FakeComfy() as one:

@@ -90,7 +90,9 @@ def test_an_actor_has_one_job_at_a_time(ray):
     assert ray.asked["pool"] == {"size": 3, "max_tasks_in_flight_per_actor": 1}
     assert ray.asked["items"]["override_num_blocks"] == 2
     assert [item["job"] for item in ray.asked["items"]["items"]] == [
-        '{"id": "a", "settings": {"x": 1}}', '{"id": "b", "settings": {}}']
+        '{"id": "a", "settings": {"x": 1}}',
+        '{"id": "b", "settings": {}}',
+    ]
     given = ray.asked["map"]
     assert given["batch_size"] == 1 and given["fn_constructor_args"] == ("studio", True)
     assert (given["num_cpus"], given["num_gpus"], given["max_task_retries"]) == (2, 0.5, 4)
@@ -117,8 +119,10 @@ def test_pixels_are_rounded_as_save_image_does(monkeypatch):
     values = [-0.1, 0.0, 0.4999, 0.5, 0.9999, 1.0, 1.2, 1 / 255, 254.5 / 255]
     decoded = torch.tensor(values * 3).reshape(1, 3, 3, 3)
     painter = object.__new__(studio.Painter)
-    painter.studio, painter.recipe = SimpleNamespace(model="m", decoder=None, drafter=None), SimpleNamespace(
-        build=lambda drafter, **_: None)
+    painter.studio, painter.recipe = (
+        SimpleNamespace(model="m", decoder=None, drafter=None),
+        SimpleNamespace(build=lambda drafter, **_: None),
+    )
     painter.model, painter.drafter, painter.maps = SimpleNamespace(encode_prompt=lambda text: text), None, False
     painter.decoder = SimpleNamespace(decode=lambda latent: decoded)
     trace = SimpleNamespace(settings={"method": "x"}, summary=lambda: {"images": 1})
@@ -143,8 +147,20 @@ def test_a_painter_says_of_each_job_what_became_of_it(monkeypatch):
     jobs = [json.dumps({"id": name, "settings": {"prompt": name}}) for name in ("good", "bad")]
     found = painter({"job": np.array(jobs)})
     good, bad = map(json.loads, found["record"])
-    assert good == {"id": "good", "status": "success", "traces": [{"tokens": 4}], "warnings": ["a notice"], "error": "",
-                    "seconds": 2.5}
-    assert bad == {"id": "bad", "status": "error", "traces": [], "warnings": [], "error": "ValueError: no such word",
-                   "seconds": 0.25}
+    assert good == {
+        "id": "good",
+        "status": "success",
+        "traces": [{"tokens": 4}],
+        "warnings": ["a notice"],
+        "error": "",
+        "seconds": 2.5,
+    }
+    assert bad == {
+        "id": "bad",
+        "status": "error",
+        "traces": [],
+        "warnings": [],
+        "error": "ValueError: no such word",
+        "seconds": 0.25,
+    }
     assert found["image"] == [b"image", b""] and found["map"] == [b"map", b""]

@@ -58,8 +58,10 @@ def test_ids_differ_by_batch_job_and_attempt_and_nothing_else(tmp_path):
 
 
 def test_another_process_is_refused_until_this_one_ends(tmp_path):
-    code = ("import sys; from pathlib import Path\nfrom comfyui_specar.batch.journal import Journal\n"
-            "with Journal(Path(sys.argv[1])):\n    print('open')")
+    code = (
+        "import sys; from pathlib import Path\nfrom comfyui_specar.batch.journal import Journal\n"
+        "with Journal(Path(sys.argv[1])):\n    print('open')"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / "r.jsonl")]
     with Journal(tmp_path / "r.jsonl"):
         refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
@@ -70,15 +72,18 @@ def test_another_process_is_refused_until_this_one_ends(tmp_path):
 A = "a"
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("r.jsonl", '{"id": "a", "status": "success"}\n{damaged}\n{}\n', "line 2.*damaged"),
-    ("r.jsonl", '{"name": "my notes"}\n', "no results"),
-    ("r.jsonl.journal", '{"schema": "other/1"}\n', "not .*journal"),
-    ("r.jsonl", '{"id": [], "status": "success"}\n', "no results"),
-    ("r.jsonl", "[" * 100_000 + "\n{}\n", "line 1.*damaged"),
-    ("r.jsonl.journal", f'{{"schema": "specar.batch/1", "batch": "{32 * A}"}}\n{{"job": "a"}}\n', "of no job"),
-    ("r.jsonl", "precious notes\nof somebody\n", "line 1.*damaged"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.jsonl", '{"id": "a", "status": "success"}\n{damaged}\n{}\n', "line 2.*damaged"),
+        ("r.jsonl", '{"name": "my notes"}\n', "no results"),
+        ("r.jsonl.journal", '{"schema": "other/1"}\n', "not .*journal"),
+        ("r.jsonl", '{"id": [], "status": "success"}\n', "no results"),
+        ("r.jsonl", "[" * 100_000 + "\n{}\n", "line 1.*damaged"),
+        ("r.jsonl.journal", f'{{"schema": "specar.batch/1", "batch": "{32 * A}"}}\n{{"job": "a"}}\n', "of no job"),
+        ("r.jsonl", "precious notes\nof somebody\n", "line 1.*damaged"),
+    ],
+)
 def test_files_of_others_are_left_alone(tmp_path, name, content, message):
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(JournalError, match=message), Journal(tmp_path / "r.jsonl"):
@@ -170,6 +175,7 @@ async def code_of(process: asyncio.subprocess.Process) -> tuple[int, str]:
 
 def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
     """At the first write, at the second of the next start, and so on: at its header, its lines and its images."""
+
     async def check():
         async with FakeComfy() as one, FakeComfy() as other:
             servers = ["--server", one.url, "--server", other.url, "--out", "out"]
@@ -184,13 +190,15 @@ def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
     asyncio.run(check())
     records = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert Counter((record["id"], record["status"]) for record in records) == Counter(
-        (f"j{i}", "success") for i in range(8))
+        (f"j{i}", "success") for i in range(8)
+    )
     assert sorted(path.name for path in (table / "out").iterdir()) == [f"j{i}.png" for i in range(8)]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal for one process")
 def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goes_on(table):
     """While the server generates the second image."""
+
     async def check():
         async with FakeComfy() as one:
             one.ends = lambda: not one.drawn
@@ -210,6 +218,7 @@ def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goes_on(t
 
 def run_beside(server: FakeComfy, *arguments: str) -> int:
     """The command in this process, with the server in a loop of its own thread."""
+
     async def serve():
         async with server:
             return await asyncio.to_thread(cli.main, command("--server", server.url, *arguments))
@@ -262,9 +271,11 @@ def test_rows_without_a_prompt_are_counted(table, here, capsys):
 
 
 def test_a_python_without_the_two_packages_is_told_so(tmp_path):
-    program = ("import importlib.util, runpy, sys; find = importlib.util.find_spec\n"
-               "importlib.util.find_spec = lambda name, *more: None if name == 'tqdm' else find(name, *more)\n"
-               "runpy.run_path(sys.argv[1], run_name='__main__')")
+    program = (
+        "import importlib.util, runpy, sys; find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'tqdm' else find(name, *more)\n"
+        "runpy.run_path(sys.argv[1], run_name='__main__')"
+    )
     folder = Path(cli.__file__).parent
     run = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, encoding="utf-8", cwd=tmp_path)
     assert run.returncode == cli.BAD_INPUT and "Traceback" not in run.stderr
@@ -287,8 +298,11 @@ def test_lines_have_the_time(tmp_path):
         journal.write_result({**first, "copies": [], "ended": "2026-01-02T03:04:05Z"})
         assert journal.results["a"]["ended"] == "2026-01-02T03:04:05Z", "it ended then; its copies came later"
     times = first["ended"], journal.queued["a"][0]["time"]
-    assert all(abs((datetime.now(timezone.utc) - datetime.fromisoformat(time.replace("Z", "+00:00"))).total_seconds())
-               < PATIENCE for time in times)
+    assert all(
+        abs((datetime.now(timezone.utc) - datetime.fromisoformat(time.replace("Z", "+00:00"))).total_seconds())
+        < PATIENCE
+        for time in times
+    )
 
 
 def test_of_many_jobs_that_failed_before_some_are_named(table, here, capsys):
@@ -367,19 +381,26 @@ def test_a_corrected_row_that_was_not_run_is_still_to_do(table, here, capsys):
     assert "1 of 2 jobs done, 0 failed, 1 still to do" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("jobs", "arguments", "message"), [
-    ("id,sed\na,1\n", (), "jobs.csv, line 2: .*no sed.*prompt, filename_prefix, seed"),
-    ("", (), "jobs.csv.*no jobs"),
-    ("seed\n1\n", ("--workflow", "jobs.csv"), "workflow.*jobs.csv"),
-    ("id,seed\na,1\n", ("--out", "full"), r"full.*files.* a\b"),
-    ("id,seed\nA,1\n", ("--out", "full"), r"full.*files.* A\b"),
-    ("id,seed\nA,1\n", ("--out", "jobs.csv"), "--out jobs.csv is a file.*folder"),
-    ("id,seed\nA,1\n", ("--out", "jobs.csv/inside"), "--out jobs.csv.inside: no file can be written"),
-    ("id,seed\nA,1\n", ("--server", "127.0.0.1:8380x"), "127.0.0.1:8380x is no address .*8380x.*http://127.0.0.1:8188"),
-    ("id,seed\nA,1\n", ("--server", "http://a:99999"), "http://a:99999 is no address"),
-    ("id,seed\nA,1\n", ("--server", ""), "--server  is no address .no host"),
-    ("id,seed\nA,1\n", ("--server", "ftp://a"), "ftp://a: .*begins with http"),
-])
+@pytest.mark.parametrize(
+    ("jobs", "arguments", "message"),
+    [
+        ("id,sed\na,1\n", (), "jobs.csv, line 2: .*no sed.*prompt, filename_prefix, seed"),
+        ("", (), "jobs.csv.*no jobs"),
+        ("seed\n1\n", ("--workflow", "jobs.csv"), "workflow.*jobs.csv"),
+        ("id,seed\na,1\n", ("--out", "full"), r"full.*files.* a\b"),
+        ("id,seed\nA,1\n", ("--out", "full"), r"full.*files.* A\b"),
+        ("id,seed\nA,1\n", ("--out", "jobs.csv"), "--out jobs.csv is a file.*folder"),
+        ("id,seed\nA,1\n", ("--out", "jobs.csv/inside"), "--out jobs.csv.inside: no file can be written"),
+        (
+            "id,seed\nA,1\n",
+            ("--server", "127.0.0.1:8380x"),
+            "127.0.0.1:8380x is no address .*8380x.*http://127.0.0.1:8188",
+        ),
+        ("id,seed\nA,1\n", ("--server", "http://a:99999"), "http://a:99999 is no address"),
+        ("id,seed\nA,1\n", ("--server", ""), "--server  is no address .no host"),
+        ("id,seed\nA,1\n", ("--server", "ftp://a"), "ftp://a: .*begins with http"),
+    ],
+)
 def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
     (table / "jobs.csv").write_text(jobs, encoding="utf-8")
     (table / "full").mkdir()
@@ -398,22 +419,28 @@ def test_a_failure_names_its_server_where_there_are_several(capsys, several):
     assert f"a{' on http://b:1' if several else ''}: disk full" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--method", "next_token", "--model", "foo"), "--model, --method: .*--ray.*workflow"),
-    (("--method", "sjd", "--gpus", "0"), "--method, --gpus: .*--ray"),  # the defaults, but given
-    (("--dtype", "bf16"), "--dtype: .*--ray"),
-    (("--ray", "--out", "out", "--server", "http://127.0.0.1:9", "--patience", "9"),
-     "--server, --workflow, --patience: not .*--ray"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "next_token", "--model", "foo"), "--model, --method: .*--ray.*workflow"),
+        (("--method", "sjd", "--gpus", "0"), "--method, --gpus: .*--ray"),  # the defaults, but given
+        (("--dtype", "bf16"), "--dtype: .*--ray"),
+        (
+            ("--ray", "--out", "out", "--server", "http://127.0.0.1:9", "--patience", "9"),
+            "--server, --workflow, --patience: not .*--ray",
+        ),
+    ],
+)
 def test_options_that_would_be_ignored_are_refused(table, capsys, arguments, message):
     assert cli.main(command(*arguments)) == cli.BAD_INPUT
     assert re.search(message, capsys.readouterr().err)
     assert sorted(path.name for path in table.iterdir()) == ["jobs.csv", "workflow.json"]
 
 
-@pytest.mark.parametrize(("option", "value"), [
-    ("--retries", "-1"), ("--patience", "-1"), ("--patience", "nan"), ("--gpus", "-0.5"), ("--in-flight", "0"),
-])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--retries", "-1"), ("--patience", "-1"), ("--patience", "nan"), ("--gpus", "-0.5"), ("--in-flight", "0")],
+)
 def test_numbers_that_are_too_small_are_refused(table, capsys, option, value):
     with pytest.raises(SystemExit) as ended:
         cli.main(command(option, value))

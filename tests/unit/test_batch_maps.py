@@ -54,27 +54,42 @@ def test_shipped_workflows_get_a_map_of_every_image_that_they_save_and_of_no_cha
         return
     mapped = with_maps(plain)
     assert {key: mapped[key] for key in plain} == plain
-    images = {key for key, content in plain.items() if content["class_type"] == "SaveImage"
-              and plain[content["inputs"]["images"][0]]["class_type"].startswith(("VAEDecode", "SpecARDecode"))}
+    images = {
+        key
+        for key, content in plain.items()
+        if content["class_type"] == "SaveImage"
+        and plain[content["inputs"]["images"][0]]["class_type"].startswith(("VAEDecode", "SpecARDecode"))
+    }
     assert images and mapped.keys() - plain.keys() == {key + end for key in images for end in ("_map", "_overlay")}
     for key in images:
         overlay = mapped[key + "_overlay"]["inputs"]
         assert overlay["image"] == plain[key]["inputs"]["images"] and SAMPLER.fullmatch(
-            plain[overlay["trace"][0]]["class_type"])
+            plain[overlay["trace"][0]]["class_type"]
+        )
         assert mapped[key + "_map"]["inputs"] == {
-            "images": [key + "_overlay", 0], "filename_prefix": plain[key]["inputs"]["filename_prefix"] + "_map"}
+            "images": [key + "_overlay", 0],
+            "filename_prefix": plain[key]["inputs"]["filename_prefix"] + "_map",
+        }
 
 
-@pytest.mark.parametrize(("added", "sampler"), [
-    ({}, "3"),
-    ({"6": node("ImageScale", image=["7", 0]), "7": node("VAEDecode", samples=["3", 0])}, "3"),
-    ({"6": node("SpecARCompareTraces", trace_1=["3", 1])}, None),  # a chart
-    ({"6": node("SpecARAcceptanceMap", trace=["3", 1], image=["7", 0]), "7": node("VAEDecode", samples=["3", 0])},
-     None),  # a map
-    ({"6": node("ImageBatch", image1=["3", 0], image2=["4", 0]), "4": node("SpecARSampler")}, None),  # whose trace?
-    ({"6": node("LoadImage", image="a.png")}, None),
-    ({"6": node("Circle", image=["6", 0], other=["gone", 0])}, None),
-])
+@pytest.mark.parametrize(
+    ("added", "sampler"),
+    [
+        ({}, "3"),
+        ({"6": node("ImageScale", image=["7", 0]), "7": node("VAEDecode", samples=["3", 0])}, "3"),
+        ({"6": node("SpecARCompareTraces", trace_1=["3", 1])}, None),  # a chart
+        (
+            {
+                "6": node("SpecARAcceptanceMap", trace=["3", 1], image=["7", 0]),
+                "7": node("VAEDecode", samples=["3", 0]),
+            },
+            None,
+        ),  # a map
+        ({"6": node("ImageBatch", image1=["3", 0], image2=["4", 0]), "4": node("SpecARSampler")}, None),  # whose trace?
+        ({"6": node("LoadImage", image="a.png")}, None),
+        ({"6": node("Circle", image=["6", 0], other=["gone", 0])}, None),
+    ],
+)
 def test_the_sampler_of_an_image(added, sampler):
     assert sampler_of(workflow() | added, "9") == sampler
 
@@ -87,6 +102,7 @@ def test_a_prefix_that_another_node_gives_is_shared():
 
 def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path):
     """The fingerprint is that without maps: a batch may go on with or without them."""
+
     async def check():
         async with FakeComfy() as one:
             with Journal(tmp_path / "r.jsonl") as found:
@@ -101,7 +117,9 @@ def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["mapped.png", "mapped_map.png", "plain.png"]
     assert (tmp_path / "out/mapped_map.png").read_bytes() == b"p_map_mapped_00001_.png"
     assert [file["filename"] for file in results["mapped"]["files"]] == [
-        "p_mapped_00001_.png", "p_map_mapped_00001_.png"]
+        "p_mapped_00001_.png",
+        "p_map_mapped_00001_.png",
+    ]
     assert results["mapped"]["copies"] == [str(tmp_path / f"out/{name}.png") for name in ("mapped", "mapped_map")]
 
 
@@ -145,11 +163,14 @@ def test_a_job_that_has_the_name_of_a_map_is_refused():
         check_ids([Job("apple", {}, 2), Job("Apple_map", {}, 3)])
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ((), "--maps needs --out"),
-    (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE)), "--maps.*trace"),
-    (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE), "--dry-run"), "--maps.*trace"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--maps needs --out"),
+        (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE)), "--maps.*trace"),
+        (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE), "--dry-run"), "--maps.*trace"),
+    ],
+)
 def test_where_no_map_can_be_saved_nothing_is_begun(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs.csv").write_text("prompt\ncat\n", encoding="utf-8")
@@ -164,8 +185,12 @@ def test_where_no_map_can_be_saved_nothing_is_begun(tmp_path, monkeypatch, capsy
 def test_jobs_that_were_done_without_maps_are_counted(tmp_path, monkeypatch, capsys, where):
     """The id of a job may end as the name of a map does, and the first of its images may have none."""
     monkeypatch.chdir(tmp_path)
-    copies = {"a": ["out/a.png", "out/a_map.png"], "b": ["out/b.png", "out/b.2.png", "out/b.2_map.png"],
-              "c_map": ["out/c_map.png"], "d": []}
+    copies = {
+        "a": ["out/a.png", "out/a_map.png"],
+        "b": ["out/b.png", "out/b.2.png", "out/b.2_map.png"],
+        "c_map": ["out/c_map.png"],
+        "d": [],
+    }
 
     def said(*jobs: str) -> str:
         Path("jobs.csv").write_text("\n".join(["id,prompt", *(f"{job},star" for job in jobs)]), encoding="utf-8")

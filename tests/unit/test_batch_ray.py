@@ -77,7 +77,10 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     assert json.dumps([about["totals"]]) == json.dumps(records["late"]["traces"])
     assert about["method"] == json.loads(json.dumps(out.trace.settings))  # and it can be generated again
     assert {name: about[name] for name in ("model", "decoder", "drafter")} == {
-        "model": "default", "decoder": None, "drafter": None}
+        "model": "default",
+        "decoder": None,
+        "drafter": None,
+    }
     assert about.items() >= {"dtype": "fp32", "device": "cpu", "pack": VERSION}.items()
 
 
@@ -87,8 +90,12 @@ def test_control_c_and_sigterm_cancel(table, number):
     """Also in a script's background, where Ctrl-C is ignored at first."""
     rows = "".join(f'j{i},"star, 3d, on a blue background"\n' for i in range(60))
     (table / "jobs.csv").write_text(f"id,prompt\n{rows}", encoding="utf-8")
-    run = subprocess.Popen([sys.executable, str(ROOT / "batch"), *COMMAND], stderr=subprocess.PIPE, text=True,
-                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    run = subprocess.Popen(
+        [sys.executable, str(ROOT / "batch"), *COMMAND],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
     assert any(": done" in line for line in run.stderr)
     run.send_signal(number)
     _, said = run.communicate(timeout=PATIENCE)
@@ -103,27 +110,38 @@ def test_sigterm_while_ray_starts_cancels(table, monkeypatch, capsys):
     assert cli.main(COMMAND) == cli.CANCELLED and "0 of 5 jobs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("table_text", "arguments", "message"), [
-    ("prompt,windw\ncat,3\n", (), "jobs.csv, line 2: .*windw.*prompt, negative, seed, cfg"),
-    ("prompt,size,Window\ncat,3,3\n", (), r"line 2: .*size, Window \(write window\).*prompt, negative"),
-    ("prompt,window\ncat,2.5\n", (), "line 2: window.*whole.*2.5"),
-    ("prompt,reuse\ncat,coupled\ncat,foo\n", (), "line 3: reuse.*'foo'.*coupled, gumbel"),
-    ("prompt,window\ncat,\ncat,0\n", (), "line 3: window.*0.*at least 2"),
-    ("prompt,seed\ncat,-1\n", (), "line 2: seed.*0 to.*-1"),
-    ("prompt,seed\ncat,1\ncat,1.23457E+18\n", (), "line 3: seed.*E.18.*format the column as text"),
-    ("prompt,window\ncat,1.6E+01\n", (), "line 2: window.*format the column as text"),
-    ("prompt,delta\ncat,0.5\n", ("--method", "cool_sd", "--drafter", "default/eagle"), "line 2: delta.*0.5.*1 .exact"),
-    ("prompt,mode\ncat,foo\n", ("--method", "continuous_speculative", "--drafter", "continuous/small"),
-     "line 2: mode.*'foo'.*block"),
-    ("seed\n3\n", (), "line 2: .*prompt"),
-    ("prompt\ncat\n", ("--method", "sdj"), "method sdj.*next_token, jacobi, sjd"),
-    ("prompt\ncat\n", ("--dtype", "bf61"), "dtype bf61.*auto, fp32, bf16"),
-    ("prompt\ncat\n", ("--method", "cool_sd"), "cool_sd.*--drafter.*default/eagle"),
-    ("prompt\ncat\n", ("--model", "models/gone"), "models/gone.*bundled.*default"),
-    ("prompt\ncat\n", ("--method", "cool_sd", "--drafter", "gone"), "gone.*default"),
-])
-def test_what_does_not_fit_the_method_is_refused_before_ray_starts(table, monkeypatch, capsys, table_text, arguments,
-                                                                   message):
+@pytest.mark.parametrize(
+    ("table_text", "arguments", "message"),
+    [
+        ("prompt,windw\ncat,3\n", (), "jobs.csv, line 2: .*windw.*prompt, negative, seed, cfg"),
+        ("prompt,size,Window\ncat,3,3\n", (), r"line 2: .*size, Window \(write window\).*prompt, negative"),
+        ("prompt,window\ncat,2.5\n", (), "line 2: window.*whole.*2.5"),
+        ("prompt,reuse\ncat,coupled\ncat,foo\n", (), "line 3: reuse.*'foo'.*coupled, gumbel"),
+        ("prompt,window\ncat,\ncat,0\n", (), "line 3: window.*0.*at least 2"),
+        ("prompt,seed\ncat,-1\n", (), "line 2: seed.*0 to.*-1"),
+        ("prompt,seed\ncat,1\ncat,1.23457E+18\n", (), "line 3: seed.*E.18.*format the column as text"),
+        ("prompt,window\ncat,1.6E+01\n", (), "line 2: window.*format the column as text"),
+        (
+            "prompt,delta\ncat,0.5\n",
+            ("--method", "cool_sd", "--drafter", "default/eagle"),
+            "line 2: delta.*0.5.*1 .exact",
+        ),
+        (
+            "prompt,mode\ncat,foo\n",
+            ("--method", "continuous_speculative", "--drafter", "continuous/small"),
+            "line 2: mode.*'foo'.*block",
+        ),
+        ("seed\n3\n", (), "line 2: .*prompt"),
+        ("prompt\ncat\n", ("--method", "sdj"), "method sdj.*next_token, jacobi, sjd"),
+        ("prompt\ncat\n", ("--dtype", "bf61"), "dtype bf61.*auto, fp32, bf16"),
+        ("prompt\ncat\n", ("--method", "cool_sd"), "cool_sd.*--drafter.*default/eagle"),
+        ("prompt\ncat\n", ("--model", "models/gone"), "models/gone.*bundled.*default"),
+        ("prompt\ncat\n", ("--method", "cool_sd", "--drafter", "gone"), "gone.*default"),
+    ],
+)
+def test_what_does_not_fit_the_method_is_refused_before_ray_starts(
+    table, monkeypatch, capsys, table_text, arguments, message
+):
     monkeypatch.setattr(fleet, "started", lambda _fleet: pytest.fail("Ray was started"))
     (table / "jobs.csv").write_text(table_text, encoding="utf-8")
     assert cli.main([*COMMAND, *arguments]) == cli.BAD_INPUT
@@ -155,6 +173,7 @@ def test_where_no_cluster_listens_it_says_so_at_once(table, monkeypatch, capsys,
 
 def test_a_job_that_ray_never_ended_is_no_job_of_the_batch(table, monkeypatch, capsys):
     """So its row may still be changed."""
+
     def dies(*_given):
         raise ConnectionError("the cluster went away")
 
@@ -206,6 +225,7 @@ def test_a_setting_of_a_method_that_needs_a_drafter_reaches_it():
     settings = studio.settings([Job("a", {"prompt": "cat", "delta": "2", "floor": "no"}, 1)])["a"]
     painter = Painter(studio)
     assert painter.recipe.build(painter.drafter, delta=settings["delta"], floor=settings["floor"]).rule == (
-        specar.rules.CoolSD(delta=2.0, floor=False))
+        specar.rules.CoolSD(delta=2.0, floor=False)
+    )
     with pytest.raises(JobsError, match="window"):
         studio.settings([Job("a", {"prompt": "cat", "window": 3}, 2)])

@@ -73,31 +73,57 @@ async def run(path: Path, servers: list, number: int = 1, **options) -> dict[str
 
 
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats() | st.text(st.characters(), max_size=5),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(st.characters(), max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-contents = anything.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40) | st.sampled_from([
-    b"", b"{}", b"[]", b"null", b"<html>log in</html>", b"[" * 100_000, b'{"a":' * 100_000, b'{"queue_running": 1e999}',
-    b'{"prompt_id": NaN}', b'{"error": "no"}', b'{"node_errors": {"99": {"errors": []}}}', b'{"node_errors": [5]}',
-    b'{"queue_running": [[1]], "queue_pending": []}', b'{"error": {"type": "prompt_no_outputs"}, "node_errors": 5}',
-    b'{"system": {"comfyui_version": {}}}', b"9" * 5000,
-])
-QUIET = settings(max_examples=40, deadline=None, derandomize=True,
-                 suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+contents = (
+    anything.map(lambda value: json.dumps(value).encode())
+    | st.binary(max_size=40)
+    | st.sampled_from(
+        [
+            b"",
+            b"{}",
+            b"[]",
+            b"null",
+            b"<html>log in</html>",
+            b"[" * 100_000,
+            b'{"a":' * 100_000,
+            b'{"queue_running": 1e999}',
+            b'{"prompt_id": NaN}',
+            b'{"error": "no"}',
+            b'{"node_errors": {"99": {"errors": []}}}',
+            b'{"node_errors": [5]}',
+            b'{"queue_running": [[1]], "queue_pending": []}',
+            b'{"error": {"type": "prompt_no_outputs"}, "node_errors": 5}',
+            b'{"system": {"comfyui_version": {}}}',
+            b"9" * 5000,
+        ]
+    )
+)
+QUIET = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 @pytest.mark.parametrize("where", READ)
 @QUIET
-@given(content=contents, kind=st.sampled_from(["application/json", "text/html", "text/plain; charset=none"]),
-       status=st.sampled_from([200, 200, 200, 400, 404, 500, 302, 401]))
+@given(
+    content=contents,
+    kind=st.sampled_from(["application/json", "text/html", "text/plain; charset=none"]),
+    status=st.sampled_from([200, 200, 200, 400, 404, 500, 302, 401]),
+)
 def test_whatever_a_server_answers_the_other_one_ends_the_jobs(tmp_path_factory, where, content, kind, status):
     folder = tmp_path_factory.mktemp("batch")
 
     async def check():
         async with FakeComfy() as strange, FakeComfy() as other:
-            strange.says[where] = lambda _answer: web.Response(body=content, status=status,
-                                                               headers={"Content-Type": kind})
+            strange.says[where] = lambda _answer: web.Response(
+                body=content, status=status, headers={"Content-Type": kind}
+            )
             results = await run(folder / "r.jsonl", [strange, other], 2, download=folder / "out")
             lost_file = where == "view" and status not in (302, 401)  # any bytes may be a file, or it is gone
             assert {record["status"] for record in results.values()} <= {"success", *(("error",) * lost_file)}
@@ -133,8 +159,9 @@ def test_an_answer_with_one_part_of_another_kind_ends_no_run(tmp_path_factory, w
     def spoil(answer: web.Response) -> web.Response:
         real = json.loads(answer.body)
         count = spoiled(real, -1, by)[1]
-        return web.Response(text=json.dumps(spoiled(real, at % count, by)[0]), status=answer.status,
-                            content_type="application/json")
+        return web.Response(
+            text=json.dumps(spoiled(real, at % count, by)[0]), status=answer.status, content_type="application/json"
+        )
 
     async def check():
         async with FakeComfy() as strange, FakeComfy() as other:
@@ -147,14 +174,20 @@ def test_an_answer_with_one_part_of_another_kind_ends_no_run(tmp_path_factory, w
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(("where", "content", "words"), [
-    ("queue", b"{}", "/queue: queue_running is missing"), ("queue", b"<html>\n<b>log", "/queue: no JSON: <html> <b>l"),
-    ("queue", b"[1]", r"/queue: not an object: \[1\]"), ("queue", b"[" * 9**6, "/queue: no JSON"),
-    ("queue", b" " * (limits.ANSWER_BYTES + 1), "/queue: it is longer than 64 MiB"),
-    ("system_stats", b"null", "/system_stats: not an object: null"), ("prompt", b"{}", "/prompt: prompt_id is missing"),
-    ("prompt", b'{"node_errors": {"99\\u001b[0m": {}}}', r"/prompt: .* not sent, such as 99\\x1b\[0m"),
-    ("history", b"<html>", "/history: no JSON: <html>"),
-])
+@pytest.mark.parametrize(
+    ("where", "content", "words"),
+    [
+        ("queue", b"{}", "/queue: queue_running is missing"),
+        ("queue", b"<html>\n<b>log", "/queue: no JSON: <html> <b>l"),
+        ("queue", b"[1]", r"/queue: not an object: \[1\]"),
+        ("queue", b"[" * 9**6, "/queue: no JSON"),
+        ("queue", b" " * (limits.ANSWER_BYTES + 1), "/queue: it is longer than 64 MiB"),
+        ("system_stats", b"null", "/system_stats: not an object: null"),
+        ("prompt", b"{}", "/prompt: prompt_id is missing"),
+        ("prompt", b'{"node_errors": {"99\\u001b[0m": {}}}', r"/prompt: .* not sent, such as 99\\x1b\[0m"),
+        ("history", b"<html>", "/history: no JSON: <html>"),
+    ],
+)
 def test_a_server_that_is_another_program_is_away_in_words(tmp_path, caplog, where, content, words):
     async def check():
         async with FakeComfy() as strange, FakeComfy() as other:
@@ -166,11 +199,13 @@ def test_a_server_that_is_another_program_is_away_in_words(tmp_path, caplog, whe
     asyncio.run(check())
 
 
-@pytest.mark.parametrize(("where", "words"), [("queue", "given up"), ("prompt", "No server is left"),
-                                             ("history", "No server is left")])
+@pytest.mark.parametrize(
+    ("where", "words"), [("queue", "given up"), ("prompt", "No server is left"), ("history", "No server is left")]
+)
 def test_where_there_is_no_other_server_the_batch_ends_and_no_job_has_failed(tmp_path, caplog, where, words):
     async def check():
         async with FakeComfy() as strange:
+
             def page(_answer: web.Response) -> web.Response:
                 strange.pending.clear()
                 return web.Response(text="<html>hello</html>", content_type="text/html")
@@ -197,6 +232,7 @@ def test_a_page_of_a_proxy_is_no_copy(tmp_path):
 
 def test_a_job_that_a_server_loses_goes_to_another_one_and_is_not_given_up(tmp_path):
     """The one that loses is always idle, and would get it again."""
+
     async def check():
         async with FakeComfy() as losing, FakeComfy() as other:
             losing.says["history"] = lambda _answer: web.json_response({})
@@ -218,9 +254,22 @@ def test_a_job_that_breaks_servers_fails_once_each_was_asked_and_sets_none_aside
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("name", [
-    "a." + 300 * "b", "a.p/ng", "a.\\..\\x", "a./", "a..", ".", "", "a.\N{FULLWIDTH SOLIDUS}", "a. ", "a.nul:x", "a.\n",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a." + 300 * "b",
+        "a.p/ng",
+        "a.\\..\\x",
+        "a./",
+        "a..",
+        ".",
+        "",
+        "a.\N{FULLWIDTH SOLIDUS}",
+        "a. ",
+        "a.nul:x",
+        "a.\n",
+    ],
+)
 def test_a_server_chooses_no_more_of_a_copys_name_than_a_short_ending(name):
     [path] = dispatch.copies_of([{"filename": name, "node": "9"}], Path("out/job"))
     assert path.parent == Path("out") and re.fullmatch(r"job(\.\w{1,16})?", path.name, re.ASCII)
@@ -248,6 +297,7 @@ def table(tmp_path, monkeypatch) -> Path:
 
 def run_beside(one: FakeComfy, *arguments: str) -> int:
     """The command in this process, with the server in a loop of its own thread."""
+
     async def serve():
         async with one:
             return await asyncio.to_thread(cli.main, ["jobs.csv", "--workflow", "workflow.json", *arguments])
@@ -279,8 +329,10 @@ def test_what_acts_on_a_terminal_reaches_no_message_log_or_result(table, capsys,
     assert not acting(caplog.text)
     results = (table / "jobs.results.jsonl").read_text(encoding="utf-8")
     assert not acting(results) and len(results) < 10_000 and len(said) < 10_000
-    assert not any(acting(value) for value in re.findall(r'"[^"]*"', json.dumps(json.loads(results.splitlines()[0]),
-                                                                               ensure_ascii=False)))
+    assert not any(
+        acting(value)
+        for value in re.findall(r'"[^"]*"', json.dumps(json.loads(results.splitlines()[0]), ensure_ascii=False))
+    )
 
 
 def test_what_acts_on_a_terminal_reaches_it_from_no_table_either(table, capsys):
@@ -312,14 +364,18 @@ def test_a_login_and_a_token_are_used_for_every_request_and_written_nowhere(tabl
     assert run_beside(one, "--server", url, "--out", "out") == cli.FAILED
     assert {path.split("/")[1] for path, *_ in one.asked} >= {*READ}
     assert {(query.get("token"), login) for _, query, login in one.asked} == {
-        (TOKEN, address_of(url).headers["Authorization"])}
+        (TOKEN, address_of(url).headers["Authorization"])
+    }
     records = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text("utf-8").splitlines()]
     assert {record["server"] for record in records} == {f"http://127.0.0.1:{one.port}"}
     (table / "out/good.png").unlink()
     assert run_beside(one, "--server", url, "--out", "out") == cli.FAILED and (table / "out/good.png").exists()
     one.says = {"queue": lambda _answer: web.Response(status=500, text=f"{SECRET} {TOKEN}")}
-    for wrong in ({}, {"queue": lambda _answer: web.Response(status=302, headers={"Location": url})},
-                  {"queue": lambda _answer: web.Response(status=401)}):
+    for wrong in (
+        {},
+        {"queue": lambda _answer: web.Response(status=302, headers={"Location": url})},
+        {"queue": lambda _answer: web.Response(status=401)},
+    ):
         one.says |= wrong
         run_beside(one, "--server", url, "--patience", "0", "--retry-failed")
     cli.main(["jobs.csv", "--workflow", "workflow.json", "--server", url, "--patience", "0", "--retry-failed"])
@@ -329,10 +385,20 @@ def test_a_login_and_a_token_are_used_for_every_request_and_written_nowhere(tabl
     assert private_in(table, said, caplog.text) == []
 
 
-@pytest.mark.parametrize("url", [
-    f"http://u:{SECRET}@host:1", "ftp://u:secret@host", "http://u:sec/ret@host", "http://u:1/secret@host", "u:secret@",
-    "http://u:secret@host:99999?token=secret", "http://u:secret@[host", "http://u:sec?ret@host", "http://u:sec#ret@host",
-])
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://u:{SECRET}@host:1",
+        "ftp://u:secret@host",
+        "http://u:sec/ret@host",
+        "http://u:1/secret@host",
+        "u:secret@",
+        "http://u:secret@host:99999?token=secret",
+        "http://u:secret@[host",
+        "http://u:sec?ret@host",
+        "http://u:sec#ret@host",
+    ],
+)
 def test_a_wrong_address_is_refused_without_what_is_private_in_it(table, capsys, url):
     assert cli.main(["jobs.csv", "--workflow", "workflow.json", "--server", url]) == cli.BAD_INPUT
     said = capsys.readouterr().err
@@ -341,7 +407,11 @@ def test_a_wrong_address_is_refused_without_what_is_private_in_it(table, capsys,
 
 def test_addresses_are_told_apart_and_shown_by_what_is_public():
     assert [address_of(url).name for url in ("http://a:b@h:1/x/?t=1#f", "a:b@h:1", "HTTP://h/", "127.0.0.1:9")] == [
-        "http://h:1/x", "h:1", "http://h", "127.0.0.1:9"]
+        "http://h:1/x",
+        "h:1",
+        "http://h",
+        "127.0.0.1:9",
+    ]
     address = address_of("https://a%20b:c%3A@h/p?t=1&u=")
     assert address.base == "https://h/p" and address.query == {"t": "1", "u": ""} and shown("ray") == "ray"
     assert address.headers == {"Authorization": "Basic YSBiOmM6"} and "YSB" not in repr(address)  # "a b:c:"
@@ -386,12 +456,26 @@ def test_texts_and_numbers_of_an_entry_are_those_that_a_file_can_hold():
             server.entry({"outputs": {"10": {"specar": [report]}}}, WORKFLOW)
 
 
-@pytest.mark.parametrize("odd", [
-    b"", b"\0\0\0\4", b"\0\0\0\4\xff\xff\xff\xffab", b"\0\0\0\1x", '{"type": "status"}', '{"type": "a", "data": [1]}',
-    '{"type": "a", "data": {"prompt_id": {}}}', "[]", "<html>", "[" * 9**6, '{"type": 5, "data": {}}', "{}",
-])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"",
+        b"\0\0\0\4",
+        b"\0\0\0\4\xff\xff\xff\xffab",
+        b"\0\0\0\1x",
+        '{"type": "status"}',
+        '{"type": "a", "data": [1]}',
+        '{"type": "a", "data": {"prompt_id": {}}}',
+        "[]",
+        "<html>",
+        "[" * 9**6,
+        '{"type": 5, "data": {}}',
+        "{}",
+    ],
+)
 def test_whoever_follows_a_prompt_passes_over_what_is_about_none_and_ends_with_what_no_comfyui_says(odd):
     """Messages of other nodes may have any data; one that is no event is not ComfyUI's."""
+
     async def events(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
@@ -432,11 +516,20 @@ def test_whoever_follows_a_prompt_passes_over_what_is_about_none_and_ends_with_w
         assert asyncio.run(check()).outcome == "success"
 
 
-@pytest.mark.parametrize("secret", ["Zz9 \"&<p\u00e4ss>  \\x/", "to+k/en=Qq7 x", "plain-Zz9"])
-@pytest.mark.parametrize("write", [
-    str, json.dumps, quote, quote_plus, html.escape, lambda secret: said(f"at {secret}"),
-    lambda secret: said(json.dumps({"a": secret})), lambda secret: quote_plus(secret, safe="/"),
-])
+@pytest.mark.parametrize("secret", ['Zz9 "&<p\u00e4ss>  \\x/', "to+k/en=Qq7 x", "plain-Zz9"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        str,
+        json.dumps,
+        quote,
+        quote_plus,
+        html.escape,
+        lambda secret: said(f"at {secret}"),
+        lambda secret: said(json.dumps({"a": secret})),
+        lambda secret: quote_plus(secret, safe="/"),
+    ],
+)
 def test_what_is_private_is_hidden_however_an_answer_writes_it(secret, write):
     address = address_of(f"http://user:{quote(secret, safe='')}@host/?token={quote(secret, safe='')}")
     shown = address.hide(f"see {write(secret)}.")

@@ -48,8 +48,12 @@ def test_the_plain_loop_generates_what_our_next_token_does(monkeypatch):
 
 def test_plain_loop_filters():
     logits = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]]).log()
-    for params, legal in ((SamplingParams(top_k=2), {0, 1}), (SamplingParams(top_p=0.69), {0, 1}),
-                          (SamplingParams(top_p=0.71), {0, 1, 2}), (SamplingParams(), {0, 1, 2, 3, 4})):
+    for params, legal in (
+        (SamplingParams(top_k=2), {0, 1}),
+        (SamplingParams(top_p=0.69), {0, 1}),
+        (SamplingParams(top_p=0.71), {0, 1, 2}),
+        (SamplingParams(), {0, 1, 2, 3, 4}),
+    ):
         torch.manual_seed(0)
         assert {int(plain.draw(logits, params)) for _ in range(200)} == legal
 
@@ -57,7 +61,10 @@ def test_plain_loop_filters():
 def test_names_of_cases_are_ours_or_those_of_the_tables():
     known = names_of_cases()
     assert chosen(["TV budget 0.05", "sjd coupled w32", "SJD, coupled, window 16"], known) == [
-        "TV-metered 0.05", "sjd coupled w32", "sjd coupled w16"]
+        "TV-metered 0.05",
+        "sjd coupled w32",
+        "sjd coupled w16",
+    ]
     with pytest.raises(SystemExit, match="no method TV budget 5; choose from: next_token; "):
         chosen(["sjd coupled w32", "TV budget 5"], known)
 
@@ -104,8 +111,24 @@ def measured(monkeypatch, *arguments):
 def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
     out = tmp_path / "speed.json"
     methods = ["next_token", "chain of 5"]
-    measured(monkeypatch, "--models", "bundled", "tiny", "--methods", *methods, "--tokens", "16", "--passes", "4",
-             "--cfg", "3", "--repetitions", "2", "--out", str(out))
+    measured(
+        monkeypatch,
+        "--models",
+        "bundled",
+        "tiny",
+        "--methods",
+        *methods,
+        "--tokens",
+        "16",
+        "--passes",
+        "4",
+        "--cfg",
+        "3",
+        "--repetitions",
+        "2",
+        "--out",
+        str(out),
+    )
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["not_run"] == {} and report["machine"]["threads"] and report["versions"]["transformers"]
     bundled, random = report["models"]
@@ -134,16 +157,41 @@ def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
 def test_prompts_take_turns(small_world, monkeypatch, tmp_path):
     out, asked = tmp_path / "speed.json", []
     output = Sampler.output
-    monkeypatch.setattr(Sampler, "output", lambda self, seed, *rest: asked.append((self.name, seed, self.conditioning))
-                        or output(self, seed, *rest))
-    measured(monkeypatch, "--models", "bundled", "tiny", "--methods", "next_token", "chain of 5", "--parts", "methods",
-             "--tokens", "16", "--passes", "4", "--cfg", "3", "--repetitions", "2", "--prompts", "3", "--out", str(out))
+    monkeypatch.setattr(
+        Sampler,
+        "output",
+        lambda self, seed, *rest: asked.append((self.name, seed, self.conditioning)) or output(self, seed, *rest),
+    )
+    measured(
+        monkeypatch,
+        "--models",
+        "bundled",
+        "tiny",
+        "--methods",
+        "next_token",
+        "chain of 5",
+        "--parts",
+        "methods",
+        "--tokens",
+        "16",
+        "--passes",
+        "4",
+        "--cfg",
+        "3",
+        "--repetitions",
+        "2",
+        "--prompts",
+        "3",
+        "--out",
+        str(out),
+    )
     bundled, random = json.loads(out.read_text(encoding="utf-8"))["models"]
     timed = [(name, seed, id(prompt)) for name, seed, prompt in asked if seed]
     prompts = list(dict.fromkeys(prompt for _, _, prompt in timed[:6]))
     assert len(prompts) == 3
-    assert timed[:12] == [(name, seed, prompt) for seed in (1, 2) for prompt in prompts
-                          for name in ("next_token", "chain of 5")]
+    assert timed[:12] == [
+        (name, seed, prompt) for seed in (1, 2) for prompt in prompts for name in ("next_token", "chain of 5")
+    ]
     assert (bundled["prompts"], random["prompts"]) == (3, 1)
     base, chain, *_ = bundled["rows"]
     assert [one["seconds_over"] for one in base["by_prompt"]] == [1, 1, 1] and "by_prompt" not in random["rows"][0]
@@ -172,8 +220,23 @@ def test_without_a_gpu_its_rows_are_not_run(monkeypatch, tmp_path):
 
 def test_what_fails_is_written_down_and_the_rest_goes_on(small_world, monkeypatch, tmp_path):
     monkeypatch.setattr("comfyui_specar.benchmarks.passes.plain_loop", lambda *_: 1 / 0)
-    measured(monkeypatch, "--models", "tiny", "--methods", "next_token", "--parts", "methods", "--tokens", "8",
-             "--passes", "2", "--repetitions", "1", "--out", str(tmp_path / "x.json"))
+    measured(
+        monkeypatch,
+        "--models",
+        "tiny",
+        "--methods",
+        "next_token",
+        "--parts",
+        "methods",
+        "--tokens",
+        "8",
+        "--passes",
+        "2",
+        "--repetitions",
+        "1",
+        "--out",
+        str(tmp_path / "x.json"),
+    )
     report = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
     assert "ZeroDivisionError" in report["not_run"]["tiny: plain loop"]
     assert [row["name"] for row in report["models"][0]["rows"]][-1] == "generate, dynamic cache"
@@ -183,9 +246,15 @@ def test_what_fails_is_written_down_and_the_rest_goes_on(small_world, monkeypatc
 
 
 def test_synchronisations_between_polls_are_counted():
-    events = [(0, "cudaStreamSynchronize"), (2, "cudaEventSynchronize"), (1, "cudaLaunchKernel"),
-              (3, "Memcpy DtoH (Device -> Pageable)"), (4, "Memcpy DtoH (Device -> Pinned)"),
-              (5, "cudaEventSynchronize"), (6, "cudaDeviceSynchronize")]
+    events = [
+        (0, "cudaStreamSynchronize"),
+        (2, "cudaEventSynchronize"),
+        (1, "cudaLaunchKernel"),
+        (3, "Memcpy DtoH (Device -> Pageable)"),
+        (4, "Memcpy DtoH (Device -> Pinned)"),
+        (5, "cudaEventSynchronize"),
+        (6, "cudaDeviceSynchronize"),
+    ]
     assert profiles.between_polls(events) == {"polls": 2, "between": {"Memcpy DtoH (Device -> Pageable)": 1}}
     assert profiles.between_polls([]) == {"polls": 0, "between": {}}
 
@@ -210,4 +279,8 @@ def test_what_the_device_does_between_polls_is_counted():
 
 def test_shares_on_a_gpu_leave_what_is_idle_to_the_host():
     assert profiles.shares({}, {"forward": 2.0, "drafter": 0.0, "sampling": 1.0}, 4.0) == {
-        "forward": 0.5, "drafter": 0.0, "sampling": 0.25, "host": 0.25}
+        "forward": 0.5,
+        "drafter": 0.0,
+        "sampling": 0.25,
+        "host": 0.25,
+    }

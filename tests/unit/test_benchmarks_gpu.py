@@ -67,12 +67,18 @@ def test_a_warning_of_the_pack_is_a_failure_while_it_is_listened_to(findings):
 # Verdicts
 
 
-@pytest.mark.parametrize(("found", "code", "verdict", "reported"), [
-    ({"rows": [{}]}, 0, OK, "all well"), ({"rows": [{}], "warnings": ["slow"]}, 0, WARNING, "slow"),
-    ({"rows": [{}], "failures": ["wrong"], "warnings": ["slow"]}, 0, FAILED, "wrong"),
-    ({"not_run": {"all": "no ComfyUI"}}, 0, NOT_RUN, "no ComfyUI"), ({"rows": [{}]}, 86, FAILED, "code 86: last words"),
-    ({"rows": [{}], "at": "ADT-Tree"}, None, CUT, "after 9 s at: ADT-Tree"), ({"failures": ["x"]}, None, FAILED, "x"),
-])
+@pytest.mark.parametrize(
+    ("found", "code", "verdict", "reported"),
+    [
+        ({"rows": [{}]}, 0, OK, "all well"),
+        ({"rows": [{}], "warnings": ["slow"]}, 0, WARNING, "slow"),
+        ({"rows": [{}], "failures": ["wrong"], "warnings": ["slow"]}, 0, FAILED, "wrong"),
+        ({"not_run": {"all": "no ComfyUI"}}, 0, NOT_RUN, "no ComfyUI"),
+        ({"rows": [{}]}, 86, FAILED, "code 86: last words"),
+        ({"rows": [{}], "at": "ADT-Tree"}, None, CUT, "after 9 s at: ADT-Tree"),
+        ({"failures": ["x"]}, None, FAILED, "x"),
+    ],
+)
 def test_verdicts(found, code, verdict, reported):
     given, why = stages.judged(NOTHING | found, code, 9.0, " last words\n")
     assert given == verdict and reported in why
@@ -130,8 +136,12 @@ def test_calls_are_watched_wherever_a_kernel_was_imported():
         from comfyui_specar.kernels import verification
 
         verification.maximal_coupling(
-            torch.rand(1, 2, 5), torch.rand(1, 2, 5), *(torch.zeros(1, 2, dtype=torch.int64),) * 2,
-            torch.ones(1, 2, dtype=torch.bool), torch.rand(1, 2), torch.rand(1, 2),
+            torch.rand(1, 2, 5),
+            torch.rand(1, 2, 5),
+            *(torch.zeros(1, 2, dtype=torch.int64),) * 2,
+            torch.ones(1, 2, dtype=torch.bool),
+            torch.rand(1, 2),
+            torch.rand(1, 2),
         )
     assert seen == [("sampling.redraw", 3), ("verification.maximal_coupling", 7), ("sampling.redraw", 3)]
     assert jacobi.__dict__ == before
@@ -207,10 +217,15 @@ def test_differences():
 def test_the_shapes_are_those_of_the_released_models():
     found = kernels.models(dry=False)
     assert {name: (size.config.dim, size.config.vocab) for name, size in found.items()} == {
-        "llamagen-xl": (1280, 16384), "llamagen-xl:int8": (1280, 16384), "llamagen-xl:fp8": (1280, 16384),
+        "llamagen-xl": (1280, 16384),
+        "llamagen-xl:int8": (1280, 16384),
+        "llamagen-xl:fp8": (1280, 16384),
         "llamagen-xl:int4": (1280, 16384),
-        "janus-pro-1b": (2048, 16384), "lumina-mgpt-7b": (4096, 8194), "emu3-8b": (4096, 32772),
-        "emu3-8b, all ids": (4096, 184_622)}
+        "janus-pro-1b": (2048, 16384),
+        "lumina-mgpt-7b": (4096, 8194),
+        "emu3-8b": (4096, 32772),
+        "emu3-8b, all ids": (4096, 184_622),
+    }
     assert all(size.config.layers == 1 for size in found.values())
     assert {method for case in kernels.SETTINGS for method in case} == {"cfg", "temperature", "top_k", "top_p", "order"}
 
@@ -225,11 +240,14 @@ class Drawn:
         return SimpleNamespace(tokens=torch.tensor([next(self.runs)]))
 
 
-@pytest.mark.parametrize(("runs", "row"), [
-    (([1, 2, 3], [1, 2, 3]), {"same": True, "first": None, "again": None}),
-    (([1, 0, 0], [1, 2, 3]), {"same": False, "first": 1, "again": None}),
-    (([1, 2, 3], [1, 2, 0]), {"same": False, "first": None, "again": 2}),
-])
+@pytest.mark.parametrize(
+    ("runs", "row"),
+    [
+        (([1, 2, 3], [1, 2, 3]), {"same": True, "first": None, "again": None}),
+        (([1, 0, 0], [1, 2, 3]), {"same": False, "first": 1, "again": None}),
+        (([1, 2, 3], [1, 2, 0]), {"same": False, "first": None, "again": 2}),
+    ],
+)
 def test_tokens_of_captured_steps_are_compared(runs, row):
     assert graphs.compared(Drawn([1, 2, 3]), Drawn(*runs), graphs.Captures()) == row | {"captures": 0}
 
@@ -241,14 +259,21 @@ def test_captures_are_counted_and_settings_that_repeat_them_are_named(monkeypatc
     assert row["captures"] > 0 and row["second image"] == row["prompt"] == 0
     assert set(row) == {"method", "captures", "second image", "prompt", "guidance", "temperature", "top-k", "top-p"}
     assert not findings.content["failures"]
-    assert len(findings.content["warnings"]) == sum(row[change] > 0 for row in findings.rows for change in
-                                                    ("prompt", "guidance", "temperature", "top-k", "top-p"))
+    assert len(findings.content["warnings"]) == sum(
+        row[change] > 0 for row in findings.rows for change in ("prompt", "guidance", "temperature", "top-k", "top-p")
+    )
 
 
 def test_rows_of_a_device(monkeypatch):
     """What a dry run leaves out, on a CPU that stands for a GPU."""
-    for name, value in {"MODELS": ("llamagen-xl",), "METHODS": ("next_token", "chain of 5"), "TOKENS": 8,
-                        "REPETITIONS": 2, "PROFILED": 8, "SLOWEST": 0}.items():
+    for name, value in {
+        "MODELS": ("llamagen-xl",),
+        "METHODS": ("next_token", "chain of 5"),
+        "TOKENS": 8,
+        "REPETITIONS": 2,
+        "PROFILED": 8,
+        "SLOWEST": 0,
+    }.items():
         monkeypatch.setattr(passes, name, value)
     monkeypatch.setattr(subjects, "device_of", lambda dry: CPU)
     monkeypatch.setitem(sizes.SIZES, "llamagen-xl", subjects.tiny(sizes.SIZES["llamagen-xl"]))
@@ -257,8 +282,16 @@ def test_rows_of_a_device(monkeypatch):
     assert findings.content["failures"] == [] and findings.content["not_run"] == {}
     first, chain, *others = findings.rows
     assert [row["method"] for row in others] == ["generate, static cache", "generate, dynamic cache", "plain loop"]
-    assert set(first) == {"model", "method", "ms", "floor, ms", "times the floor", "cost", "launches",
-                          "synchronisations"}
+    assert set(first) == {
+        "model",
+        "method",
+        "ms",
+        "floor, ms",
+        "times the floor",
+        "cost",
+        "launches",
+        "synchronisations",
+    }
     assert first["cost"] == 1 and first["synchronisations"] == "none" and chain["floor, ms"] > first["floor, ms"] > 0
     assert [reported for reported in findings.content["warnings"] if "are its graphs replayed?" in reported]
     assert findings.content["summary"].startswith("llamagen-xl: ")
@@ -320,22 +353,41 @@ def test_a_dry_run_tries_every_stage(tmp_path):
     out = tmp_path / "gpu.json"
     environment = {name: value for name, value in os.environ.items() if name != "COMFYUI_PATH"}
     ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "gpu", "--dry", "--minutes", "60", "--out", str(out)], cwd=stages.ROOT,
-        env=environment, capture_output=True, text=True, check=False)
+        [sys.executable, "-m", "benchmarks", "gpu", "--dry", "--minutes", "60", "--out", str(out)],
+        cwd=stages.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     reported = json.loads(out.read_text(encoding="utf-8"))
     found = {entry["stage"]: entry for entry in reported["stages"]}
     verdicts = {name: entry["verdict"] for name, entry in found.items()}
     assert verdicts.pop("captures") in (OK, WARNING), ran.stdout
     assert verdicts == dict.fromkeys(verdicts, OK) | dict.fromkeys(
-        ("failed-async", "plain", "races", "prompts"), NOT_RUN), ran.stdout
+        ("failed-async", "plain", "races", "prompts"), NOT_RUN
+    ), ran.stdout
     assert found["prompts"]["why"] == "COMFYUI_PATH does not name a ComfyUI tree"
-    needed = {name for name, entry in found.items()
-              if NEEDS_DEVICE in (*entry.get("not_run", {}).values(), entry["why"])}
-    assert needed == {"device", "failed-async", "storages", "plain", "races", "allocator", "captures", "passes",
-                      "ratios"}
-    assert {row["kernel"] for row in found["kernels"]["rows"]} >= {"attention.attend_few", "linear.few_rows",
-                                                                  "verification.exact_rejection_sampling"}
+    needed = {
+        name for name, entry in found.items() if NEEDS_DEVICE in (*entry.get("not_run", {}).values(), entry["why"])
+    }
+    assert needed == {
+        "device",
+        "failed-async",
+        "storages",
+        "plain",
+        "races",
+        "allocator",
+        "captures",
+        "passes",
+        "ratios",
+    }
+    assert {row["kernel"] for row in found["kernels"]["rows"]} >= {
+        "attention.attend_few",
+        "linear.few_rows",
+        "verification.exact_rejection_sampling",
+    }
     text = out.with_suffix(".md").read_text(encoding="utf-8")
     assert text == page(reported) and "Dry run, without a CUDA device" in text
     assert all(f"| {stage.title} | **" in text for stage in STAGES)

@@ -24,7 +24,8 @@ from ..support.tiny_xar import tiny_xar
 
 CLOSE = {"atol": 1e-9, "rtol": 1e-9}
 METHODS = {
-    "next token": lambda drafter: ContinuousNextToken(), "iterations": lambda drafter: ContinuousNextToken(2),
+    "next token": lambda drafter: ContinuousNextToken(),
+    "iterations": lambda drafter: ContinuousNextToken(2),
     "block": lambda drafter: ContinuousSpeculative(drafter, 2),
     "block, drafts": lambda drafter: ContinuousSpeculative(drafter, 2, condition="drafts"),
     "itself": lambda model: ContinuousSpeculative(model, 1),  # one graph for both passes
@@ -72,18 +73,25 @@ def assert_same(found, wanted):
             torch.testing.assert_close(mine[name], its[name], **CLOSE, equal_nan=True, msg=name)
 
 
-@pytest.mark.parametrize(("family", "name"), [
-    *(("mar", name) for name in METHODS), *(("harmon", name) for name in ("iterations", "block, drafts")),
-    *(("xar", name) for name in OF_CELLS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("mar", name) for name in METHODS),
+        *(("harmon", name) for name in ("iterations", "block, drafts")),
+        *(("xar", name) for name in OF_CELLS),
+    ],
+)
 @fp64()
 def test_captured_runs_are_called_ones(models, family, name):
     target, drafter = models[family]
     method = METHODS[name](drafter)
     if name == "itself":
         target = drafter
-    asked = [request(target, kind="ddpm" if name == "exact" else "ddim"), request(target, cfg=1.0),
-             request(target, seed=7, cfg=3.0, temperature=0.8, steps=4, cfg_schedule="constant")]
+    asked = [
+        request(target, kind="ddpm" if name == "exact" else "ddim"),
+        request(target, cfg=1.0),
+        request(target, seed=7, cfg=3.0, temperature=0.8, steps=4, cfg_schedule="constant"),
+    ]
     wanted = drawn(method, asked)
     with captured() as made:
         found = drawn(method, asked)
@@ -93,9 +101,9 @@ def test_captured_runs_are_called_ones(models, family, name):
     assert all(graphs.active and graphs.captured > 0 < graphs.replayed for graphs in made)
 
 
-@pytest.mark.parametrize(("family", "name"), [
-    ("mar", "next token"), ("mar", "block"), ("harmon", "iterations"), ("xar", "block"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "name"), [("mar", "next token"), ("mar", "block"), ("harmon", "iterations"), ("xar", "block")]
+)
 @fp64()
 def test_graphs_serve_every_number_of_steps_guidance_temperature_and_prompt(models, family, name):
     target, drafter = models[family]
@@ -132,8 +140,9 @@ def test_nothing_is_captured_or_padded_elsewhere(models, monkeypatch):
     target, _ = models["mar"]
     shapes = set()
     whole = DiffusionHead.step
-    monkeypatch.setattr(DiffusionHead, "step", lambda self, kind, state: (
-        shapes.add(len(state.mean)), whole(self, kind, state))[1])
+    monkeypatch.setattr(
+        DiffusionHead, "step", lambda self, kind, state: (shapes.add(len(state.mean)), whole(self, kind, state))[1]
+    )
     ContinuousNextToken(2).sample(request(target))
     assert shapes == {2 * 3, 2 * 6} and not target.sessions
     with captured():
@@ -149,8 +158,9 @@ def test_rows_of_the_head_do_not_depend_on_padding():
     scale = torch.linspace(1, 3, 8)
     wanted = head.denoise(z, other, scale, 0.9, noise0, noise, schedule)
     for count in (8, 7, 5):
-        found = head.denoise(z[:count], other[:count], scale[:count], 0.9, noise0[:count], noise[:, :count], schedule,
-                             graphs)
+        found = head.denoise(
+            z[:count], other[:count], scale[:count], 0.9, noise0[:count], noise[:, :count], schedule, graphs
+        )
         for mine, its in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, its[:count], **CLOSE)
     assert graphs.captured == 1 and graphs.replayed == 13
@@ -184,5 +194,3 @@ def test_padded_sizes_are_few_and_large_enough():
         tokens = [padded_tokens(count, length) for count in range(length + 1)]
         assert all(max(count, 1) <= padded <= length for count, padded in enumerate(tokens))
         assert len(set(tokens)) <= 8
-
-

@@ -25,7 +25,8 @@ from ..support.tiny import write_llamagen
 from ..support.toy import ToyDrafter, ToyModel, plain, request
 
 METHODS = {
-    "next token": lambda drafter: NextToken(), "sjd": lambda drafter: SJD(3),
+    "next token": lambda drafter: NextToken(),
+    "sjd": lambda drafter: SJD(3),
     "chain": lambda drafter: DraftTree(drafter, Chain(2)),
     "dynamic": lambda drafter: DraftTree(drafter, Dynamic(2, 2, 3)),
 }
@@ -90,8 +91,10 @@ def test_a_run_has_no_more_sessions_beside_it_than_are_kept(on_tape):
 def test_every_run_has_a_strength_of_its_own(on_tape, monkeypatch):
     target = ToyModel(plain(1, 4))
     for method in (SJD(3, rule=CoolSD(2.0)), DraftTree(ToyDrafter(target), Chain(2), CoolSD(2.0))):
-        asked = [replace(request(target, plain(1, 4), seed=seed, batch=3), strength=strength)
-                 for seed, strength in enumerate((None, torch.rand(3, 4), torch.zeros(1, 4)))]
+        asked = [
+            replace(request(target, plain(1, 4), seed=seed, batch=3), strength=strength)
+            for seed, strength in enumerate((None, torch.rand(3, 4), torch.zeros(1, 4)))
+        ]
         target.sessions.clear()
         found = [method.sample(one).tokens for one in asked]
         for one, mine in zip(asked, found, strict=True):

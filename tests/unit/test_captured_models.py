@@ -40,8 +40,10 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def drafters(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
-    return {"eagle": load_drafter(write_eagle(folder / "eagle", input_type=None, prompt="padded"), models["grid"]),
-            "same model": load_drafter(write_llamagen(folder / "model.safetensors", True), models["grid"])}
+    return {
+        "eagle": load_drafter(write_eagle(folder / "eagle", input_type=None, prompt="padded"), models["grid"]),
+        "same model": load_drafter(write_llamagen(folder / "model.safetensors", True), models["grid"]),
+    }
 
 
 @pytest.fixture(autouse=True)

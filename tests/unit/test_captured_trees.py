@@ -26,8 +26,10 @@ STATIC = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 FIXED = {"chain": Chain(3), "blocks": Chain(3, "block"), "static": STATIC, "dynamic": Dynamic(3, 3, 6)}
 ADT = {"depths": (1, 3), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 5}
 VARYING = {"adaptive": ADTTree(**ADT), "adaptive, sampled": ADTTree(children="sampled", **ADT)}
-SKIPS = {"uniform": Skipping(interval=2, guard=0),
-         "stale": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False)}
+SKIPS = {
+    "uniform": Skipping(interval=2, guard=0),
+    "stale": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False),
+}
 LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 METHODS = {
     **{name: (structure, {}) for name, structure in (FIXED | VARYING).items()},
@@ -114,8 +116,10 @@ def test_replayed_rules_heed_the_strength_of_each_run(rule, on_tape, monkeypatch
     target, drafter, shape = toy()
     structure = FIXED["dynamic" if isinstance(rule, Lantern) else "static"]
     method = DraftTree(drafter, structure, rule)
-    asked = [replace(request(target, shape, seed=seed, batch=3), strength=strength)
-             for seed, strength in ((3, torch.zeros(1, 6)), (9, torch.rand(1, 6)))]
+    asked = [
+        replace(request(target, shape, seed=seed, batch=3), strength=strength)
+        for seed, strength in ((3, torch.zeros(1, 6)), (9, torch.rand(1, 6)))
+    ]
     assert_captured_as_plain(method, asked, monkeypatch)
     assert on_tape[0].replayed > 0
 
@@ -124,8 +128,10 @@ def test_images_may_keep_tokens_of_their_own(on_tape, monkeypatch):
     target, drafter, shape = toy("kept")
     rows = shape.forced.repeat(3, 1)
     rows[1, 2], rows[2] = 0, -1
-    asked = [request(target, layout, seed=seed, batch=3) for seed, layout in
-             ((3, shape), (4, replace(shape, forced=rows)), (5, replace(shape, forced=rows.flip(0))))]
+    asked = [
+        request(target, layout, seed=seed, batch=3)
+        for seed, layout in ((3, shape), (4, replace(shape, forced=rows)), (5, replace(shape, forced=rows.flip(0))))
+    ]
     assert_captured_as_plain(DraftTree(drafter, FIXED["static"]), asked, monkeypatch)
     assert on_tape[-1].replayed > 0
 

@@ -25,9 +25,18 @@ from ..support.windows import begun, decided, three_passes
 
 LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 METHODS = [
-    NextToken(), *(SJD(3, reuse) for reuse in REUSE), SJD(4, initial="repeat"), SJD(6, "gumbel", "upper"),
-    SJD(3, rule=CoolSD(3)), SJD(4, "resample", "left", rule=Lantern(2, 0.6, "paper")), SJD(4, initial="uniform"),
-    SJD(3, front=2), SJD(2, front=3), SJD(4, rule=CoolSD(3), front=3), SJD(4, settle=0.3), SJD(5, front=2, settle=0.5),
+    NextToken(),
+    *(SJD(3, reuse) for reuse in REUSE),
+    SJD(4, initial="repeat"),
+    SJD(6, "gumbel", "upper"),
+    SJD(3, rule=CoolSD(3)),
+    SJD(4, "resample", "left", rule=Lantern(2, 0.6, "paper")),
+    SJD(4, initial="uniform"),
+    SJD(3, front=2),
+    SJD(2, front=3),
+    SJD(4, rule=CoolSD(3), front=3),
+    SJD(4, settle=0.3),
+    SJD(5, front=2, settle=0.5),
 ]
 
 
@@ -97,8 +106,9 @@ def test_moved_sliders_need_no_other_graph(more, moves, method):
 @pytest.mark.parametrize("method", [NextToken(), SJD(3)], ids=str)
 def test_what_is_switched_on_is_another_graph_on_the_same_memory(method, switched):
     model = ToyModel(plain(2, 3))
-    asked = [request(model, plain(2, 3), params, batch=9) for params in
-             (SamplingParams(), SamplingParams(**switched))] * 2
+    asked = [
+        request(model, plain(2, 3), params, batch=9) for params in (SamplingParams(), SamplingParams(**switched))
+    ] * 2
     wanted = [method.sample(one) for one in asked]
     with captured() as made:
         found = [method.sample(one) for one in asked]
@@ -107,10 +117,17 @@ def test_what_is_switched_on_is_another_graph_on_the_same_memory(method, switche
         assert_same_run(one, two)
 
 
-@pytest.mark.parametrize("changed", [
-    {"params": SamplingParams(cfg=2.0)}, {"batch": 3}, {"layout": with_kept_tokens(2, 3)},
-    {"strength": torch.ones(1, 6)}, {"layout": TokenLayout(3, 2, 2, plain(2, 3).forced)},
-], ids=str)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"params": SamplingParams(cfg=2.0)},
+        {"batch": 3},
+        {"layout": with_kept_tokens(2, 3)},
+        {"strength": torch.ones(1, 6)},
+        {"layout": TokenLayout(3, 2, 2, plain(2, 3).forced)},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("method", [NextToken(), SJD(3)], ids=str)
 def test_a_graph_is_not_replayed_for_another_setting(method, changed):
     model = ToyModel(plain(2, 3))
@@ -122,10 +139,19 @@ def test_a_graph_is_not_replayed_for_another_setting(method, changed):
     assert_same_run(found, method.sample(replace(asked, **changed)))
 
 
-@pytest.mark.parametrize("other", [
-    SJD(4), SJD(3, "gumbel"), SJD(3, initial="left"), SJD(3, rule=CoolSD(2)), SJD(3, front=2),
-    SJD(3, settle=0.1), NextToken(),
-], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [
+        SJD(4),
+        SJD(3, "gumbel"),
+        SJD(3, initial="left"),
+        SJD(3, rule=CoolSD(2)),
+        SJD(3, front=2),
+        SJD(3, settle=0.1),
+        NextToken(),
+    ],
+    ids=str,
+)
 def test_a_graph_is_not_replayed_for_another_method(other):
     asked = request(ToyModel(plain(2, 3)), plain(2, 3), batch=2)
     with captured() as made:
@@ -146,9 +172,9 @@ def test_a_result_stays_when_its_session_goes_on():
         assert_same_run(first, method.sample(asked))
 
 
-@pytest.mark.parametrize("method", [
-    NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper"), SJD(4, front=3),
-], ids=str)
+@pytest.mark.parametrize(
+    "method", [NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper"), SJD(4, front=3)], ids=str
+)
 def test_the_captured_path_samples_from_the_distribution(method):
     for layout, specials in LAYOUTS.values():
         model = ToyModel(layout, specials)
@@ -184,8 +210,12 @@ def test_the_callback_is_shown_the_guesses_that_the_next_pass_feeds(reuse):
     def run():
         model, seen = Fed(layout), []
         model.fed = []
-        asked = request(model, layout, batch=2, callback=lambda p: seen.append(
-            (p.start.tolist(), p.draft.tolist(), p.tokens.tolist())))
+        asked = request(
+            model,
+            layout,
+            batch=2,
+            callback=lambda p: seen.append((p.start.tolist(), p.draft.tolist(), p.tokens.tolist())),
+        )
         SJD(4, reuse).sample(asked)
         return model.fed, seen
 
@@ -208,16 +238,26 @@ def test_a_method_without_guesses_shows_none():
 # A real (tiny) backbone
 
 
-@pytest.mark.parametrize("method", [
-    NextToken(), *(SJD(5, reuse) for reuse in REUSE), SJD(7, "gumbel", "repeat"), SJD(5, rule=Lantern(5, 0.3)),
-    SJD(5, front=4), SJD(5, front=4, settle=0.3),
-], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [
+        NextToken(),
+        *(SJD(5, reuse) for reuse in REUSE),
+        SJD(7, "gumbel", "repeat"),
+        SJD(5, rule=Lantern(5, 0.3)),
+        SJD(5, front=4),
+        SJD(5, front=4, settle=0.3),
+    ],
+    ids=str,
+)
 def test_prompts_and_seeds_change_within_a_session(model, method):
     prompts = [model.encode_features(caption_features()), model.encode_features(fill("another", (1, 5, CAPTION)))]
 
     def runs():
-        return [api.sample(model, prompt, method, cfg=2.0, top_k=9, batch_size=2, seed=seed)
-                for prompt, seed in zip(prompts * 2, (1, 1, 2, 3), strict=True)]
+        return [
+            api.sample(model, prompt, method, cfg=2.0, top_k=9, batch_size=2, seed=seed)
+            for prompt, seed in zip(prompts * 2, (1, 1, 2, 3), strict=True)
+        ]
 
     wanted = runs()
     with captured() as made:
@@ -233,14 +273,21 @@ def test_prompts_and_seeds_change_within_a_session(model, method):
 TOYS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
 
 
-@pytest.mark.parametrize(("method", "options", "name"), [
-    (SJD(), {}, "row"), (SJD(front=3), {}, "kept"), (SJD(front=2, settle=0.3), {}, "line_ends"),
-    (SJD(settle=0.3), {}, "row"), (SJD(reuse="gumbel", initial="left"), {"cfg": 1.0}, "kept"),
-    (SJD(reuse="threshold_paper", initial="upper"), {"temperature": 0}, "row"),
-    (SJD(reuse="threshold_exact", initial="uniform"), {"top_p": 0.8}, "line_ends"),
-    (SJD(reuse="resample", initial="repeat"), {"top_k": 2}, "kept"),
-    (SJD(), {"top_p": 0.8, "entropy": (2.5, 1.0, 0.6)}, "row"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("method", "options", "name"),
+    [
+        (SJD(), {}, "row"),
+        (SJD(front=3), {}, "kept"),
+        (SJD(front=2, settle=0.3), {}, "line_ends"),
+        (SJD(settle=0.3), {}, "row"),
+        (SJD(reuse="gumbel", initial="left"), {"cfg": 1.0}, "kept"),
+        (SJD(reuse="threshold_paper", initial="upper"), {"temperature": 0}, "row"),
+        (SJD(reuse="threshold_exact", initial="uniform"), {"top_p": 0.8}, "line_ends"),
+        (SJD(reuse="resample", initial="repeat"), {"top_k": 2}, "kept"),
+        (SJD(), {"top_p": 0.8, "entropy": (2.5, 1.0, 0.6)}, "row"),
+    ],
+    ids=str,
+)
 def test_a_window_compiles_as_one_graph(method, options, name):
     torch.compiler.reset()
     params = SamplingParams(**{"cfg": 2.0} | options)

@@ -87,10 +87,15 @@ def test_size_table(side, count):
         assert (rows + 2) * (cols + 2) > side * side
 
 
-@pytest.mark.parametrize(("path", "size"), [
-    ("Lumina-mGPT-7B-512/model.safetensors", 512), ("Lumina-mGPT-7B-768-Omni/model.safetensors.index.json", 768),
-    ("Lumina-mGPT-7B-1024/pytorch_model.bin", 1024), ("LLM/Lumina-mGPT-7B-768_fp8.safetensors", 768),
-])
+@pytest.mark.parametrize(
+    ("path", "size"),
+    [
+        ("Lumina-mGPT-7B-512/model.safetensors", 512),
+        ("Lumina-mGPT-7B-768-Omni/model.safetensors.index.json", 768),
+        ("Lumina-mGPT-7B-1024/pytorch_model.bin", 1024),
+        ("LLM/Lumina-mGPT-7B-768_fp8.safetensors", 768),
+    ],
+)
 def test_released_names_give_the_size(tmp_path, path, size):
     assert chameleon.target_size(tmp_path / path, {}, None) == size
 
@@ -137,9 +142,7 @@ def test_the_nearest_code_is_not_the_most_similar_direction(models):
 def test_lumina_names_the_size_of_the_image(models):
     model = models["lumina"]
     conditioning = model.encode_prompt("a fox")
-    text = byte_tokenizer(list(IDS)).encode(
-        "Generate an image of 96x32 according to the following prompt:\na fox"
-    ).ids  # fmt: skip
+    text = byte_tokenizer(list(IDS)).encode("Generate an image of 96x32 according to the following prompt:\na fox").ids
     wide = model.read(conditioning, 1, "positive", (2, 6)).features[0, :, 0].long().tolist()
     assert wide == [BOS, *text, TURN, BOI, IDS["<reserved08801>"], IDS["<reserved08803>"]]
     assert ids(conditioning)[-3:] == [BOI, IDS["<reserved08802>"], IDS["<reserved08802>"]]
@@ -191,28 +194,38 @@ def test_released_ids_without_a_vocabulary_map(tmp_path):
     assert torch.equal(model.backbone.tok_embeddings.weight[7], weights["model.embed_tokens.weight"][11])
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"vocabulary_map": None}, "image tokens.*config.json"),
-    ({"vocabulary_map": IDS | {"IMGIMGBZ": 5}}, "order"),
-    ({"vocabulary_map": {k: v for k, v in IDS.items() if k != "<eoss>"}}, "<eoss>"),
-    ({"swin_norm": True}, "swin_norm.*34B.*7B"),
-    ({"mask_image_logits": True}, "output.*switched off.*Anole-7b-v0.1-hf"),
-    ({"num_attention_heads": None}, "width.* 32 .*heads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocabulary_map": None}, "image tokens.*config.json"),
+        ({"vocabulary_map": IDS | {"IMGIMGBZ": 5}}, "order"),
+        ({"vocabulary_map": {k: v for k, v in IDS.items() if k != "<eoss>"}}, "<eoss>"),
+        ({"swin_norm": True}, "swin_norm.*34B.*7B"),
+        ({"mask_image_logits": True}, "output.*switched off.*Anole-7b-v0.1-hf"),
+        ({"num_attention_heads": None}, "width.* 32 .*heads"),
+    ],
+)
 def test_configs_of_others(copy, changes, message):
     with pytest.raises(CheckpointError, match=message):
         api.load_model(edit(copy("lumina", "some-64"), **changes))
 
 
-@pytest.mark.parametrize(("kind", "edit", "message"), [
-    ("anole", lambda w: {n: t for n, t in w.items() if ".vqmodel.decoder." not in n}, "output.*switched off"),
-    ("anole", lambda w: {n: t.repeat(2, 1) if "_norm." in n else t for n, t in w.items()}, "2 heads.*4 groups.*34B"),
-    ("lumina", lambda w: w | {"lm_head.weight": w["lm_head.weight"] * 0}, "head.*zero.*image tokens"),
-    ("lumina", lambda w: w | {"model.norm.weight": w["model.norm.weight"] / 0}, "NaN or infinite"),
-    ("lumina", lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"}, "lm_head.weight"),
-    ("anole", lambda w: {n: t for n, t in w.items() if n != "model.layers.1.self_attn.k_norm.bias"}, "k_norm.bias"),
-    ("anole", lambda w: {n: t for n, t in w.items() if n != "model.layers.1.self_attn.k_proj.weight"}, "k_proj"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "edit", "message"),
+    [
+        ("anole", lambda w: {n: t for n, t in w.items() if ".vqmodel.decoder." not in n}, "output.*switched off"),
+        (
+            "anole",
+            lambda w: {n: t.repeat(2, 1) if "_norm." in n else t for n, t in w.items()},
+            "2 heads.*4 groups.*34B",
+        ),
+        ("lumina", lambda w: w | {"lm_head.weight": w["lm_head.weight"] * 0}, "head.*zero.*image tokens"),
+        ("lumina", lambda w: w | {"model.norm.weight": w["model.norm.weight"] / 0}, "NaN or infinite"),
+        ("lumina", lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"}, "lm_head.weight"),
+        ("anole", lambda w: {n: t for n, t in w.items() if n != "model.layers.1.self_attn.k_norm.bias"}, "k_norm.bias"),
+        ("anole", lambda w: {n: t for n, t in w.items() if n != "model.layers.1.self_attn.k_proj.weight"}, "k_proj"),
+    ],
+)
 def test_weights_of_others_and_damaged_ones(copy, kind, edit, message):
     with pytest.raises(CheckpointError, match=message):
         api.load_model(change(copy(kind, "some-64"), edit))
@@ -226,8 +239,14 @@ def test_a_missing_shard(tmp_path):
 
 
 def test_metas_own_layout_is_refused_with_a_remedy(tmp_path):
-    names = ("tok_embeddings.weight", "norm.weight", "output.weight", "layers.0.attention.wq.weight",
-             "layers.0.attention.q_normalization.weight", "layers.0.feed_forward.w1.weight")
+    names = (
+        "tok_embeddings.weight",
+        "norm.weight",
+        "output.weight",
+        "layers.0.attention.wq.weight",
+        "layers.0.attention.q_normalization.weight",
+        "layers.0.feed_forward.w1.weight",
+    )
     torch.save({name: torch.zeros(4, 4) for name in names}, tmp_path / "consolidated.pth")
     with pytest.raises(CheckpointError, match="Meta.*layout.*leloy/Anole-7b-v0.1-hf"):
         api.load_model(tmp_path / "consolidated.pth")
@@ -236,14 +255,21 @@ def test_metas_own_layout_is_refused_with_a_remedy(tmp_path):
 # The released sizes
 
 
-@pytest.mark.parametrize(("kind", "name"), [
-    ("lumina", "Lumina-mGPT-7B-512"), ("lumina", "Lumina-mGPT-7B-1024"), ("anole", "Anole-7b-v0.1-hf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("lumina", "Lumina-mGPT-7B-512"), ("lumina", "Lumina-mGPT-7B-1024"), ("anole", "Anole-7b-v0.1-hf")],
+)
 def test_released_models_fit(monkeypatch, tmp_path, kind, name):
     """Names and shapes of 7B, built on the meta device so that no memory is needed."""
     settings = config(kind, codes=8192) | {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "vocab_size": 65536, "vq_config": {"resolution": 512}, "specar": None,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 65536,
+        "vq_config": {"resolution": 512},
+        "specar": None,
     }
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -86,8 +86,11 @@ def test_source_views_show_what_the_prompt_says(monkeypatch):
     wanted = [Prompt(subjects.index("dog"), 2, 4), Prompt(subjects.index("heart"), 0, 1)]
     source = views_of(shown, SETTING, SETTING.model.augmentation, seed=0)
     for prompt, view in zip(wanted, quality_sources.views(shown, wanted), strict=True):
-        image = next(i for i in range(9) if shown.style[i] == prompt.style
-                     and COMMON_CONCEPTS[shown.code[i]] == subjects[prompt.subject])
+        image = next(
+            i
+            for i in range(9)
+            if shown.style[i] == prompt.style and COMMON_CONCEPTS[shown.code[i]] == subjects[prompt.subject]
+        )
         assert torch.equal(view, source.pixels(Scenes(*torch.tensor([[image], [prompt.background], [0]]))))
         corner = (view[0, :, 1, 1] + 1) * 127.5
         apart = (corner - torch.tensor(list(BACKGROUNDS.values())[prompt.background]).float()).abs()

@@ -32,10 +32,15 @@ def both(name, tmp_path, kind, **options):
     return narrow, wide
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    (name, kind) for name in SELF_CONTAINED for kind in KINDS
-    if (name, kind) != ("emu3.5", "nvfp4")  # the tiny one's width is not a multiple of 16
-])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in SELF_CONTAINED
+        for kind in KINDS
+        if (name, kind) != ("emu3.5", "nvfp4")  # the tiny one's width is not a multiple of 16
+    ],
+)
 def test_every_family_loads_every_format(name, kind, tmp_path):
     narrow, wide = both(name, tmp_path, kind)
     assert stays_narrow(narrow) == KINDS[kind] and stays_narrow(wide) is None
@@ -74,9 +79,11 @@ def test_numbers_and_scales_stay_what_they_are(kind, tmp_path):
     assert api.sample(model, prompt, NextToken(), top_k=16, seed=1).tokens.shape == (1, 4, 4)
 
 
-@pytest.mark.parametrize(("kind", "storage"), [
-    (kind, storage) for kind, own in KINDS.items() for storage in (FP8, INT8, torch.uint4) if storage != own
-], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "storage"),
+    [(kind, storage) for kind, own in KINDS.items() for storage in (FP8, INT8, torch.uint4) if storage != own],
+    ids=str,
+)
 def test_other_storage_rounds_the_wide_values(kind, storage, tmp_path):
     narrow, wide = (load_model(path, storage=storage) for path in both("simplear", tmp_path, kind))
     for key, tensor in wide.state_dict().items():
@@ -104,8 +111,11 @@ def test_tables_and_heads_may_be_quantised_too(name, tmp_path):
 
 def marked_in_metadata(tensors):
     narrow, _ = quantise_file(tensors, "nvfp4")
-    layers = {name.removesuffix(".comfy_quant"): json.loads(bytes(tensor.tolist()))
-              for name, tensor in narrow.items() if name.endswith(".comfy_quant")}
+    layers = {
+        name.removesuffix(".comfy_quant"): json.loads(bytes(tensor.tolist()))
+        for name, tensor in narrow.items()
+        if name.endswith(".comfy_quant")
+    }
     rest = {name: tensor for name, tensor in narrow.items() if not name.endswith(".comfy_quant")}
     return rest, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
 
@@ -158,8 +168,13 @@ def test_parts_of_rows_are_not_widened():
 def test_continuous_models_are_widened(tmp_path):
     files = [tiny_mar.write_mar(tmp_path / f"{which}.safetensors") for which in ("narrow", "wide")]
     for file, which in zip(files, (0, 1), strict=True):
-        rewritten(file, lambda tensors, which=which: (
-            quantise_file(tensors, "float8_e4m3fn", lambda name: "blocks." in name)[which], {}))
+        rewritten(
+            file,
+            lambda tensors, which=which: (
+                quantise_file(tensors, "float8_e4m3fn", lambda name: "blocks." in name)[which],
+                {},
+            ),
+        )
     assert stays_narrow(files[0]) is None
     found, wanted = (load_model(file).state_dict() for file in files)
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
@@ -170,26 +185,50 @@ def test_continuous_models_are_widened(tmp_path):
 LAYER = "model.layers.1.mlp.down_proj"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "mxfp8"})}, f"{LAYER}.*mxfp8.*not supported"),
-    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "int8_tensorwise", "convrot": True})},
-     f"{LAYER}.*rotated.*not supported"),
-    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "int8_tensorwise", "params": {"convrot": 1}})},
-     f"{LAYER}.*rotated.*not supported"),
-    (lambda t: t | {f"{LAYER}.pre_quant_scale": torch.ones(4)}, f"{LAYER}.*not supported"),
-    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "nvfp4"})}, f"{LAYER}.weight has.*int8"),
-    (lambda t: t | {f"{LAYER}.comfy_quant": torch.zeros(3, dtype=torch.uint8)}, f"{LAYER}.comfy_quant cannot be read"),
-    (lambda t: t | {f"{LAYER}.comfy_quant": torch.ones(3)}, f"{LAYER}.comfy_quant cannot be read"),
-    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark([1])}, f"{LAYER}.comfy_quant cannot be read"),
-    (lambda t: {name: tensor for name, tensor in t.items() if name != f"{LAYER}.weight_scale"},
-     f"lacks {LAYER}.weight_scale"),
-    (lambda t: {name: tensor for name, tensor in t.items() if name != f"{LAYER}.weight"}, f"lacks {LAYER}.weight"),
-    (lambda t: {name: tensor for name, tensor in t.items() if name != f"{LAYER}.comfy_quant"}, f"{LAYER}.weight_scale"),
-    (lambda t: t | {f"{LAYER}.weight_scale": torch.ones(3)}, rf"{LAYER}.weight_scale has.*\[3\]"),
-    (lambda t: t | {f"{LAYER}.weight_scale": torch.ones((), dtype=torch.int32)}, f"{LAYER}.weight_scale has.*int32"),
-    (lambda t: t | {f"{LAYER}.weight_scale": torch.tensor(float("nan"))}, "w2.weight.*NaN"),
-    (lambda t: t | {f"{LAYER}.weight": t[f"{LAYER}.weight"][:, :-16].contiguous()}, "w2.weight.*shape"),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "mxfp8"})},
+            f"{LAYER}.*mxfp8.*not supported",
+        ),
+        (
+            lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "int8_tensorwise", "convrot": True})},
+            f"{LAYER}.*rotated.*not supported",
+        ),
+        (
+            lambda t: (
+                t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "int8_tensorwise", "params": {"convrot": 1}})}
+            ),
+            f"{LAYER}.*rotated.*not supported",
+        ),
+        (lambda t: t | {f"{LAYER}.pre_quant_scale": torch.ones(4)}, f"{LAYER}.*not supported"),
+        (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "nvfp4"})}, f"{LAYER}.weight has.*int8"),
+        (
+            lambda t: t | {f"{LAYER}.comfy_quant": torch.zeros(3, dtype=torch.uint8)},
+            f"{LAYER}.comfy_quant cannot be read",
+        ),
+        (lambda t: t | {f"{LAYER}.comfy_quant": torch.ones(3)}, f"{LAYER}.comfy_quant cannot be read"),
+        (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark([1])}, f"{LAYER}.comfy_quant cannot be read"),
+        (
+            lambda t: {name: tensor for name, tensor in t.items() if name != f"{LAYER}.weight_scale"},
+            f"lacks {LAYER}.weight_scale",
+        ),
+        (lambda t: {name: tensor for name, tensor in t.items() if name != f"{LAYER}.weight"}, f"lacks {LAYER}.weight"),
+        (
+            lambda t: {name: tensor for name, tensor in t.items() if name != f"{LAYER}.comfy_quant"},
+            f"{LAYER}.weight_scale",
+        ),
+        (lambda t: t | {f"{LAYER}.weight_scale": torch.ones(3)}, rf"{LAYER}.weight_scale has.*\[3\]"),
+        (
+            lambda t: t | {f"{LAYER}.weight_scale": torch.ones((), dtype=torch.int32)},
+            f"{LAYER}.weight_scale has.*int32",
+        ),
+        (lambda t: t | {f"{LAYER}.weight_scale": torch.tensor(float("nan"))}, "w2.weight.*NaN"),
+        (lambda t: t | {f"{LAYER}.weight": t[f"{LAYER}.weight"][:, :-16].contiguous()}, "w2.weight.*shape"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 @pytest.mark.parametrize("storage", [None, INT8], ids=str)
 def test_what_cannot_be_read_is_refused_in_words(tmp_path, change, message, storage):
     path, _ = both("simplear", tmp_path, "int8_tensorwise")

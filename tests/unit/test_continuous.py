@@ -26,8 +26,9 @@ MODES = [("block", "prefix"), ("block", "drafts"), ("prefix", "drafts"), ("exact
 
 
 def method(mode="block", condition=None, drafter=DRAFTER, **settings):
-    return ContinuousSpeculative(drafter, **{"length": 4, "prefill": 0.2, "mode": mode, "condition": condition,
-                                             "tolerance": 0.5} | settings)
+    return ContinuousSpeculative(
+        drafter, **{"length": 4, "prefill": 0.2, "mode": mode, "condition": condition, "tolerance": 0.5} | settings
+    )
 
 
 def ragged_kept(batch):
@@ -48,15 +49,19 @@ def assert_whole(decoded, batch):
     turn = trace.positions["finalised_at"].gather(1, drawing_order(decoded))
     forced = (source == Source.FORCED).gather(1, drawing_order(decoded))
     assert (turn.masked_fill(forced, 0).diff(dim=1) >= 0).all()  # passes follow the order
-    assert (order[source == Source.FORCED] < (source == Source.FORCED).sum(1).repeat_interleave(
-        (source == Source.FORCED).sum(1))).all()  # kept tokens come first
+    assert (
+        order[source == Source.FORCED]
+        < (source == Source.FORCED).sum(1).repeat_interleave((source == Source.FORCED).sum(1))
+    ).all()  # kept tokens come first
     accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
     assert torch.equal(trace.rounds["accepted"].sum(0), accepted.sum(1))
     drafted = trace.positions["depth"] > 0
     assert torch.equal(drafted, accepted | (source == Source.RESIDUAL))
     assert (trace.positions["log_ratio"][~drafted] == 0).all() and (trace.positions["distance"][~drafted] == 0).all()
-    assert torch.equal(trace.positions["block"] > 0, drafted | ((source == Source.BONUS) & (
-        trace.settings["method"] == "continuous_speculative")))
+    assert torch.equal(
+        trace.positions["block"] > 0,
+        drafted | ((source == Source.BONUS) & (trace.settings["method"] == "continuous_speculative")),
+    )
     blocks = trace.positions["block"].unique().tolist()
     assert [n for n in blocks if n] == list(range(1, 1 + max(blocks))), "blocks are numbered one after the other"
     assert (trace.positions["tries"][source != Source.RESIDUAL] == 0).all()
@@ -99,7 +104,8 @@ def test_batch_rows_of_the_plain_sampler_equal_single_runs(keeping, iterations):
     assert_whole(together, batch)
     for i in range(batch - keeping):
         alone = ContinuousNextToken(iterations).sample(
-            request(TARGET, 1, seed + i, cfg=1.7, **{k: v[i : i + 1] for k, v in keep.items()}))
+            request(TARGET, 1, seed + i, cfg=1.7, **{k: v[i : i + 1] for k, v in keep.items()})
+        )
         torch.testing.assert_close(together.tokens[i], alone.tokens[0])
         for name, values in alone.trace.positions.items():
             torch.testing.assert_close(together.trace.positions[name][i], values[0], msg=name)
@@ -118,8 +124,10 @@ def test_kept_tokens_are_seen():
     """A kept token changes what is sampled around it."""
     kept = torch.zeros(1, LENGTH, dtype=torch.bool)
     kept[:, 4] = True
-    images = [method().sample(request(TARGET, 1, kept=kept, tokens=torch.full((1, LENGTH, 2), value))).tokens
-                for value in (1.0, -1.0)]
+    images = [
+        method().sample(request(TARGET, 1, kept=kept, tokens=torch.full((1, LENGTH, 2), value))).tokens
+        for value in (1.0, -1.0)
+    ]
     assert ((images[0] != images[1]).any(-1)).all()
 
 
@@ -176,7 +184,8 @@ def test_a_tolerance_of_zero_gives_the_targets_own_predictions(condition):
     """Parallel ones: those of a block see nothing of it, or the drafts of it, which are then thrown away."""
     prefill, length, batch = 2, 4, 20
     decoded = method("block", condition, tolerance=0, length=length, prefill=prefill / LENGTH).sample(
-        request(TARGET, batch))
+        request(TARGET, batch)
+    )
     assert decoded.trace.summary()["acceptance_rate"] == 0
     if condition == "drafts":
         first = decoded.trace.positions["order"] <= prefill  # and what follows it: the first of the first block
@@ -194,8 +203,18 @@ def own_prediction(tokens, seen, seed=0):
     batch, query = len(tokens), torch.arange(LENGTH).expand(len(tokens), -1)
     noise0, noise_t = noises(Stream.of(seed, batch, "cpu"), query, 2, 3)
     schedule = TARGET.schedule(TARGET.defaults)
-    distribution = TARGET.predict(False, tokens, seen, query[..., None], LENGTH, torch.ones(batch, LENGTH, 1), 1.0,
-                         noise0[:, :, None], noise_t[:, :, :, None], schedule)
+    distribution = TARGET.predict(
+        False,
+        tokens,
+        seen,
+        query[..., None],
+        LENGTH,
+        torch.ones(batch, LENGTH, 1),
+        1.0,
+        noise0[:, :, None],
+        noise_t[:, :, :, None],
+        schedule,
+    )
     return distribution.mean[:, :, 0]
 
 
@@ -308,8 +327,13 @@ def test_every_pass_of_the_others_decides_at_least_one_token_of_every_image(mode
 def test_progress_counts_up_to_the_whole_image():
     for sampler in (method("prefix"), ContinuousNextToken(4)):
         seen = []
-        sampler.sample(request(TARGET, 3, callback=lambda p: seen.append((p.passes, p.committed.tolist(), p.length,
-                                                                          p.known.sum(1).tolist()))))
+        sampler.sample(
+            request(
+                TARGET,
+                3,
+                callback=lambda p: seen.append((p.passes, p.committed.tolist(), p.length, p.known.sum(1).tolist())),
+            )
+        )
         assert [passes for passes, *_ in seen] == list(range(1, len(seen) + 1))
         assert all(committed == known and length == LENGTH for _, committed, length, known in seen)
         assert seen[-1][1] == [LENGTH] * 3
@@ -390,8 +414,9 @@ def garbage(every, bad):
 
 @pytest.mark.parametrize(("mode", "condition"), MODES)
 def test_a_guess_that_is_garbage_in_one_number_is_used_in_none(mode, condition):
-    one, all_of_it = (method(mode, condition, garbage(2, bad)).sample(request(TARGET, 8))
-                      for bad in ([False, True], [True, True]))
+    one, all_of_it = (
+        method(mode, condition, garbage(2, bad)).sample(request(TARGET, 8)) for bad in ([False, True], [True, True])
+    )
     assert_whole(one, 8)
     assert torch.equal(one.tokens, all_of_it.tokens)
     ratio = one.trace.positions["log_ratio"]
@@ -413,28 +438,38 @@ def refuse(text, run=None, model=TARGET, **options):
         (run or method()).sample(request(model, 1, **options))
 
 
-@pytest.mark.parametrize(("text", "settings"), [
-    ("length.* 0", {"length": 0}),
-    ("prefill.*-0.1.*0 to 1", {"prefill": -0.1}), ("prefill.*1.1.*0 to 1", {"prefill": 1.1}),
-    ("prefill.*nan", {"prefill": math.nan}),
-    ("mode.*'fast'.*block, prefix, exact", {"mode": "fast"}),
-    ("path.*'on'.*off, paper, official", {"path": "on"}),
-    ("condition.*'all'.*prefix, drafts", {"condition": "all"}),
-    ("tolerance.*-1.* 0", {"tolerance": -1}), ("tolerance.*nan", {"tolerance": math.nan}),
-    ("(?i)mode 'prefix'.*condition 'drafts'", {"mode": "prefix", "condition": "prefix"}),
-    ("(?i)mode 'exact'.*condition 'drafts'", {"mode": "exact", "condition": "prefix"}),
-    ("(?i)mode 'exact'.*Sigma.*off", {"mode": "exact", "path": "paper"}),
-])
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("length.* 0", {"length": 0}),
+        ("prefill.*-0.1.*0 to 1", {"prefill": -0.1}),
+        ("prefill.*1.1.*0 to 1", {"prefill": 1.1}),
+        ("prefill.*nan", {"prefill": math.nan}),
+        ("mode.*'fast'.*block, prefix, exact", {"mode": "fast"}),
+        ("path.*'on'.*off, paper, official", {"path": "on"}),
+        ("condition.*'all'.*prefix, drafts", {"condition": "all"}),
+        ("tolerance.*-1.* 0", {"tolerance": -1}),
+        ("tolerance.*nan", {"tolerance": math.nan}),
+        ("(?i)mode 'prefix'.*condition 'drafts'", {"mode": "prefix", "condition": "prefix"}),
+        ("(?i)mode 'exact'.*condition 'drafts'", {"mode": "exact", "condition": "prefix"}),
+        ("(?i)mode 'exact'.*Sigma.*off", {"mode": "exact", "path": "paper"}),
+    ],
+)
 def test_illegal_settings_are_refused(text, settings):
     refuse(text, method(**settings))
 
 
-@pytest.mark.parametrize(("text", "options"), [
-    ("cfg.*0.5.* 1", {"cfg": 0.5}), ("cfg.*nan", {"cfg": math.nan}),
-    ("schedule.*'cosine'.*linear, constant", {"cfg_schedule": "cosine"}),
-    ("temperature.*-1.* 0", {"temperature": -1.0}), ("temperature.*nan", {"temperature": math.nan}),
-    ("iterations.* 0.* 1", {"iterations": 0}),
-])
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("cfg.*0.5.* 1", {"cfg": 0.5}),
+        ("cfg.*nan", {"cfg": math.nan}),
+        ("schedule.*'cosine'.*linear, constant", {"cfg_schedule": "cosine"}),
+        ("temperature.*-1.* 0", {"temperature": -1.0}),
+        ("temperature.*nan", {"temperature": math.nan}),
+        ("iterations.* 0.* 1", {"iterations": 0}),
+    ],
+)
 def test_illegal_parameters_are_refused(text, options):
     refuse(text, **options)
     refuse(text, ContinuousNextToken(), **options)
@@ -495,4 +530,3 @@ def test_settings_and_parameters_are_recorded():
     assert settings["cfg"] == 2.0 and settings["temperature"] == 0.9 and settings["condition"] == "prefix"
     exact = method("exact").sample(request(TARGET, 1)).trace.settings
     assert exact["lossless"] and "kappa" not in exact and exact["condition"] == "drafts"
-

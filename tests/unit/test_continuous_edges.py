@@ -70,9 +70,10 @@ def test_what_a_run_drew_can_be_kept_by_the_next(models):
     assert again.tokens.shape == (2, SIDE, SIDE, CHANNELS) and torch.equal(again.tokens[GRID], drawn.tokens[GRID])
 
 
-@pytest.mark.parametrize(("keep", "word"), [
-    ({"kept": GRID}, "Give both"), ({"kept": GRID.long(), "tokens": torch.zeros(2, SIDE, SIDE, CHANNELS)}, "bool"),
-])
+@pytest.mark.parametrize(
+    ("keep", "word"),
+    [({"kept": GRID}, "Give both"), ({"kept": GRID.long(), "tokens": torch.zeros(2, SIDE, SIDE, CHANNELS)}, "bool")],
+)
 def test_illegal_kept_tokens_are_named(models, keep, word):
     with pytest.raises(ValueError, match=word):
         api.sample(models[0], prompt(models[0], 3), batch_size=2, **keep)
@@ -97,8 +98,11 @@ def test_a_drafter_with_another_table_of_words_is_refused(tmp_path):
         write_mar(tmp_path / name / "model.safetensors", config)
         table = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
         header = {"words": words, "stop_words": [], "synonyms": {}, "backgrounds": []}
-        save_file({"word_embeddings.weight": table}, tmp_path / name / "text_encoder.safetensors",
-                  {"specar": json.dumps(header)})
+        save_file(
+            {"word_embeddings.weight": table},
+            tmp_path / name / "text_encoder.safetensors",
+            {"specar": json.dumps(header)},
+        )
     with pytest.raises(CheckpointError, match="text_encoder.safetensors"):
         load_drafter(tmp_path / "other", load_model(tmp_path / "own"))
 

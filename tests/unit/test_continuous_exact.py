@@ -143,23 +143,28 @@ def test_judging_without_seeing_the_drafts_is_biased(pair, monkeypatch):
 @pytest.mark.parametrize("condition", ["prefix", "drafts"])
 def test_block_mode_is_not_exact_at_any_tolerance(tolerance, condition):
     """Compared with what the target samples alone, in the same convention: no noise in the last step."""
-    assert_biased(judge(("head", 1), batch=4 * RUNS, last=False, mode="block", tolerance=tolerance,
-                        condition=condition))
+    assert_biased(
+        judge(("head", 1), batch=4 * RUNS, last=False, mode="block", tolerance=tolerance, condition=condition)
+    )
 
 
 # Theorem 1: shared noise brings the two models closer.
 
 
 @pytest.mark.parametrize(
-    ("widths", "slopes"), [(((0.35, 0.9), (0.4, 0.6)), ((1.0, 0.0), (1.0, 0.0))),
-                           (((0.35, 0.6, 0.9), (0.4, 0.35, 0.5)), ((0.8, 0.6, 0.7), (0.75, 0.62, 0.65)))],
+    ("widths", "slopes"),
+    [
+        (((0.35, 0.9), (0.4, 0.6)), ((1.0, 0.0), (1.0, 0.0))),
+        (((0.35, 0.6, 0.9), (0.4, 0.35, 0.5)), ((0.8, 0.6, 0.7), (0.75, 0.62, 0.65))),
+    ],
     ids=["one step", "a chain"],
 )
 def test_shared_noise_lowers_the_distance_as_theorem_1_says(widths, slopes):
     """By 2 tr sqrt(Sigma_q Sigma_p) for one step; over a chain by as much for every noise, as much as arrives of it."""
     runs, channels = 20_000, 2
-    target, drafter = (ToyHead(channels, (1, 1), noise=n, widths=w, slopes=s)
-                       for n, w, s in zip((0.0, 0.4), widths, slopes))
+    target, drafter = (
+        ToyHead(channels, (1, 1), noise=n, widths=w, slopes=s) for n, w, s in zip((0.0, 0.4), widths, slopes)
+    )
     square = {}
     for aligned in (True, False):
         method = ContinuousSpeculative(drafter, length=1, prefill=0, aligned=aligned)
@@ -180,8 +185,9 @@ def test_shared_noise_lowers_the_distance_as_theorem_1_says(widths, slopes):
 
 
 def test_shared_noise_lets_more_drafts_pass():
-    rates = [draw(("head", 2), batch=1000, aligned=aligned).trace.summary()["acceptance_rate"]
-             for aligned in (True, False)]
+    rates = [
+        draw(("head", 2), batch=1000, aligned=aligned).trace.summary()["acceptance_rate"] for aligned in (True, False)
+    ]
     assert rates[0] > 1.5 * rates[1]
 
 
@@ -220,8 +226,9 @@ def assert_nothing_lost(decoded, tries):
 
 
 def test_no_token_is_ever_lost_where_the_residual_is_empty():
-    method = ContinuousSpeculative(half_sigma(ToyHead(1)), length=3, prefill=0, mode="prefix", path="paper",
-                                   tolerance=ToySchedule(3).last_width)
+    method = ContinuousSpeculative(
+        half_sigma(ToyHead(1)), length=3, prefill=0, mode="prefix", path="paper", tolerance=ToySchedule(3).last_width
+    )
     assert_nothing_lost(method.sample(request(ToyHead(1), 500)), TRIES)
 
 

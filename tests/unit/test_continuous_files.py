@@ -43,7 +43,8 @@ def vectors(model):
 # Released sizes, built on the meta device so that no memory is needed
 
 RELEASED = {  # name -> dim, layers of each half, heads, width and depth of the head, cfg, millions in all, in the head
-    "B": (768, 12, 12, 1024, 6, 2.9, 207.9, 35.7), "L": (1024, 16, 16, 1280, 8, 3.0, 478.3, 72.2),
+    "B": (768, 12, 12, 1024, 6, 2.9, 207.9, 35.7),
+    "L": (1024, 16, 16, 1280, 8, 3.0, 478.3, 72.2),
     "H": (1280, 20, 16, 1536, 12, 3.2, 942.4, 151.2),
 }
 
@@ -62,7 +63,12 @@ def test_released_models_fit(monkeypatch, size):
     model = mar.load(Checkpoint(tensors, {}, Path("checkpoint-last.pth")), torch.bfloat16, None, ())
     assert model.backbone.config == MARConfig(dim, layers, layers, heads)
     assert (model.family, model.grid, model.channels, model.scale, model.pixels_per_token) == (
-        "mar", (16, 16), 16, 0.2325, 16)
+        "mar",
+        (16, 16),
+        16,
+        0.2325,
+        16,
+    )
     assert model.defaults == ContinuousParams(cfg, "linear", 1.0, 100, "ddpm")
     assert model.head.schedule.steps == 100 and model.dtype == torch.bfloat16
     assert abs(millions(model) - count) < 0.06 and abs(millions(model.head) - of_head) < 0.06
@@ -94,8 +100,14 @@ ARGS = argparse.Namespace(lr=1e-4, model="mar_base", sizes=[1, 2])
 CONTAINERS = {
     "flat": lambda w: w,
     "released": lambda w: {"model": other(w), "model_ema": OrderedDict(w)},
-    "training run": lambda w: {"model": other(w), "model_ema": w, "optimizer": OPTIMIZER, "epoch": 3, "scaler": {},
-                               "args": ARGS},
+    "training run": lambda w: {
+        "model": other(w),
+        "model_ema": w,
+        "optimizer": OPTIMIZER,
+        "epoch": 3,
+        "scaler": {},
+        "args": ARGS,
+    },
     "no average": lambda w: {"model": w, "model_ema": None, "args": ARGS},
     "model only": lambda w: {"model": w},
     "half precision": lambda w: {"model_ema": {name: tensor.half() for name, tensor in w.items()}},
@@ -129,8 +141,11 @@ def write_words(folder, width=MAR.conditions):
     """A word table beside a caption model."""
     meta = {"words": WORDS, "stop_words": ["a"], "synonyms": {}, "backgrounds": ["blue"]}
     table = fill("word_embeddings.weight embedding", (len(WORDS), width))
-    save_file({"word_embeddings.weight": table}, str(folder / "text_encoder.safetensors"),
-              metadata={"specar": json.dumps(meta)})
+    save_file(
+        {"word_embeddings.weight": table},
+        str(folder / "text_encoder.safetensors"),
+        metadata={"specar": json.dumps(meta)},
+    )
     return table
 
 
@@ -140,7 +155,12 @@ CAPTIONS = replace(MAR, captions=True, rows=2, cols=8)
 def test_metadata_describes_models_of_our_own(tmp_path):
     table = write_words(tmp_path)
     path = write_mar(
-        tmp_path / "model.safetensors", CAPTIONS, scale=0.5, pixels_per_token=8, caption_slots=2, head_steps=25,
+        tmp_path / "model.safetensors",
+        CAPTIONS,
+        scale=0.5,
+        pixels_per_token=8,
+        caption_slots=2,
+        head_steps=25,
         defaults={"cfg": 2.0, "cfg_schedule": "constant", "temperature": 0.9, "kind": "ddim"},
     )
     model = load_model(path)
@@ -188,8 +208,15 @@ def test_missing_misshapen_and_unknown_tensors(tmp_path):
         merged = {name: tensor for name, tensor in (weights | changes).items() if tensor is not None}
         save_file(merged, str(path), metadata=header)
 
-    for name in ("class_emb.weight", "fake_latent", "encoder_pos_embed_learned", "diffusion_pos_embed_learned",
-                 "encoder_norm.bias", "diffloss.net.input_proj.weight", "diffloss.net.final_layer.linear.weight"):
+    for name in (
+        "class_emb.weight",
+        "fake_latent",
+        "encoder_pos_embed_learned",
+        "diffusion_pos_embed_learned",
+        "encoder_norm.bias",
+        "diffloss.net.input_proj.weight",
+        "diffloss.net.final_layer.linear.weight",
+    ):
         write({name: None})
         refused(path, path.name)
     write({"decoder_blocks.0.attn.proj.weight": None})
@@ -234,10 +261,16 @@ def test_unknown_sizes_and_grids(tmp_path):
     assert load_model(path, grid=(2, 3)).grid == (2, 3)
 
 
-@pytest.mark.parametrize(("defaults", "word"), [
-    ({"cfg": 0.5}, "cfg"), ({"cfg_schedule": "cubic"}, "cubic"), ({"guidance": 2.0}, "guidance"),
-    ({"steps": 1}, "2 to 1000"), ({"kind": "euler"}, "ddim"),
-])
+@pytest.mark.parametrize(
+    ("defaults", "word"),
+    [
+        ({"cfg": 0.5}, "cfg"),
+        ({"cfg_schedule": "cubic"}, "cubic"),
+        ({"guidance": 2.0}, "guidance"),
+        ({"steps": 1}, "2 to 1000"),
+        ({"kind": "euler"}, "ddim"),
+    ],
+)
 def test_wrong_default_settings(tmp_path, defaults, word):
     path = write_mar(tmp_path / "model.safetensors", defaults=defaults)
     refused(path, path.name, "default", word)

@@ -63,8 +63,18 @@ def predict(model, state, tokens, known, query, seen, cfg=2.0, seed=0, kind="ddp
     schedule = model.schedule(ContinuousParams(steps=STEPS, kind=kind))
     noise0, noise_t = noises(Stream.of(seed, len(tokens), "cpu"), query.flatten(1), CHANNELS, STEPS)
     shape = (*query.shape, CHANNELS)
-    return model.predict(state, tokens, known, query, seen, torch.full(query.shape, cfg), temperature,
-                         noise0.reshape(shape), noise_t.reshape(STEPS, *shape), schedule)
+    return model.predict(
+        state,
+        tokens,
+        known,
+        query,
+        seen,
+        torch.full(query.shape, cfg),
+        temperature,
+        noise0.reshape(shape),
+        noise_t.reshape(STEPS, *shape),
+        schedule,
+    )
 
 
 def assert_same(one, other):
@@ -126,8 +136,11 @@ def test_guidance_mixes_the_predictions_of_both_prompts(models):
     plain = predict(model, alone, tokens, known, query, 3)
     assert_same(predict(model, guided, tokens, known, query, 3, cfg=1.0), plain)
     ddim = {"kind": "ddim"}  # without noise, whose width is that of the prompt in any case
-    assert torch.allclose(predict(model, guided, tokens, known, query, 3, cfg=0.0, **ddim).mean,
-                          predict(model, turned, tokens, known, query, 3, **ddim).mean, **CLOSE)
+    assert torch.allclose(
+        predict(model, guided, tokens, known, query, 3, cfg=0.0, **ddim).mean,
+        predict(model, turned, tokens, known, query, 3, **ddim).mean,
+        **CLOSE,
+    )
     assert (predict(model, guided, tokens, known, query, 3, cfg=4.0).mean - plain.mean).abs().max() > 1e-3
 
 

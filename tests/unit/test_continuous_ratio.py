@@ -48,8 +48,10 @@ def test_sigma_is_the_drafters_path_over_the_targets(sign, added):
     assert float(log_ratio(X, P, Q, sign=sign)) == pytest.approx(BY_HAND + added, abs=1e-6)
 
 
-@pytest.mark.parametrize(("path", "sign", "clamped"), [(49, 1, 49), (51, 1, 50), (1e30, 1, 50), (-1e4, 1, -50),
-                                                       (1e4, -1, -50), (math.inf, 1, 50)])
+@pytest.mark.parametrize(
+    ("path", "sign", "clamped"),
+    [(49, 1, 49), (51, 1, 50), (1e30, 1, 50), (-1e4, 1, -50), (1e4, -1, -50), (math.inf, 1, 50)],
+)
 def test_sigma_is_clamped(path, sign, clamped):
     p, q = gaussian([0.0], [1.0], path=0.0), gaussian([0.0], [1.0], path=path)
     assert float(log_ratio(torch.zeros(1), p, q, sign=float(sign))) == pytest.approx(clamped)
@@ -110,8 +112,11 @@ PAIRS = {
 
 def numbers(tries, runs, channels=1, seed=1):
     g = torch.Generator().manual_seed(seed)
-    return (torch.randn(tries, runs, channels, generator=g), torch.rand(tries, runs, generator=g),
-            torch.rand(tries, runs, generator=g))
+    return (
+        torch.randn(tries, runs, channels, generator=g),
+        torch.rand(tries, runs, generator=g),
+        torch.rand(tries, runs, generator=g),
+    )
 
 
 def wide(one, runs):
@@ -179,11 +184,17 @@ def test_the_residual_of_two_dimensions():
     assert abs(float(torch.corrcoef(y.T)[0, 1])) < 4 / RUNS**0.5
 
 
-@pytest.mark.parametrize(("mode", "tries", "parts", "token", "count"), [
-    ("exact", [7], [0], 0, 7), ("exact", [-100, -100, 7], [0, 1, 2], 2, 207), ("exact", [-100, 5], [0, 1], 1, 105),
-    ("exact", [-100] * 100, [*range(100)], 99, -10_000), ("prefix", [-100, 5], [0], 0, -100),
-    ("prefix", [3], [0], 0, 3),
-])
+@pytest.mark.parametrize(
+    ("mode", "tries", "parts", "token", "count"),
+    [
+        ("exact", [7], [0], 0, 7),
+        ("exact", [-100, -100, 7], [0, 1, 2], 2, 207),
+        ("exact", [-100, 5], [0, 1], 1, 105),
+        ("exact", [-100] * 100, [*range(100)], 99, -10_000),
+        ("prefix", [-100, 5], [0], 0, -100),
+        ("prefix", [3], [0], 0, 3),
+    ],
+)
 @pytest.mark.parametrize("wanted", [True, False])
 def test_proposals_are_made_until_one_passes(monkeypatch, mode, tries, parts, token, count, wanted):
     """Other modes than the exact one give up after the first hundred, and all do where no token is wanted."""

@@ -16,15 +16,18 @@ PROMPT = "heart, 3d, on a blue background"
 
 @pytest.fixture(scope="module")
 def models():
-    return {continuous: api.load_model(api.bundled(name)) for continuous, name in
-            ((False, "default"), (True, "continuous"))}
+    return {
+        continuous: api.load_model(api.bundled(name)) for continuous, name in ((False, "default"), (True, "continuous"))
+    }
 
 
 @pytest.fixture(scope="module")
 def make(models):
     """make(class or function) -> a method, with a drafter where it needs one, and a request for its kind of model."""
-    drafters = {False: api.load_drafter(api.bundled() / "small", models[False]),
-                True: api.load_drafter(api.bundled("continuous") / "small", models[True])}
+    drafters = {
+        False: api.load_drafter(api.bundled() / "small", models[False]),
+        True: api.load_drafter(api.bundled("continuous") / "small", models[True]),
+    }
 
     def make(build):
         continuous = getattr(build, "continuous", False)
@@ -101,8 +104,9 @@ def test_a_prompt_is_read_once(models, monkeypatch):
     model = models[False]
     read, prompt = [], model.encode_prompt(PROMPT)
     whole = type(model).read
-    monkeypatch.setattr(type(model), "read", lambda self, given, *rest: read.append(type(given).__name__)
-                        or whole(self, given, *rest))
+    monkeypatch.setattr(
+        type(model), "read", lambda self, given, *rest: read.append(type(given).__name__) or whole(self, given, *rest)
+    )
     request = model.request(prompt, layout=model.layout().beginning(2))
     method = api.methods.NextToken()
     method.run_bytes(request)

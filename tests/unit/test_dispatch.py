@@ -58,6 +58,7 @@ def gpu(monkeypatch):
 @pytest.fixture
 def kernel_is(monkeypatch):
     """Put a function in the place of the Triton kernels of this module."""
+
     def put(function):
         kernels = SimpleNamespace(double=function, plain=function)
         monkeypatch.setitem(sys.modules, f"{__name__}_triton", kernels)
@@ -108,10 +109,10 @@ def test_a_kernel_that_agrees_computes_the_first_call_too(gpu, kernel_is, caplog
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("function", "words"), [
-    (wrong_result, "something else"), (wrong_writing, "something else"),
-    (broken, "no such instruction"),
-])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(wrong_result, "something else"), (wrong_writing, "something else"), (broken, "no such instruction")],
+)
 def test_a_kernel_that_fails_is_named_and_left_aside(function, words, gpu, kernel_is, caplog):
     kernel_is(function)
     with caplog.at_level(logging.WARNING):
@@ -125,6 +126,7 @@ def test_a_kernel_that_fails_is_named_and_left_aside(function, words, gpu, kerne
 
 def test_a_kernel_that_stops_running_gives_way_to_its_reference(gpu, kernel_is, caplog):
     """Triton compiles anew where it sees fit, and its compiler has exceptions of its own."""
+
     class OutOfResourcesError(Exception):
         """As Triton's OutOfResources, which is no RuntimeError."""
 
@@ -197,14 +199,26 @@ def test_a_kernel_that_always_disagrees_is_tried_a_few_times(gpu, kernel_is):
 def test_arguments_of_another_kind_are_another_kernel():
     """Sizes count as the tiles of a kernel do, and numbers where they switch something off."""
     same = [(torch.ones(5), torch.zeros(8)), (3, 4), (2.5, -1.0), ((1, 7), (1, 9))]
-    other = [(torch.ones(1), torch.ones(1).half()), (torch.ones(8), torch.ones(9)), (torch.ones(4), torch.ones(1, 4)),
-             (0, 3), (1, 3), (1.0, 3.0), (1, True), (None, 0), (3, 3.5), ("a", "b"), (("a", 1), ("b", 1))]
+    other = [
+        (torch.ones(1), torch.ones(1).half()),
+        (torch.ones(8), torch.ones(9)),
+        (torch.ones(4), torch.ones(1, 4)),
+        (0, 3),
+        (1, 3),
+        (1.0, 3.0),
+        (1, True),
+        (None, 0),
+        (3, 3.5),
+        ("a", "b"),
+        (("a", 1), ("b", 1)),
+    ]
     assert all(dispatch.kind(a) == dispatch.kind(b) for a, b in same)
     assert all(dispatch.kind(a) != dispatch.kind(b) for a, b in other)
 
 
 def test_every_kernel_is_validated_for_shapes_of_its_own(gpu, kernel_is, caplog):
     """One that compiles for a small vocabulary may not for a large one."""
+
     def small(x, n):
         if len(x) > 4:
             raise ImportError("too large")
@@ -233,13 +247,17 @@ def test_a_gpu_runs_triton(gpu, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda patch: patch.setattr(dispatch, "find_spec", lambda name: None), "not installed"),
-    (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
-    (lambda patch: patch.setattr(torch.version, "hip", "6.4"), "NVIDIA"),
-    (lambda patch: patch.setenv(switches.NO_TRITON, "1"), switches.NO_TRITON),
-    (lambda patch: patch.setitem(sys.modules, SMALLEST, SimpleNamespace(gated=broken)), "gcc.*no such instruction"),
-], ids=["missing", "old", "AMD", "switch", "compiler"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda patch: patch.setattr(dispatch, "find_spec", lambda name: None), "not installed"),
+        (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
+        (lambda patch: patch.setattr(torch.version, "hip", "6.4"), "NVIDIA"),
+        (lambda patch: patch.setenv(switches.NO_TRITON, "1"), switches.NO_TRITON),
+        (lambda patch: patch.setitem(sys.modules, SMALLEST, SimpleNamespace(gated=broken)), "gcc.*no such instruction"),
+    ],
+    ids=["missing", "old", "AMD", "switch", "compiler"],
+)
 def test_where_triton_does_not_run_the_reference_does(change, message, gpu, kernel_is, monkeypatch, caplog):
     """Nothing is compiled, and the log tells why, once."""
     change(monkeypatch)
@@ -299,8 +317,9 @@ def test_round_off_is_no_difference_and_a_decision_in_a_hundred_neither():
 def accelerated(module):
     """The functions of a module that may have a Triton kernel."""
     own = {name: f for name, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
-    return {name: f for name, f in own.items()
-            if hasattr(f, "__wrapped__") and f.__code__.co_filename == dispatch.__file__}
+    return {
+        name: f for name, f in own.items() if hasattr(f, "__wrapped__") and f.__code__.co_filename == dispatch.__file__
+    }
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in KERNELS.glob("*.py") if path.stem[0] != "_"))

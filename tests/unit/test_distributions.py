@@ -12,14 +12,20 @@ ALMOST_ONE = 1 - 2**-24  # the largest uniform number
 
 def normal_distribution(*lead: int, channels: int = 3) -> Normal:
     g = torch.Generator().manual_seed(5)
-    return Normal(torch.randn(*lead, channels, generator=g), 0.3 * torch.randn(*lead, channels, generator=g),
-                  torch.randn(lead, generator=g))
+    return Normal(
+        torch.randn(*lead, channels, generator=g),
+        0.3 * torch.randn(*lead, channels, generator=g),
+        torch.randn(lead, generator=g),
+    )
 
 
 def mixture_distribution(*lead: int, parts: int = 4, channels: int = 2) -> Mixture:
     g = torch.Generator().manual_seed(6)
-    return Mixture(torch.randn(*lead, parts, generator=g), 2 * torch.randn(*lead, parts, channels, generator=g),
-                   0.3 * torch.randn(*lead, parts, channels, generator=g))
+    return Mixture(
+        torch.randn(*lead, parts, generator=g),
+        2 * torch.randn(*lead, parts, channels, generator=g),
+        0.3 * torch.randn(*lead, parts, channels, generator=g),
+    )
 
 
 def numbers(count: int, channels: int):

@@ -24,8 +24,10 @@ DOCUMENTS = [*documents.files(), *ROOT.glob("assets/*/*.md"), *ROOT.glob("benchm
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^][]|\[[^][]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 OPTION = re.compile(r"--[a-z][a-z-]*")
-OURS = re.compile(r"python\S* (?:-m (comfyui_specar\.batch|benchmarks \w+|training[\w.]*)"
-                  r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|bash (scripts/\w+\.sh)")
+OURS = re.compile(
+    r"python\S* (?:-m (comfyui_specar\.batch|benchmarks \w+|training[\w.]*)"
+    r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|bash (scripts/\w+\.sh)"
+)
 MARKUP = re.compile(r"\]\(|\*\S|\S\*")  # of a link or of emphasis that was not rendered
 COMMENTED_LINE = re.compile(r"^ *<!--.*?-->(?!\n)", re.MULTILINE)  # it begins a block of HTML: not rendered
 OUR_FILE = re.compile(r"(workflows|docs|tests|scripts)/[\w./ ,()-]+")
@@ -96,10 +98,15 @@ def test_no_markup_is_left_as_it_is_written(file):
     assert unrendered(file.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("broken", [
-    "a\n<!-- n: x -->1<!-- /n --> [link](#a) and *word*\n", "<!-- n: x -->1<!-- /n -->\n", "a *word * and another\n",
-    "<div>\n[link](#a)\n</div>\n",
-])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "a\n<!-- n: x -->1<!-- /n --> [link](#a) and *word*\n",
+        "<!-- n: x -->1<!-- /n -->\n",
+        "a *word * and another\n",
+        "<div>\n[link](#a)\n</div>\n",
+    ],
+)
 def test_markup_that_is_not_rendered_is_noticed(broken):
     assert unrendered(broken)
 
@@ -172,8 +179,9 @@ def pairs():
     return found
 
 
-@pytest.mark.parametrize("page", sorted({*(ROOT / "docs/methods").glob("*.md")} - {ROOT / "docs/methods/README.md"}),
-                         ids=name)
+@pytest.mark.parametrize(
+    "page", sorted({*(ROOT / "docs/methods").glob("*.md")} - {ROOT / "docs/methods/README.md"}), ids=name
+)
 def test_every_method_page_has_lines_of_python_that_make_its_methods(page, pairs):
     code = [block for language, block in CODE.findall(page.read_text(encoding="utf-8")) if language == "python"]
     assert code
@@ -190,9 +198,13 @@ def test_every_node_is_listed():
 
 def test_every_choice_of_a_node_is_listed_as_programs_send_it():
     nodes = json.loads((ROOT / "tests/e2e/object_info.json").read_text(encoding="utf-8"))
-    rows = [f"| {node} | `{name}` | {', '.join(f'`{option}`' for option in about['options'])} |"
-            for node, content in nodes.items() for kind in content["inputs"].values()
-            for name, (type_, about) in kind.items() if type_ == "COMBO"]
+    rows = [
+        f"| {node} | `{name}` | {', '.join(f'`{option}`' for option in about['options'])} |"
+        for node, content in nodes.items()
+        for kind in content["inputs"].values()
+        for name, (type_, about) in kind.items()
+        if type_ == "COMBO"
+    ]
     text = (ROOT / "docs/nodes.md").read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if line.startswith("| SpecAR")] == rows
 
@@ -212,8 +224,12 @@ def snippets(text: str) -> list[str]:
 
 def commands() -> list[tuple[str, str]]:
     """(module or script, command) of every command of ours in the documents."""
-    found = {(next(filter(None, ours.groups())), snippet) for file in documents.files()
-             for snippet in snippets(file.read_text(encoding="utf-8")) if (ours := OURS.search(snippet))}
+    found = {
+        (next(filter(None, ours.groups())), snippet)
+        for file in documents.files()
+        for snippet in snippets(file.read_text(encoding="utf-8"))
+        if (ours := OURS.search(snippet))
+    }
     return sorted(found)
 
 

@@ -80,8 +80,9 @@ def test_every_container_gives_the_same_drafter(tmp_path, target):
 def test_of_two_files_the_safe_one_is_read(tmp_path, target):
     folder = pickled(tmp_path / "both", {"broken": torch.zeros(1)})
     save_file(eagle_weights(), str(folder / "model.safetensors"))
-    assert torch.equal(features(load_drafter(folder, target)),
-                       features(load_drafter(write_eagle(tmp_path / "safe"), target)))
+    assert torch.equal(
+        features(load_drafter(folder, target)), features(load_drafter(write_eagle(tmp_path / "safe"), target))
+    )
 
 
 def test_bias_is_optional(tmp_path, target):
@@ -208,22 +209,40 @@ def test_nonsense_in_the_config(tmp_path, target, entry, value):
 
 def test_an_entry_that_is_null_says_nothing(tmp_path, target):
     folder = write_eagle(tmp_path / "d", **dict.fromkeys(eagle_config()))
-    assert torch.equal(features(load_drafter(folder, target)),
-                       features(load_drafter(write_eagle(tmp_path / "eps", rms_norm_eps=1e-6), target)))
+    assert torch.equal(
+        features(load_drafter(folder, target)),
+        features(load_drafter(write_eagle(tmp_path / "eps", rms_norm_eps=1e-6), target)),
+    )
 
 
-@pytest.mark.parametrize(("entry", "value"), [
-    ("hidden_act", "gelu"), ("num_hidden_layers", 2), ("num_key_value_heads", 2), ("vocab_size", 2 * VOCAB),
-    ("intermediate_size", 128),
-])
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("num_hidden_layers", 2),
+        ("num_key_value_heads", 2),
+        ("vocab_size", 2 * VOCAB),
+        ("intermediate_size", 128),
+    ],
+)
 def test_a_config_of_another_drafter(tmp_path, target, entry, value):
     refused(write_eagle(tmp_path / "d", **{entry: value}), target, "config.json", entry)
 
 
-@pytest.mark.parametrize("metadata", [
-    {"grid": 5}, {"grid": [16]}, {"grid": "16x16"}, {"grid": [32, 32]}, {"target": "janus"}, {"target": 3},
-    {"num_attention_heads": 8}, {"rms_norm_eps": "small"},
-], ids=str)
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"grid": 5},
+        {"grid": [16]},
+        {"grid": "16x16"},
+        {"grid": [32, 32]},
+        {"target": "janus"},
+        {"target": 3},
+        {"num_attention_heads": 8},
+        {"rms_norm_eps": "small"},
+    ],
+    ids=str,
+)
 def test_nonsense_in_our_own_metadata(tmp_path, target, metadata):
     path = tmp_path / "drafter.safetensors"
     save_file(eagle_weights(), str(path), metadata={"specar": json.dumps(metadata)})

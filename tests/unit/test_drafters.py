@@ -98,8 +98,11 @@ class Session:
         prefix = self.target.prefix(self.target.read(self.prompts[0], 1, "positive").features)
         if row >= 2:
             negative = self.prompts[1]
-            prefix = (self.target.prefix.unconditional(prefix, self.target.grid) if negative is None
-                      else self.target.prefix(self.target.read(negative, 1, "negative").features))
+            prefix = (
+                self.target.prefix.unconditional(prefix, self.target.grid)
+                if negative is None
+                else self.target.prefix(self.target.read(negative, 1, "negative").features)
+            )
         padded = torch.cat((tokens, torch.zeros(1, dtype=torch.int64)))  # the last token is never fed
         return self.target(prefix, padded[None])[0, -1]
 
@@ -161,8 +164,13 @@ def test_a_draft_runs_to_the_end_of_the_image(target, drafter):
     tokens, mask = torch.tensor([[4, 5, 6], [7, 8, 9]]), torch.ones(2, 1, 1, dtype=torch.bool)
     out = root
     for n in range(3):  # the second row drafts past the end, where only finite numbers are asked for
-        out = drafter.expand(session.state, tokens[:, n : n + 1], torch.tensor([[13 + n], [15 + n]]), out.hidden,
-                             mask.expand(-1, -1, n + 1))
+        out = drafter.expand(
+            session.state,
+            tokens[:, n : n + 1],
+            torch.tensor([[13 + n], [15 + n]]),
+            out.hidden,
+            mask.expand(-1, -1, n + 1),
+        )
         assert out.logits.isfinite().all()
     for row in (0, 2):
         if drafter.kind == "eagle":
@@ -192,8 +200,9 @@ def test_after_a_class_there_are_no_prompt_pairs(tmp_path):
     run = target.encode_class(3), None, 2, target.layout(), 16, True
     state = target.start(*run)
     hidden = torch.cat((state.prefill.hidden, target.step(state, IMAGE, torch.arange(16).expand(2, -1)).hidden), 1)
-    out = eagle.observe(eagle.start(state, *run), IMAGE[:, :4], torch.arange(4).expand(2, -1), hidden[:, :4],
-                        torch.tensor([4, 4]))
+    out = eagle.observe(
+        eagle.start(state, *run), IMAGE[:, :4], torch.arange(4).expand(2, -1), hidden[:, :4], torch.tensor([4, 4])
+    )
     wanted = eagle.teacher_forced(hidden[:, :4], IMAGE[:, :4].repeat(2, 1))[:, -1:]
     assert torch.allclose(out.hidden, wanted, atol=1e-5)
 
@@ -291,8 +300,9 @@ def test_training_sees_what_a_draft_will_see(target, tmp_path):
     for depth in range(3):
         assert torch.allclose(out.hidden[:, 0], predicted[depth][:, 4 + depth], atol=1e-4), depth
         place = torch.full((2, 1), 5 + depth)
-        out = session.drafter.expand(session.state, IMAGE.gather(1, place), place, out.hidden,
-                                     torch.ones(2, 1, depth + 1, dtype=torch.bool))
+        out = session.drafter.expand(
+            session.state, IMAGE.gather(1, place), place, out.hidden, torch.ones(2, 1, depth + 1, dtype=torch.bool)
+        )
 
 
 def test_the_mask_of_drafts():
@@ -358,13 +368,32 @@ def test_images_of_a_folder_with_their_prompts(tmp_path):
 def test_the_command_line_trains_a_drafter_for_a_model_of_ones_own(tmp_path, monkeypatch, kind):
     model, prompts = write_llamagen(tmp_path / "model.safetensors", False), tmp_path / "prompts.txt"
     prompts.write_text("3\n\n5\n", encoding="utf-8")
-    command = ["drafter", "--kind", kind, "--model", str(model), "--out", str(tmp_path / "out"), "--prompts",
-               str(prompts), "--samples", "22", "--minutes", "0.005", "--width", "32", "--layers", "1"]
+    command = [
+        "drafter",
+        "--kind",
+        kind,
+        "--model",
+        str(model),
+        "--out",
+        str(tmp_path / "out"),
+        "--prompts",
+        str(prompts),
+        "--samples",
+        "22",
+        "--minutes",
+        "0.005",
+        "--width",
+        "32",
+        "--layers",
+        "1",
+    ]
     monkeypatch.setattr("sys.argv", command)
     monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)  # would stay on for all later tests
     command_line.main()
-    assert [sum(len(b.tokens) for b in Pool.load(tmp_path / "out" / f"{name}.pool").batches)
-            for name in ("examples", "held_out")] == [20, 2]
+    assert [
+        sum(len(b.tokens) for b in Pool.load(tmp_path / "out" / f"{name}.pool").batches)
+        for name in ("examples", "held_out")
+    ] == [20, 2]
     assert load_drafter(tmp_path / "out", load_model(model)).kind == ("eagle" if kind == "eagle" else "model")
 
     for pool in tmp_path.glob("out/*.pool"):
@@ -377,6 +406,7 @@ def test_the_command_line_trains_a_drafter_for_a_model_of_ones_own(tmp_path, mon
 def test_the_bundled_drafters_guess_what_the_bundled_model_generates():
     """At most three quarters as many single drafts are refused as of one who guesses that a token follows the same
     distribution as the one before; and EAGLE's, where hidden states are paired with the tokens before theirs, more."""
+
     def size(name: str) -> int:
         return (bundled(name) / "model.safetensors").stat().st_size
 

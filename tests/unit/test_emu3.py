@@ -83,8 +83,15 @@ def test_prompts_name_the_size_and_are_framed(model):
     assert read("a red cup", (2, 8))[-4:] == [ids["2"], ids["*"], ids["8"], frame[2]]
     # What not to generate is written without the words of praise.
     assert read("bad cup", (4, 5), "negative") == [
-        frame[0], ids["bad"], ids["cup"], frame[1], ids["4"], ids["*"], ids["5"], frame[2]
-    ]  # fmt: skip
+        frame[0],
+        ids["bad"],
+        ids["cup"],
+        frame[1],
+        ids["4"],
+        ids["*"],
+        ids["5"],
+        frame[2],
+    ]
     null = model.prefix.null(torch.zeros(1, 3, 1), (3, 5))[0, :, 0].int().tolist()
     assert null == read(emu3.NEGATIVE, (3, 5), "negative")
 
@@ -142,16 +149,26 @@ def test_the_tokenizer_of_another_model_is_refused(tmp_path, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return RankTokenizer(tiny.write_ranks(tmp_path_factory.mktemp("ranks")) / "emu3.tiktoken", emu3._PATTERN,
-                         emu3._RANKED)  # fmt: skip
+    return RankTokenizer(
+        tiny.write_ranks(tmp_path_factory.mktemp("ranks")) / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED
+    )
 
 
-@pytest.mark.parametrize(("text", "wanted"), [
-    ("a red", [97, 259]), ("red", [257, 100]), ("the best", [116, 104, 101, 263]), ("", []),
-    ("abed 12", [97, 98, 101, 100, 32, 49, 50]), ("  red", [32, 259]), ("é", [195, 169]),
-    ("e\u0301", [195, 169]), ("<|image start|>", [473]),
-    ("red<|extra_0|><|nope|>", [257, 100, 267, 60, 124, 110, 111, 112, 101, 124, 62]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a red", [97, 259]),
+        ("red", [257, 100]),
+        ("the best", [116, 104, 101, 263]),
+        ("", []),
+        ("abed 12", [97, 98, 101, 100, 32, 49, 50]),
+        ("  red", [32, 259]),
+        ("é", [195, 169]),
+        ("e\u0301", [195, 169]),
+        ("<|image start|>", [473]),
+        ("red<|extra_0|><|nope|>", [257, 100, 267, 60, 124, 110, 111, 112, 101, 124, 62]),
+    ],
+)
 def test_ids_of_the_file_of_ranks(ranks, text, wanted):
     assert ranks.ids(text) == wanted
 
@@ -189,12 +206,20 @@ def test_sizes_are_those_of_one_area(model):
     assert {(64, 64), (48, 85), (55, 74)} <= set(emu3.size_table(64))
 
 
-@pytest.mark.parametrize(("name", "settings", "grid", "wanted"), [
-    ("Emu3-Gen", {}, None, (90, 90)), ("Emu3-Gen-hf", {}, None, (90, 90)), ("emu3_stage1-bf16", {}, None, (64, 64)),
-    ("mine", {"image_area": 518400}, None, (90, 90)), ("mine", {"image_area": 262144}, None, (64, 64)),
-    ("Emu3-Gen", {"image_area": 262144}, None, (64, 64)), ("mine", {}, (64, 64), (64, 64)),
-    ("mine", {}, (68, 120), (68, 120)), ("Emu3-Gen", {}, (68, 120), (68, 120)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "settings", "grid", "wanted"),
+    [
+        ("Emu3-Gen", {}, None, (90, 90)),
+        ("Emu3-Gen-hf", {}, None, (90, 90)),
+        ("emu3_stage1-bf16", {}, None, (64, 64)),
+        ("mine", {"image_area": 518400}, None, (90, 90)),
+        ("mine", {"image_area": 262144}, None, (64, 64)),
+        ("Emu3-Gen", {"image_area": 262144}, None, (64, 64)),
+        ("mine", {}, (64, 64), (64, 64)),
+        ("mine", {}, (68, 120), (68, 120)),
+        ("Emu3-Gen", {}, (68, 120), (68, 120)),
+    ],
+)
 def test_which_sizes_a_checkpoint_generates(tmp_path, folder, name, settings, grid, wanted):
     path = copy(folder, tmp_path / name, **{"image_area": None, "vq_config": None, **settings})
     found, grids = emu3.sizes_of(checkpoint_of(path), {**settings}, 8, grid)
@@ -227,8 +252,10 @@ def test_a_model_that_only_reads_images(tmp_path, folder):
 
 def test_a_missing_or_wrong_vocabulary_map_is_refused(tmp_path, folder):
     ids = tiny.vocabulary()
-    swapped = ids | {"<|visual token 000000|>": ids["<|visual token 000001|>"], "<|visual token 000001|>":
-                     ids["<|visual token 000000|>"]}  # fmt: skip
+    swapped = ids | {
+        "<|visual token 000000|>": ids["<|visual token 000001|>"],
+        "<|visual token 000001|>": ids["<|visual token 000000|>"],
+    }
     lacking = {name: id for name, id in ids.items() if name != "<|extra_200|>"}
     beyond = ids | {"<|visual token 000032|>": max(ids.values()) + 1}
     for i, wrong in enumerate((None, {}, swapped, lacking, beyond)):
@@ -245,7 +272,7 @@ def test_missing_parts(tmp_path, folder):
         ("lm_head.weight", "lm_head.weight"),
         ("model.text_model.norm.weight", "model.text_model.norm.weight"),
         ("model.text_model.layers.1.mlp.up_proj.weight", "layers.1.feed_forward.w1_w3.weight"),
-    ):  # fmt: skip
+    ):
         save(whole / "model.safetensors", {key: tensor for key, tensor in weights.items() if key != name})
         refused(whole, words)
     broken = weights["lm_head.weight"].clone()
@@ -256,8 +283,10 @@ def test_missing_parts(tmp_path, folder):
 
 def test_the_decoder_of_another_family(tmp_path, folder):
     weights = load_file(tiny.write(tmp_path / "model") / "model.safetensors")
-    save(tmp_path / "model" / "model.safetensors", {n: t for n, t in weights.items() if ".vqmodel." not in n
-                                                    or "quantize" in n})  # fmt: skip
+    save(
+        tmp_path / "model" / "model.safetensors",
+        {n: t for n, t in weights.items() if ".vqmodel." not in n or "quantize" in n},
+    )
     assert load_model(tmp_path / "model").codebook is None  # the language model alone, whose own decoder was taken out
     decoder = tiny.write_decoder(tmp_path / "Emu3-VisionTokenizer")
     found = load_model(tmp_path / "model", search_folders=[tmp_path])

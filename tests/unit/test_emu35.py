@@ -60,10 +60,15 @@ def test_another_number_of_heads_is_refused(tmp_path, folder, heads, word):
     refused(changed(folder, tmp_path / "model", num_attention_heads=heads), word)
 
 
-@pytest.mark.parametrize("part", [
-    "model.norm.weight", "model.layers.1.self_attn.k_norm.weight", "model.layers.0.self_attn.v_proj.weight",
-    "model.layers.1.mlp.up_proj.weight",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "part",
+    [
+        "model.norm.weight",
+        "model.layers.1.self_attn.k_norm.weight",
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    ],
+)
 def test_missing_parts(tmp_path, part):
     path = tiny.write(tmp_path, decoder=False)
     tensors = load_file(path / "model.safetensors")

@@ -43,8 +43,9 @@ def source(checkout, **variables):
     root = checkout.parent
     found = {"PATH": os.environ["PATH"], "HOME": str(root), "PYTHONPATH": str(root / "stub"), **variables}
     script = 'set -euo pipefail; source "$0/scripts/environment.sh" >&3; echo "$PYTHON"; echo "$COMFYUI_PATH"'
-    run = subprocess.run(["bash", "-c", f"exec 3>/dev/null; {script}", checkout], env=found, capture_output=True,
-                         encoding="utf-8")
+    run = subprocess.run(
+        ["bash", "-c", f"exec 3>/dev/null; {script}", checkout], env=found, capture_output=True, encoding="utf-8"
+    )
     assert (run.returncode, run.stderr) == (0, "")
     return run.stdout.splitlines()
 

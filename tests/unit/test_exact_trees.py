@@ -20,20 +20,24 @@ from ..support.rules import RELAXED
 from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
 
 RUNS = 10_000
-LAYOUTS = {
-    "row": (plain(2, 3), 0),
-    "line_ends": (with_line_ends(2, 2), 2),
-    "kept": (with_kept_tokens(2, 3), 0),
-}
+LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
 DRAFTERS = {name: ToyDrafter(model) for name, model in MODELS.items()}
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
 TWO_LEVELS = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 STRUCTURES = {
-    "chain of one": Chain(1), "chain": Chain(3), "blocks": Chain(3, "block"), "long blocks": Chain(8, "block"),
-    "siblings": Static(((0,), (1,), (2,))), "two levels": TWO_LEVELS, "eagle_25": Static("eagle_25"),
-    "top-k lookup": Dynamic(1, 2, 2), "top-k": Dynamic(3, 2, 5), "top-k, wide": Dynamic(3, 10, 58),
-    "adaptive": ADTTree(**SMALL), "adaptive, sampled": ADTTree(children="sampled", **SMALL),
+    "chain of one": Chain(1),
+    "chain": Chain(3),
+    "blocks": Chain(3, "block"),
+    "long blocks": Chain(8, "block"),
+    "siblings": Static(((0,), (1,), (2,))),
+    "two levels": TWO_LEVELS,
+    "eagle_25": Static("eagle_25"),
+    "top-k lookup": Dynamic(1, 2, 2),
+    "top-k": Dynamic(3, 2, 5),
+    "top-k, wide": Dynamic(3, 10, 58),
+    "adaptive": ADTTree(**SMALL),
+    "adaptive, sampled": ADTTree(children="sampled", **SMALL),
     "adaptive, any shape": ADTTree(initial="random", children="sampled", **SMALL),
 }
 

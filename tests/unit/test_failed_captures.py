@@ -19,8 +19,11 @@ LAYOUT = plain(2, 3)
 MODEL = ToyModel(LAYOUT)
 DRAFTER = ToyDrafter(MODEL)
 METHODS = {
-    "next token": NextToken(), "sjd": SJD(3), "chain": DraftTree(DRAFTER, Chain(2)),
-    "static": DraftTree(DRAFTER, Static(((0,), (1,), (0, 0)))), "dynamic": DraftTree(DRAFTER, Dynamic(2, 2, 3)),
+    "next token": NextToken(),
+    "sjd": SJD(3),
+    "chain": DraftTree(DRAFTER, Chain(2)),
+    "static": DraftTree(DRAFTER, Static(((0,), (1,), (0, 0)))),
+    "dynamic": DraftTree(DRAFTER, Dynamic(2, 2, 3)),
 }
 
 
@@ -38,8 +41,11 @@ class FailingTape(Tape):
             for memory, content in self.before.values():
                 memory.copy_(content)
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-        written = (value for value, argument in zip(args, operation._schema.arguments, strict=False)
-                   if argument.alias_info is not None and argument.alias_info.is_write)
+        written = (
+            value
+            for value, argument in zip(args, operation._schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
         for tensor in (tensor for tensor in graphs.leaves(list(written)) if not self.pool.holds(tensor)):
             memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))

@@ -51,9 +51,11 @@ def family(request):
 # Prompts
 
 
-@pytest.mark.parametrize("change", [
-    torch.zeros_like, lambda ids: ids * 0.5, lambda ids: torch.cat((ids, ids), dim=1), lambda ids: ids[:, 1:],
-], ids=["zeroed", "averaged", "joined", "cut"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [torch.zeros_like, lambda ids: ids * 0.5, lambda ids: torch.cat((ids, ids), dim=1), lambda ids: ids[:, 1:]],
+    ids=["zeroed", "averaged", "joined", "cut"],
+)
 @pytest.mark.parametrize("side", ["positive", "negative"])
 def test_a_prompt_that_another_node_changed_is_refused(models, family, change, side):
     model = models[family]
@@ -131,8 +133,16 @@ def test_misshapen_weights(copied, family, part, shape):
 
 NONSENSE = {
     "janus-pro": [("text_config", "x"), ("vision_config", [1])],
-    "simplear": [("rope_theta", "x"), ("rope_theta", -7), ("rms_norm_eps", "x"), ("rms_norm_eps", -7), ("specar", 3),
-                 ("max_position_embeddings", "x"), ("rope_parameters", "x"), ("num_attention_heads", 3)],
+    "simplear": [
+        ("rope_theta", "x"),
+        ("rope_theta", -7),
+        ("rms_norm_eps", "x"),
+        ("rms_norm_eps", -7),
+        ("specar", 3),
+        ("max_position_embeddings", "x"),
+        ("rope_parameters", "x"),
+        ("num_attention_heads", 3),
+    ],
     "lumina-mgpt": [("vocabulary_map", [1, "a"]), ("num_attention_heads", -2), ("max_position_embeddings", [])],
     "anole": [("vq_config", "x"), ("rope_theta", [1])],
     "emu3": [("text_config", -7), ("vq_config", "x"), ("vocabulary_map", {"<|visual token 000000|>": "x"})],
@@ -151,8 +161,9 @@ def test_settings_that_make_no_sense(copied, family, key, value):
         load_model(folder)
 
 
-@pytest.mark.parametrize("value", [{"grid": [10**9, 10**9]}, {"grid": None}, {"defaults": {"foo": 1}},
-                                   {"defaults": {"cfg": "x"}}], ids=str)
+@pytest.mark.parametrize(
+    "value", [{"grid": [10**9, 10**9]}, {"grid": None}, {"defaults": {"foo": 1}}, {"defaults": {"cfg": "x"}}], ids=str
+)
 def test_metadata_that_makes_no_sense(copied, family, value):
     file = copied(family) / "model.safetensors"
     save_file(load_file(file), file, metadata={"specar": json.dumps(value)})
@@ -160,10 +171,15 @@ def test_metadata_that_makes_no_sense(copied, family, value):
         load_model(file.parent)
 
 
-@pytest.mark.parametrize(("family", "setting"), [
-    ("janus-pro", {"vision_config": {"num_image_tokens": 10**30}}), ("emu3", {"image_area": 10**30}),
-    ("anole", {"vq_config": {"resolution": 10**12}}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        ("janus-pro", {"vision_config": {"num_image_tokens": 10**30}}),
+        ("emu3", {"image_area": 10**30}),
+        ("anole", {"vq_config": {"resolution": 10**12}}),
+    ],
+    ids=str,
+)
 def test_an_image_without_end(copied, family, setting):
     folder = copied(family)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

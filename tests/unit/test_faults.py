@@ -34,14 +34,22 @@ MODEL = ToyModel(LAYOUT)
 TWO_LEVELS = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 ADAPTIVE = ADTTree(depths=(1, 4), widths=(1, 3), width_step=1, first=(2, 2), nodes=12)
 STRUCTURES = {
-    "chain": Chain(3), "blocks": Chain(3, "block"), "siblings": Static(((0,), (1,), (2,))), "two levels": TWO_LEVELS,
-    "top-k": Dynamic(3, 2, 5), "adaptive": ADAPTIVE, "adaptive, sampled": replace(ADAPTIVE, children="sampled"),
+    "chain": Chain(3),
+    "blocks": Chain(3, "block"),
+    "siblings": Static(((0,), (1,), (2,))),
+    "two levels": TWO_LEVELS,
+    "top-k": Dynamic(3, 2, 5),
+    "adaptive": ADAPTIVE,
+    "adaptive, sampled": replace(ADAPTIVE, children="sampled"),
 }
 RULES = [Exact(), *RELAXED, *(Lantern(2, 0.3, redraw) for redraw in REDRAW[1:])]
 RULES_ON_TREES = list(zip([TWO_LEVELS, Dynamic(2, 2, 4)] * len(RULES), RULES))
 SKIPPING = [Skipping(interval=2, guard=0), Skipping("dynamic", threshold=0.1, guard=0)]
-PARAMS = {"plain": SamplingParams(), "greedy": SamplingParams(temperature=0),
-          "filters": SamplingParams(cfg=2.0, top_k=2, top_p=0.8, order=("top_p", "top_k"))}
+PARAMS = {
+    "plain": SamplingParams(),
+    "greedy": SamplingParams(temperature=0),
+    "filters": SamplingParams(cfg=2.0, top_k=2, top_p=0.8, order=("top_p", "top_k")),
+}
 BAD = {"nan": math.nan, "infinite": math.inf, "one nan": math.nan}
 
 
@@ -71,9 +79,7 @@ def methods(drafter):
     yield from (DraftTree(drafter, TWO_LEVELS, skipping=skipping) for skipping in SKIPPING)
 
 
-@pytest.mark.parametrize(("after", "kind", "params"), [
-    (3, "one nan", "filters"), (5, "infinite", "greedy"),
-])
+@pytest.mark.parametrize(("after", "kind", "params"), [(3, "one nan", "filters"), (5, "infinite", "greedy")])
 def test_predictions_that_become_nan_end_in_an_error_with_every_method(after, kind, params):
     model, params = Breaking(after, kind), PARAMS[params]
     for method in methods(ToyDrafter(MODEL, stale=True)):
@@ -104,8 +110,7 @@ def test_a_forced_token_needs_no_prediction():
 
 
 @pytest.mark.parametrize("order", [("top_k", "top_p"), ("top_p", "top_k")], ids=["top-k first", "top-p first"])
-@pytest.mark.parametrize(("cfg", "temperature", "top_k", "top_p"), [
-    (2, 0, 0, 1), (1, 0.7, 3, 1), (3, 1, 3, 0.5)])
+@pytest.mark.parametrize(("cfg", "temperature", "top_k", "top_p"), [(2, 0, 0, 1), (1, 0.7, 3, 1), (3, 1, 3, 0.5)])
 def test_flawed_rows_become_nan_in_kernel_and_reference(cfg, temperature, top_k, top_p, order):
     rows = torch.randn(2, 7, 10, generator=torch.Generator().manual_seed(0))
     rows[0, 0], rows[0, 1, 4], rows[0, 2, 4], rows[0, 3, 4] = math.nan, math.nan, -math.nan, math.inf
@@ -156,8 +161,12 @@ def sometimes(logits):
 
 
 GARBAGE = {
-    "nan": lambda logits: logits * math.nan, "huge": lambda logits: logits * 1e30,
-    "reversed": lambda logits: -5 * logits, "holes": holes, "one token": first_only, "nan for some": sometimes,
+    "nan": lambda logits: logits * math.nan,
+    "huge": lambda logits: logits * 1e30,
+    "reversed": lambda logits: -5 * logits,
+    "holes": holes,
+    "one token": first_only,
+    "nan for some": sometimes,
 }
 
 
@@ -212,8 +221,11 @@ def sometimes_nan(mean):
 
 
 VECTORS = {
-    "nan": lambda mean: mean * math.nan, "infinite": lambda mean: mean + math.inf, "huge": lambda mean: mean + 1e30,
-    "far": lambda mean: mean + 50, "nan for some": sometimes_nan,
+    "nan": lambda mean: mean * math.nan,
+    "infinite": lambda mean: mean + math.inf,
+    "huge": lambda mean: mean + 1e30,
+    "far": lambda mean: mean + 50,
+    "nan for some": sometimes_nan,
 }
 UNUSABLE = ("nan", "infinite", "huge")
 
@@ -236,10 +248,14 @@ def test_any_drafter_leaves_the_distribution_of_vectors_alone(kind, monkeypatch,
                 assert method.sample(vectors_request(target, 5)).tokens.isfinite().all()
 
 
-@pytest.mark.parametrize("method", [
-    ContinuousNextToken(), ContinuousNextToken(2),
-    *(ContinuousSpeculative(ToyHead(1), 2, 0.25, mode) for mode in MODES),
-])
+@pytest.mark.parametrize(
+    "method",
+    [
+        ContinuousNextToken(),
+        ContinuousNextToken(2),
+        *(ContinuousSpeculative(ToyHead(1), 2, 0.25, mode) for mode in MODES),
+    ],
+)
 def test_vectors_that_become_nan_end_in_an_error(method):
     class Late(ToyHead):
         def distribution(self, context, *given):

@@ -26,8 +26,10 @@ def toy() -> ToyModel:
 
 
 METHODS = {
-    "next token": lambda drafter: NextToken(), "sjd": lambda drafter: SJD(3),
-    "chain": lambda drafter: DraftTree(drafter, Chain(2)), "adaptive": lambda drafter: DraftTree(drafter, ADTTree()),
+    "next token": lambda drafter: NextToken(),
+    "sjd": lambda drafter: SJD(3),
+    "chain": lambda drafter: DraftTree(drafter, Chain(2)),
+    "adaptive": lambda drafter: DraftTree(drafter, ADTTree()),
 }
 CAPTURED = [name for name in METHODS if name != "adaptive"]
 
@@ -37,8 +39,10 @@ class Flatter(Tape):
 
     def replay(self):
         if not self.executed:
-            self.calls = [(Root(operation) if "softmax" in str(operation) else operation, *rest)
-                          for operation, *rest in self.calls]
+            self.calls = [
+                (Root(operation) if "softmax" in str(operation) else operation, *rest)
+                for operation, *rest in self.calls
+            ]
         super().replay()
 
 

@@ -18,8 +18,10 @@ KINDS = {
     "Kohya's LoRA": (("lora_unet_down_blocks_0.lora_down.weight",), ("adapter", "Merge")),
     "diffusers' LoRA": (("unet.mid.to_q_lora.up.weight",), ("adapter", "Merge")),
     "LoKr": (("lycoris_blocks_0.lokr_w1",), ("adapter", "Merge")),
-    "unmerged PEFT": ((f"base_model.model.{LAYER}.base_layer.weight",
-                       f"base_model.model.{LAYER}.lora_A.default.weight"), ("not merged", "merge_and_unload")),
+    "unmerged PEFT": (
+        (f"base_model.model.{LAYER}.base_layer.weight", f"base_model.model.{LAYER}.lora_A.default.weight"),
+        ("not merged", "merge_and_unload"),
+    ),
     "MLX": ((f"{LAYER}.weight", f"{LAYER}.scales", f"{LAYER}.biases"), ("MLX", "as they were released")),
     "FSDP": (("layers.0._fsdp_wrapped_module._flat_param",), ("FSDP", "FULL_STATE_DICT")),
     "HQQ": ((f"{LAYER}.W_q", f"{LAYER}.zero"), ("HQQ", "as they were released")),

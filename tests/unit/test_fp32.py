@@ -55,14 +55,17 @@ def test_all_others_are_multiplied_by_the_layer(used, what):
     assert used == []
 
 
-@pytest.mark.parametrize(("power", "seconds", "expected"), [
-    (1, (10, 11, 9), "onednn"),  # noise does not decide
-    (1, (10, 13, 9), "linear"),
-    (1, (10, 5, 7), "transposed"),
-    (2, (10, 11), "onednn"),
-    (2, (10, 13), "linear"),
-    (2, (10,), "linear"),  # this torch has no oneDNN
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("power", "seconds", "expected"),
+    [
+        (1, (10, 11, 9), "onednn"),  # noise does not decide
+        (1, (10, 13, 9), "linear"),
+        (1, (10, 5, 7), "transposed"),
+        (2, (10, 11), "onednn"),
+        (2, (10, 13), "linear"),
+        (2, (10,), "linear"),  # this torch has no oneDNN
+    ],
+)
 def test_torchs_own_routine_is_replaced_where_another_is_faster(monkeypatch, power, seconds, expected):
     def shortest(ways, count, tries):
         for way in ways.values():

@@ -25,11 +25,7 @@ from ..support.toy import ToyModel, chi_square, marginal, plain, request, with_k
 
 RUNS = 16_000
 MANY = 120_000  # shows the smallest bias below beyond doubt
-LAYOUTS = {
-    "row": (plain(2, 3), 0),
-    "line_ends": (with_line_ends(2, 2), 2),
-    "kept": (with_kept_tokens(2, 3), 0),
-}
+LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
 SHARP = SJD(window=4, initial="uniform", front=2)  # the setting in which biased variants show best
 
@@ -116,7 +112,8 @@ def longest_path(run, state, tree, p, real=jacobi.verify_front):
     sampled = categorical(left_p, state.stream.uniform(position, Purpose.REDRAW, state.step_index)[:, 0])
     token = torch.where(found, tree.token.gather(1, taken[:, None])[:, 0], sampled)
     verified = replace(
-        outcome.verified, path=taken[:, None], token=torch.cat((token[:, None], outcome.verified.token[:, 1:]), dim=1))
+        outcome.verified, path=taken[:, None], token=torch.cat((token[:, None], outcome.verified.token[:, 1:]), dim=1)
+    )
     slot = torch.where(found, torch.tensor([0, *slots])[taken], outcome.slot)
     return replace(outcome, verified=verified, slot=slot)
 
@@ -130,10 +127,15 @@ def slot_by_the_next_draft(run, state, tree, p, real=jacobi.verify_front):
     return replace(outcome, slot=torch.where(outcome.verified.accepted > 0, outcome.slot, best))
 
 
-@pytest.mark.parametrize(("module", "replaced", "broken"), [
-    (front, "front_drafts", likeliest), (front, "front_drafts", with_q_of_the_first),
-    (jacobi, "verify_front", longest_path), (jacobi, "verify_front", slot_by_the_next_draft),
-])
+@pytest.mark.parametrize(
+    ("module", "replaced", "broken"),
+    [
+        (front, "front_drafts", likeliest),
+        (front, "front_drafts", with_q_of_the_first),
+        (jacobi, "verify_front", longest_path),
+        (jacobi, "verify_front", slot_by_the_next_draft),
+    ],
+)
 def test_broken_front_drafts_are_caught(module, replaced, broken, monkeypatch):
     monkeypatch.setattr(module, replaced, broken)
     whole, _ = judge(SHARP, "row", runs=MANY)
@@ -210,10 +212,16 @@ def test_the_trace_tells_of_front_drafts():
     assert "front" not in draw(SJD(window=3), "row", batch=4).trace.settings
 
 
-@pytest.mark.parametrize(("method", "words"), [
-    (SJD(front=0), "front.* 0.*1 to 16"), (SJD(front=17), "front.*17.*1 to 16"), (SJD(front=4), "front.* 4.* 3"),
-    *((SJD(reuse=reuse, front=2), f"front.* 2.*{reuse}.*coupled") for reuse in jacobi.REUSE if reuse != "coupled"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (SJD(front=0), "front.* 0.*1 to 16"),
+        (SJD(front=17), "front.*17.*1 to 16"),
+        (SJD(front=4), "front.* 4.* 3"),
+        *((SJD(reuse=reuse, front=2), f"front.* 2.*{reuse}.*coupled") for reuse in jacobi.REUSE if reuse != "coupled"),
+    ],
+    ids=str,
+)
 def test_illegal_settings_are_named(method, words):
     with pytest.raises(ValueError, match=words):
         draw(method, "row", batch=1)

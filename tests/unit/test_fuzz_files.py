@@ -30,8 +30,19 @@ from safetensors.torch import load_file, save_file
 from ..support import fuzz, fuzz_archives, fuzz_files
 from ..support.fuzz_seeds import LONGEST, ROOT, SEEDS, Seed, examine, target
 
-LIGHT = ("LlamaGen with words", "LlamaGen of classes", "Janus-Pro", "Cosmos", "MAR", "Harmon", "Emu3's ranks", "trace",
-         "EAGLE drafter", "VQ", "SimpleAR quantised")  # of every format one; the others are in the long run
+LIGHT = (
+    "LlamaGen with words",
+    "LlamaGen of classes",
+    "Janus-Pro",
+    "Cosmos",
+    "MAR",
+    "Harmon",
+    "Emu3's ranks",
+    "trace",
+    "EAGLE drafter",
+    "VQ",
+    "SimpleAR quantised",
+)  # of every format one; the others are in the long run
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +116,18 @@ class PanicException(BaseException):  # noqa: N818 (as a library in Rust calls i
     pass
 
 
-@pytest.mark.parametrize(("use", "problem"), [
-    (fails(KeyError("weight")), "raised KeyError"), (fails(UnicodeDecodeError("utf-8", b"x", 0, 1, "no")), "Unicode"),
-    (fails(PanicException("no such word")), "ends the process"), (fails(MemoryError()), "raised MemoryError"),
-    (lambda folder: int("words"), "not raise on purpose"), (asks_for_memory, "asked for the memory"),
-    (runs_code, "ran what is in the file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("use", "problem"),
+    [
+        (fails(KeyError("weight")), "raised KeyError"),
+        (fails(UnicodeDecodeError("utf-8", b"x", 0, 1, "no")), "Unicode"),
+        (fails(PanicException("no such word")), "ends the process"),
+        (fails(MemoryError()), "raised MemoryError"),
+        (lambda folder: int("words"), "not raise on purpose"),
+        (asks_for_memory, "asked for the memory"),
+        (runs_code, "ran what is in the file"),
+    ],
+)
 def test_what_is_no_proper_end_is_noticed(tmp_path, use, problem):
     assert problem in examine(Seed(lambda folder: None, use), tmp_path).problem
 
@@ -158,6 +175,7 @@ def in_metadata(name: str, **changes):
 
 def in_tensors(name: str, change):
     """change: tensors -> what is different about them."""
+
     def changed(folder: Path) -> None:
         tensors, save = fuzz_archives.opened(folder / name)
         save(tensors | change(tensors))
@@ -180,8 +198,12 @@ def bomb(folder: Path) -> None:
 def far_memo(folder: Path) -> None:
     """Remember something under the number 2^31 - 1."""
     description = b"\x80\x02}r\xff\xff\xff\x7f."
-    fuzz_archives.rewrite_archive(folder / "decoder.jit", lambda members: {
-        name: description if name.endswith("data.pkl") else content for name, content in members.items()})
+    fuzz_archives.rewrite_archive(
+        folder / "decoder.jit",
+        lambda members: {
+            name: description if name.endswith("data.pkl") else content for name, content in members.items()
+        },
+    )
 
 
 def pipe(folder: Path) -> None:
@@ -199,41 +221,74 @@ DEFECTS = {
     "settings of gigabytes": ("Janus-Pro", enormous("config.json"), "config.json has 3221225472 bytes"),
     "a tokenizer of gigabytes": ("Janus-Pro", enormous("tokenizer.json"), "tokenizer.json has 3221225472 bytes"),
     "a folder of a tokenizer with gigabytes": (
-        "Harmon", enormous("qwen25_tokenizer/tokenizer_config.json"), "tokenizer_config.json has 3221225472 bytes"),
+        "Harmon",
+        enormous("qwen25_tokenizer/tokenizer_config.json"),
+        "tokenizer_config.json has 3221225472 bytes",
+    ),
     "ranks of gigabytes": ("Emu3's ranks", enormous("emu3.tiktoken"), "emu3.tiktoken has 3221225472 bytes"),
     "a pipe": ("Emu3's ranks", pipe, "is missing"),
     "a few bytes that stand for gigabytes": ("LlamaGen of classes", bomb, "it is compressed"),
     "a tensor that repeats one number": (
-        "LlamaGen of classes", in_tensors("pytorch_model.bin", spread), "tensors are larger than the file"),
+        "LlamaGen of classes",
+        in_tensors("pytorch_model.bin", spread),
+        "tensors are larger than the file",
+    ),
     "a tensor without numbers": (
         "LlamaGen of classes",
-        in_tensors("pytorch_model.bin", lambda t: {"norm.weight": t["norm.weight"].to("meta")}), "not a plain tensor"),
+        in_tensors("pytorch_model.bin", lambda t: {"norm.weight": t["norm.weight"].to("meta")}),
+        "not a plain tensor",
+    ),
     "a memo of gigabytes": ("Cosmos", far_memo, "it contains no module"),
     "the oldest format, whose reader unpacks": ("LlamaGen of classes", old_format, "PyTorch did not write it"),
     "words that are none": (
-        "LlamaGen with words", in_metadata("text_encoder.safetensors", synonyms={"crimson": 3}), "text_encoder"),
+        "LlamaGen with words",
+        in_metadata("text_encoder.safetensors", synonyms={"crimson": 3}),
+        "text_encoder",
+    ),
     "a table of words in four dimensions": (
-        "MAR", in_tensors("text_encoder.safetensors", lambda t: {n: x[..., None, None] for n, x in t.items()}),
-        "text_encoder"),
+        "MAR",
+        in_tensors("text_encoder.safetensors", lambda t: {n: x[..., None, None] for n, x in t.items()}),
+        "text_encoder",
+    ),
     "a list in place of a number": (
-        "LlamaGen of classes", in_json("config.json", rms_norm_eps=[1e-5]), "rms_norm_eps [1e-05]"),
+        "LlamaGen of classes",
+        in_json("config.json", rms_norm_eps=[1e-5]),
+        "rms_norm_eps [1e-05]",
+    ),
     "heads too narrow to be turned": (
-        "LlamaGen of classes", in_json("config.json", num_attention_heads=32), "number of attention heads is unknown"),
+        "LlamaGen of classes",
+        in_json("config.json", num_attention_heads=32),
+        "number of attention heads is unknown",
+    ),
     "a scale in words": ("MAR", in_metadata("model.safetensors", scale="small"), "scale of latents is 'small'"),
     "a margin without end": (
-        "LlamaGen with words", in_metadata("vq.safetensors", margin=10**9), "margin is 1000000000"),
+        "LlamaGen with words",
+        in_metadata("vq.safetensors", margin=10**9),
+        "margin is 1000000000",
+    ),
     "pixels that are none": (
-        "LlamaGen with words", in_metadata("model.safetensors", pixels_per_token=[2]), "pixels_per_token is a list"),
+        "LlamaGen with words",
+        in_metadata("model.safetensors", pixels_per_token=[2]),
+        "pixels_per_token is a list",
+    ),
     "a tokenizer without a word for the unknown": ("LlamaGen with T5", no_word_for_the_unknown, "tokenizer.json"),
     "a trace of another size": (
-        "trace", in_tensors("trace.safetensors", lambda t: {"positions.p": t["positions.p"][:, :-1]}), "p is torch"),
+        "trace",
+        in_tensors("trace.safetensors", lambda t: {"positions.p": t["positions.p"][:, :-1]}),
+        "p is torch",
+    ),
     "a trace without numbers of the run": ("trace", in_metadata("trace.safetensors", totals={}), "is damaged"),
     "a trace of settings that nobody knows": (
-        "trace", in_metadata("trace.safetensors", settings={"method": "sjd", "reuse": 3}), "does not know"),
+        "trace",
+        in_metadata("trace.safetensors", settings={"method": "sjd", "reuse": 3}),
+        "does not know",
+    ),
     "a trace with tokens from nowhere": (
-        "trace", in_tensors("trace.safetensors", lambda t: {"positions.source": t["positions.source"] + 50}),
-        "unknown token source"),
-}  # fmt: skip
+        "trace",
+        in_tensors("trace.safetensors", lambda t: {"positions.source": t["positions.source"] + 50}),
+        "unknown token source",
+    ),
+}
 
 
 @pytest.mark.parametrize(("name", "change", "says"), DEFECTS.values(), ids=DEFECTS)
@@ -245,8 +300,9 @@ def test_what_once_was_a_defect(sound, name, change, says):
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", ".", "/dev/zero", "/dev/stdin"])
-@pytest.mark.parametrize("load", [api.load_model, api.load_image_decoder, api.load_trace,
-                                  lambda path: api.load_drafter(path, target())])
+@pytest.mark.parametrize(
+    "load", [api.load_model, api.load_image_decoder, api.load_trace, lambda path: api.load_drafter(path, target())]
+)
 def test_names_that_no_file_has(tmp_path, monkeypatch, name, load):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"exist|contains no|is a") as error:
@@ -286,9 +342,10 @@ def test_the_long_run_reports_what_came_of_every_case(tmp_path):
     assert report["families"] == {"trace": report["outcomes"]} and report["deaths"] == report["executed"] == 0
 
 
-@pytest.mark.parametrize(("ends", "patience", "problem"), [
-    ("os.abort()", PATIENCE, "killed the process (exit code -6)"), ("time.sleep(3600)", 0.2, "never ended"),
-])
+@pytest.mark.parametrize(
+    ("ends", "patience", "problem"),
+    [("os.abort()", PATIENCE, "killed the process (exit code -6)"), ("time.sleep(3600)", 0.2, "never ended")],
+)
 def test_the_long_run_counts_processes_that_die(tmp_path, monkeypatch, ends, patience, problem):
     def command(options, first):
         case = json.dumps({"number": first, "seed": "VQ", "mutation": "truncate: vq.pt"})

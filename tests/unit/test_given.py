@@ -43,9 +43,7 @@ MODELS = {name: ToyModel(layout, specials) for name, (layout, specials, _) in CA
 DRAFTERS = {name: ToyDrafter(model) for name, model in MODELS.items()}
 ADT = ADTTree(depths=(1, 3), widths=(1, 3), width_step=1, first=(2, 2), nodes=6)
 STRUCTURES = [Chain(2), Chain(3, "block"), Static(((0,), (1,), (0, 0))), Dynamic(2, 2, 4), ADT]
-METHODS = [
-    NextToken(), *(SJD(3, reuse) for reuse in REUSE if reuse != "threshold_paper"), SJD(3, front=2), *STRUCTURES,
-]
+METHODS = [NextToken(), *(SJD(3, reuse) for reuse in REUSE if reuse != "threshold_paper"), SJD(3, front=2), *STRUCTURES]
 
 
 def method_for(method, name):
@@ -82,7 +80,8 @@ def test_fixed_noise_gives_what_reading_one_by_one_would(method, chunk, monkeypa
             again = method.sample(replace(asked, layout=begun(free, *whole[:, :count].tolist()) if count else free))
             assert torch.equal(again.tokens, whole), count
             assert method != NextToken() or again.trace.totals["target_passes"] == max(
-                layout.length - count - int(name == "line_ends" and count in (2, 5)), 1)  # a row's end comes for free
+                layout.length - count - int(name == "line_ends" and count in (2, 5)), 1
+            )  # a row's end comes for free
 
 
 @pytest.mark.parametrize("chunk", [2, 256])
@@ -103,8 +102,10 @@ def test_images_of_other_beginnings_are_generated_as_if_alone(method, chunk, mon
 
 
 def test_an_image_given_whole_is_given_back():
-    for layout, model in ((begun(plain(2, 3), 0, 1, 2, 0, 1, 2), MODELS["row"]),
-                          (begun(with_line_ends(2, 2), 0, 1, 3, 2, 0), MODELS["line_ends"])):
+    for layout, model in (
+        (begun(plain(2, 3), 0, 1, 2, 0, 1, 2), MODELS["row"]),
+        (begun(with_line_ends(2, 2), 0, 1, 3, 2, 0), MODELS["line_ends"]),
+    ):
         for method in (NextToken(), SJD(3), Jacobi(3)):
             decoded = method.sample(request(model, layout, batch=3))
             assert torch.equal(decoded.tokens, layout.forced.expand(3, -1))
@@ -184,8 +185,11 @@ def test_reading_what_was_given_can_be_interrupted(model, monkeypatch):
 @pytest.mark.parametrize("kind", ["eagle", "same model"])
 def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
     """Read in one go or token by token, a drafter predicts the same after it."""
-    path = write_eagle(folder / kind, input_type=None, prompt="padded") if kind == "eagle" else write_llamagen(
-        folder / "small.safetensors", True)
+    path = (
+        write_eagle(folder / kind, input_type=None, prompt="padded")
+        if kind == "eagle"
+        else write_llamagen(folder / "small.safetensors", True)
+    )
     drafter, layout = load_drafter(path, model), begun(model.layout(), 3, 1, 4, 1, 5, 9, 2)
     prompt, found = model.encode_features(caption_features(7)), []
     for chunk in (7, 3, 1):

@@ -172,8 +172,9 @@ def family(tmp_path_factory):
     model.attach_codebook(fill("codebook embedding", (model.vocab, 4)), 32)
     drafter = write_eagle(model, tmp_path_factory.mktemp("eagle"))
     checkpoint = open_checkpoint(weight_file(drafter))
-    return Family(model, pair(small, model, drafter), eagle.load(checkpoint, model, torch.float32),
-                  model.encode_prompt("3"))  # fmt: skip
+    return Family(
+        model, pair(small, model, drafter), eagle.load(checkpoint, model, torch.float32), model.encode_prompt("3")
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -209,7 +210,7 @@ def test_missing_and_broken_tensors(tmp_path):
         ("model.language_model.layers.1.mlp.gate_up_proj.weight", "layers.1.feed_forward.w1_w3.weight"),
         ("model.language_model.layers.0.self_attn.k_proj.bias", "layers.0.self_attn.k_proj.bias"),
         ("model.language_model.layers.1.post_self_attn_layernorm.weight", "layers.1.attention_post_norm.weight"),
-    ):  # fmt: skip
+    ):
         save_file({key: tensor for key, tensor in weights.items() if key != name}, path / "model.safetensors")
         refused(path, words, loader=load)
     broken = weights["lm_head.weight"].clone()
@@ -218,12 +219,17 @@ def test_missing_and_broken_tensors(tmp_path):
     refused(path, "NaN or infinite", loader=load)
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"partial_rotary_factor": 1.0}, ("1.0", "[1, 1, 2]", "config.json")),
-    ({"mrope_section": [1, 1, 1]}, ("[1, 1, 1]", "config.json")), ({"mrope_section": [2, 2]}, ("[2, 2]",)),
-    ({"mrope_section": "xyz"}, ("xyz",)), ({"partial_rotary_factor": None}, ("None",)),
-    ({"rope_type": "yarn"}, ("yarn", "not supported")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"partial_rotary_factor": 1.0}, ("1.0", "[1, 1, 2]", "config.json")),
+        ({"mrope_section": [1, 1, 1]}, ("[1, 1, 1]", "config.json")),
+        ({"mrope_section": [2, 2]}, ("[2, 2]",)),
+        ({"mrope_section": "xyz"}, ("xyz",)),
+        ({"partial_rotary_factor": None}, ("None",)),
+        ({"rope_type": "yarn"}, ("yarn", "not supported")),
+    ],
+)
 def test_positions_of_another_kind(tmp_path, settings, words):
     text = tiny.config()["text_config"]
     text["rope_parameters"] |= settings
@@ -237,8 +243,13 @@ def test_a_head_that_does_not_fit_the_codes(tmp_path, begin):
 
 @pytest.mark.parametrize("side", ["2", 0, 2.5, None])
 def test_a_preview_that_cannot_be(tmp_path, side):
-    refused(change(tiny.write(tmp_path), specar={"grid": [4, 4], "preview_side": side}), "preview_side", "1 to 64",
-            loader=load, error=ValueError)  # fmt: skip
+    refused(
+        change(tiny.write(tmp_path), specar={"grid": [4, 4], "preview_side": side}),
+        "preview_side",
+        "1 to 64",
+        loader=load,
+        error=ValueError,
+    )
 
 
 def test_rules_compare_codes_by_the_direction_of_their_vectors(tmp_path):

@@ -27,9 +27,11 @@ def test_codes_become_pixels(decoder):
     pixels = decoder.decode_tokens(tokens, 'a "sign"', seed=3, steps=2, callback=steps.append)
     assert pixels.shape == (2, 64, 96, 3) and 0 <= pixels.min() < pixels.max() <= 1 and steps == [0, 1] * 2
     for other in (
-        decoder.decode_tokens(tokens, 'a "sign"', seed=5, steps=2), decoder.decode_tokens(tokens, "a sign", 3, 2),
-        decoder.decode_tokens(tokens.flip(0), 'a "sign"', 3, 2), decoder.decode_tokens(tokens, 'a "sign"', 3, 2, 1.0),
-    ):  # fmt: skip
+        decoder.decode_tokens(tokens, 'a "sign"', seed=5, steps=2),
+        decoder.decode_tokens(tokens, "a sign", 3, 2),
+        decoder.decode_tokens(tokens.flip(0), 'a "sign"', 3, 2),
+        decoder.decode_tokens(tokens, 'a "sign"', 3, 2, 1.0),
+    ):
         assert not torch.allclose(other, pixels, atol=1e-3)
 
 
@@ -52,7 +54,7 @@ def test_half_precision_weights(tmp_path, decoder):
 
 def test_what_is_quoted():
     assert quotations("no words") == [""] == quotations("")
-    assert quotations('"two" \'one\' \u201cthree\u201d \u300cfour\u300d') == ["one", "three", "two", "four"]
+    assert quotations("\"two\" 'one' \u201cthree\u201d \u300cfour\u300d") == ["one", "three", "two", "four"]
     assert glyph_ids("no words") == [[1]]
     assert glyph_ids('"ab"') == [[100, 101, 1]]
     assert glyph_ids('"a" "b"') == [[0, 100, 1], [0, 101, 1]]
@@ -66,14 +68,17 @@ def change(folder, part, **settings):
     return folder
 
 
-@pytest.mark.parametrize(("part", "settings", "words"), [
-    ("transformer", {"num_attention_heads": 3}, ("num_attention_heads 3", "32")),
-    ("transformer", {"num_attention_heads": "two"}, ("num_attention_heads", "two")),
-    ("vae", {"latents_mean": None}, ("latents_mean", "config.json")),
-    ("vae", {"latents_std": [1.0, 1.0]}, ("latents_std", "4 channels")),
-    ("vae", {"latents_std": [1.0, 1.0, 1.0, 0.0]}, ("latents_std", "4 channels")),
-    ("vae", {"latents_std": "x"}, ("config.json",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "settings", "words"),
+    [
+        ("transformer", {"num_attention_heads": 3}, ("num_attention_heads 3", "32")),
+        ("transformer", {"num_attention_heads": "two"}, ("num_attention_heads", "two")),
+        ("vae", {"latents_mean": None}, ("latents_mean", "config.json")),
+        ("vae", {"latents_std": [1.0, 1.0]}, ("latents_std", "4 channels")),
+        ("vae", {"latents_std": [1.0, 1.0, 1.0, 0.0]}, ("latents_std", "4 channels")),
+        ("vae", {"latents_std": "x"}, ("config.json",)),
+    ],
+)
 def test_settings_that_cannot_be(tmp_path, part, settings, words):
     refused(change(tiny.write_decoder(tmp_path), part, **settings), *words, loader=load)
 
@@ -85,13 +90,16 @@ def test_missing_folders(tmp_path, part):
     refused(folder, part, "zai-org/GLM-Image", loader=load)
 
 
-@pytest.mark.parametrize(("part", "name", "words"), [
-    ("transformer", "transformer_blocks.1.norm1.linear.weight", ("transformer_blocks.1.norm1.linear.weight",)),
-    ("transformer", "image_projector.proj.weight", ("image_projector.proj.weight", "incomplete")),
-    ("vae", "decoder.mid_block.resnets.1.conv2.bias", ("mid.block_2.conv2.bias",)),
-    ("vae", "decoder.conv_in.weight", ("conv_in.weight", "incomplete")),
-    ("text_encoder", "shared.weight", ("shared.weight", "GLM-Image")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "name", "words"),
+    [
+        ("transformer", "transformer_blocks.1.norm1.linear.weight", ("transformer_blocks.1.norm1.linear.weight",)),
+        ("transformer", "image_projector.proj.weight", ("image_projector.proj.weight", "incomplete")),
+        ("vae", "decoder.mid_block.resnets.1.conv2.bias", ("mid.block_2.conv2.bias",)),
+        ("vae", "decoder.conv_in.weight", ("conv_in.weight", "incomplete")),
+        ("text_encoder", "shared.weight", ("shared.weight", "GLM-Image")),
+    ],
+)
 def test_missing_and_broken_tensors(tmp_path, part, name, words):
     folder = tiny.write_decoder(tmp_path)
     file = next((folder / part).glob("*.safetensors"))

@@ -73,8 +73,9 @@ def test_what_a_step_hands_on_is_copied_once():
         return state[0], state[1] * state[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "copy_together", lambda pairs: copies.append(
-            len([there.copy_(new) for there, new in pairs])))
+        patch.setattr(
+            graphs, "copy_together", lambda pairs: copies.append(len([there.copy_(new) for there, new in pairs]))
+        )
         state = fixed, x
         for _ in range(5):
             state = tape("k", step, state)
@@ -199,8 +200,12 @@ def test_every_gpu_captures_on_a_stream_of_its_own(nvidia, monkeypatch):
         return nullcontext()
 
     for name, stand_in in {
-        "graph_pool_handle": object, "CUDAGraph": Mock, "current_stream": object, "graph": capture,
-        "stream": lambda stream: nullcontext(), "Stream": lambda device: f"on {device}",
+        "graph_pool_handle": object,
+        "CUDAGraph": Mock,
+        "current_stream": object,
+        "graph": capture,
+        "stream": lambda stream: nullcontext(),
+        "Stream": lambda device: f"on {device}",
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     graphs.capture_stream.cache_clear()
@@ -295,8 +300,12 @@ def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, mon
         monkeypatch.setattr(torch._C, name, function, raising=False)
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
     for name, stand_in in {
-        "graph_pool_handle": lambda: (0, 1), "CUDAGraph": Mock, "current_stream": lambda: stream, "graph": capture,
-        "stream": nullcontext, "Stream": Mock,
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": Mock,
+        "current_stream": lambda: stream,
+        "graph": capture,
+        "stream": nullcontext,
+        "Stream": Mock,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     kept = Graphs(GPU)
@@ -312,8 +321,11 @@ def test_the_memory_of_dropped_graphs_goes_back_to_the_gpu(nvidia, monkeypatch, 
     trimmed = []
     monkeypatch.setattr(graphs, "os", SimpleNamespace(name=system))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: trimmed.append("synchronized"))
-    monkeypatch.setattr(graphs.ctypes, "CDLL", lambda name: SimpleNamespace(
-        cuDeviceGraphMemTrim=lambda device: trimmed.append((name, device))))
+    monkeypatch.setattr(
+        graphs.ctypes,
+        "CDLL",
+        lambda name: SimpleNamespace(cuDeviceGraphMemTrim=lambda device: trimmed.append((name, device))),
+    )
     for backend in ("native", "cudaMallocAsync"):
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
         for device in (torch.device("cpu"), torch.device("cuda:1")):

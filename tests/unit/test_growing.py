@@ -110,7 +110,12 @@ def test_top_k_trees_of_a_batch_are_those_of_each_image(images, levels, most, no
     drafter = PathDrafter(len(images), seed)
     committed, depth, width = (list(column) for column in zip(*images))
     tree = grow_top_k(
-        work_of(drafter, len(images)), drafter.root(committed), levels, most, nodes, torch.tensor(depth),
+        work_of(drafter, len(images)),
+        drafter.root(committed),
+        levels,
+        most,
+        nodes,
+        torch.tensor(depth),
         torch.tensor(width),
     )
     for b in range(len(images)):

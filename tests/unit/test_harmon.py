@@ -118,18 +118,21 @@ def broken(name, change):
     return weights if change is None else weights | {name: change(tensor)}
 
 
-@pytest.mark.parametrize(("name", "change", "words"), [
-    ("mar.encoder_blocks.1.attn.qkv.weight", None, "missing.*encoder_blocks.1.attn.qkv"),
-    ("mar.z_proj.weight", None, "damaged"),
-    ("mar.diffloss.net.input_proj.weight", None, "damaged"),
-    ("mar.diffusion_pos_embed_learned", None, "damaged"),
-    ("llm.model.layers.1.mlp.up_proj.weight", None, "missing.*layers.1.mlp.up_proj"),
-    ("llm.model.layers.0.self_attn.k_proj.weight", None, "damaged"),
-    ("llm.model.embed_tokens.weight", lambda t: t[0], "damaged"),
-    ("proj_out.2.bias", None, "missing.*proj_out.2.bias"),
-    ("proj_in.0.weight", lambda t: t.T.contiguous(), r"proj_in.0.weight.*\[32, 64\].*\[64, 32\]"),
-    ("llm.model.norm.weight", lambda t: t / 0, "llm.model.norm.weight.*NaN"),
-])
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mar.encoder_blocks.1.attn.qkv.weight", None, "missing.*encoder_blocks.1.attn.qkv"),
+        ("mar.z_proj.weight", None, "damaged"),
+        ("mar.diffloss.net.input_proj.weight", None, "damaged"),
+        ("mar.diffusion_pos_embed_learned", None, "damaged"),
+        ("llm.model.layers.1.mlp.up_proj.weight", None, "missing.*layers.1.mlp.up_proj"),
+        ("llm.model.layers.0.self_attn.k_proj.weight", None, "damaged"),
+        ("llm.model.embed_tokens.weight", lambda t: t[0], "damaged"),
+        ("proj_out.2.bias", None, "missing.*proj_out.2.bias"),
+        ("proj_in.0.weight", lambda t: t.T.contiguous(), r"proj_in.0.weight.*\[32, 64\].*\[64, 32\]"),
+        ("llm.model.norm.weight", lambda t: t / 0, "llm.model.norm.weight.*NaN"),
+    ],
+)
 def test_broken_files_are_refused_in_words(tmp_path, name, change, words):
     path = write_harmon(tmp_path / "harmon.safetensors", broken(name, change))
     with pytest.raises(CheckpointError, match=words):
@@ -159,10 +162,16 @@ def test_it_is_not_mistaken_for_mar_nor_mar_for_it(tmp_path):
 # Prompts
 
 
-@pytest.mark.parametrize(("text", "request_"), [
-    ("a dog", "Generate an image: a dog"), ("  ein Hündchen\n", "Generate an image:   ein Hündchen\n"),
-    ("", "Generate an image."), (" \n", "Generate an image:  \n"), ("{0}", "Generate an image: {0}"),
-])
+@pytest.mark.parametrize(
+    ("text", "request_"),
+    [
+        ("a dog", "Generate an image: a dog"),
+        ("  ein Hündchen\n", "Generate an image:   ein Hündchen\n"),
+        ("", "Generate an image."),
+        (" \n", "Generate an image:  \n"),
+        ("{0}", "Generate an image: {0}"),
+    ],
+)
 def test_prompts_are_asked_for_in_the_words_of_training(model, text, request_):
     [[features, extra]] = model.encode_prompt(text)
     start, end = SPECIAL["<|im_start|>"], SPECIAL["<|im_end|>"]
@@ -236,8 +245,10 @@ def test_conditioning_of_other_models_is_refused(model):
 @fp64()
 def test_without_a_negative_prompt_guidance_leads_away_from_any_image(model):
     with torch.inference_mode():
-        states = [model.start(ids(model, 3, 1), negative, 1, GRID, guided=True)
-                  for negative in (None, model.encode_prompt(""), model.encode_prompt("noise"))]
+        states = [
+            model.start(ids(model, 3, 1), negative, 1, GRID, guided=True)
+            for negative in (None, model.encode_prompt(""), model.encode_prompt("noise"))
+        ]
         own, empty, other = (model.condition_vectors(s, TOKENS[:1], KNOWN[:1, :1], 0) for s in states)
     assert torch.equal(own, empty)
     torch.testing.assert_close(own[0], other[0])

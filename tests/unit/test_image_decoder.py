@@ -44,10 +44,15 @@ def test_image_decoder_names(tmp_path):
     assert find_image_decoder(classes, "llamagen-c2i", [elsewhere]) == tmp_path / "vq_ds16_c2i.safetensors"
 
 
-@pytest.mark.parametrize("container", [
-    lambda w: w, lambda w: {"model": w}, lambda w: {"model": w, "ema": w, "discriminator": {}, "steps": 1},
-    lambda w: w | {"quantize.codebook_used": torch.zeros(65536)},
-])
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda w: w,
+        lambda w: {"model": w},
+        lambda w: {"model": w, "ema": w, "discriminator": {}, "steps": 1},
+        lambda w: w | {"quantize.codebook_used": torch.zeros(65536)},
+    ],
+)
 def test_vq_containers(tmp_path, container):
     torch.save(container(vq_weights()), tmp_path / "vq_ds16_c2i.pt")
     decoder = load_image_decoder(tmp_path / "vq_ds16_c2i.pt")

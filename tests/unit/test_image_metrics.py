@@ -45,8 +45,10 @@ def test_kernel_terms_are_those_of_the_definition():
     a, b = torch.randn(2, 7, 4, dtype=torch.float64)
     terms = kernel_terms(a, b)
     for i, j in ((0, 1), (5, 2)):
-        wanted = sum(sign * float((x @ y / 4 + 1) ** 3) for sign, x, y in
-                     ((1, a[i], a[j]), (1, b[i], b[j]), (-1, a[i], b[j]), (-1, b[i], a[j])))
+        wanted = sum(
+            sign * float((x @ y / 4 + 1) ** 3)
+            for sign, x, y in ((1, a[i], a[j]), (1, b[i], b[j]), (-1, a[i], b[j]), (-1, b[i], a[j]))
+        )
         assert float(terms[i, j]) == pytest.approx(wanted, abs=1e-12)
     assert terms.diagonal().eq(0).all() and kernel(a, b).shape == (7, 7)
     assert kernel_distance(terms) == pytest.approx(float(terms.sum()) / 42, abs=1e-12)
@@ -59,8 +61,9 @@ def test_the_kernel_distance_is_unbiased_even_if_images_of_an_index_belong_toget
     distances = []
     for _ in range(400):
         shared = torch.randn(12, 5)
-        distances.append(kernel_distance(kernel_terms(shared + 0.3 * torch.randn(12, 5),
-                                                      shared + 0.3 * torch.randn(12, 5))))
+        distances.append(
+            kernel_distance(kernel_terms(shared + 0.3 * torch.randn(12, 5), shared + 0.3 * torch.randn(12, 5)))
+        )
     values = torch.tensor(distances)
     assert abs(float(values.mean())) < 4 * float(values.std()) / math.sqrt(len(values))
     assert float(values.min()) < 0 < float(values.max())
@@ -98,8 +101,11 @@ def test_bootstrap_and_jackknife_intervals_of_a_mean_are_those_of_its_standard_e
 
 def uniform(p_values: list[float]) -> bool:
     """Are they as often small as they should be, and not more often?"""
-    return all(abs(sum(p <= level for p in p_values) / len(p_values) - level)
-               < 4 * math.sqrt(level * (1 - level) / len(p_values)) for level in (0.05, 0.2, 0.5))
+    return all(
+        abs(sum(p <= level for p in p_values) / len(p_values) - level)
+        < 4 * math.sqrt(level * (1 - level) / len(p_values))
+        for level in (0.05, 0.2, 0.5)
+    )
 
 
 def test_tests_have_the_stated_false_alarm_rate_and_see_differences():

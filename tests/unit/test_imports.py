@@ -22,14 +22,26 @@ OWN = {  # package -> modules of the pack it may import (a package, or one modul
     "limits": {"printable"},
     "printable": set(),
     "model_loaders": {
-        "files", "limits", "models", "samplers.continuous_contract", "samplers.contract", "samplers.distributions",
-        "samplers.layout", "samplers.trace",
+        "files",
+        "limits",
+        "models",
+        "samplers.continuous_contract",
+        "samplers.contract",
+        "samplers.distributions",
+        "samplers.layout",
+        "samplers.trace",
     },
     "api": {"model_loaders", "samplers", "reports"},
     "reports": {"limits", "printable", "samplers.registry", "samplers.trace"},
     "nodes": {"limits", "model_loaders", "samplers", "kernels", "reports"},
     "batch": {
-        "api", "files", "limits", "model_loaders.conditions", "printable", "samplers.contract", "samplers.registry",
+        "api",
+        "files",
+        "limits",
+        "model_loaders.conditions",
+        "printable",
+        "samplers.contract",
+        "samplers.registry",
         "samplers.settings",
     },
 }
@@ -133,8 +145,13 @@ def test_the_scan_sees_imports_of_every_form(tmp_path, monkeypatch):
         encoding="utf-8",
     )
     assert set(imports(path)) == {
-        (False, "comfy.ops"), (True, "models.a"), (True, "models.b"), (True, "samplers"), (True, "samplers.trace"),
-        (True, "nodes"), (False, "torch"),
+        (False, "comfy.ops"),
+        (True, "models.a"),
+        (True, "models.b"),
+        (True, "samplers"),
+        (True, "samplers.trace"),
+        (True, "nodes"),
+        (False, "torch"),
     }
 
 
@@ -150,18 +167,34 @@ def run(code: str) -> str:
 def test_importing_the_pack_is_cheap():
     """ComfyUI imports every pack at start: no torch, no file read, no node module, until something is asked for."""
     heavy = "torch", "numpy", "einops", "safetensors", "transformers", "comfy"
-    out = run(f"import comfyui_specar as s\nprint([m for m in {heavy!r} if m in sys.modules], s.WEB_DIRECTORY)\n"
-              "print([m for m in sys.modules if m.startswith('comfyui_specar')])")
+    out = run(
+        f"import comfyui_specar as s\nprint([m for m in {heavy!r} if m in sys.modules], s.WEB_DIRECTORY)\n"
+        "print([m for m in sys.modules if m.startswith('comfyui_specar')])"
+    )
     assert out == "[] ./web\n['comfyui_specar']"
 
 
 def test_the_headless_names_are_there():
-    names = ("load_model", "load_image_decoder", "bundled", "sample", "methods", "rules", "Trace", "acceptance_map",
-             "timeline_frames", "comparison_chart", "comparison_table", "run_report")
-    out = run(f"import comfyui_specar as s\nprint(all(getattr(s, n) is not None for n in {names!r}))\n"
-              "print(s.methods.SJD().reuse, s.methods.NextToken, s.methods.Jacobi, s.rules.Exact)\n"
-              "print('comfy' in sys.modules, 'transformers' in sys.modules)\ntry:\n    s.nonsense\n"
-              "except AttributeError as e:\n    print(e)")
+    names = (
+        "load_model",
+        "load_image_decoder",
+        "bundled",
+        "sample",
+        "methods",
+        "rules",
+        "Trace",
+        "acceptance_map",
+        "timeline_frames",
+        "comparison_chart",
+        "comparison_table",
+        "run_report",
+    )
+    out = run(
+        f"import comfyui_specar as s\nprint(all(getattr(s, n) is not None for n in {names!r}))\n"
+        "print(s.methods.SJD().reuse, s.methods.NextToken, s.methods.Jacobi, s.rules.Exact)\n"
+        "print('comfy' in sys.modules, 'transformers' in sys.modules)\ntry:\n    s.nonsense\n"
+        "except AttributeError as e:\n    print(e)"
+    )
     assert out.startswith("True\ncoupled ")
     assert out.endswith("False False\nmodule 'comfyui_specar' has no attribute 'nonsense'")
 

@@ -139,8 +139,9 @@ def test_methods_run(family, name):
 def test_greedy_and_same_seed_are_the_same_image_for_all(family):
     with fp64():
         for temperature, methods in (
-            (0.0, (SJD(window=6), DraftTree(family.eagle, TREE))), (1.0, (SJD(window=6, reuse="gumbel"),)),
-        ):  # fmt: skip
+            (0.0, (SJD(window=6), DraftTree(family.eagle, TREE))),
+            (1.0, (SJD(window=6, reuse="gumbel"),)),
+        ):
             wanted = replace(asked(family, True, temperature=temperature), seed=3)
             image = NextToken().sample(wanted).tokens
             for method in methods:

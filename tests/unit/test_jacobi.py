@@ -23,8 +23,12 @@ from ..support.toy import VOCAB as TOY_VOCAB
 from ..support.toy import ToyModel, plain, request
 from ..support.windows import SIZE, begun, three_passes
 
-METHODS = [NextToken(), *(SJD(window=5, reuse=reuse) for reuse in REUSE), SJD(window=5, front=3),
-           SJD(window=5, settle=0.3)]
+METHODS = [
+    NextToken(),
+    *(SJD(window=5, reuse=reuse) for reuse in REUSE),
+    SJD(window=5, front=3),
+    SJD(window=5, settle=0.3),
+]
 
 
 @pytest.fixture(scope="module")
@@ -94,34 +98,50 @@ def test_cfg_1_ignores_the_negative_prompt(models):
     assert torch.equal(without.tokens, given.tokens)
 
 
-@pytest.mark.parametrize(("window", "device", "dtype", "length", "width"), [
-    (None, "cpu", torch.float32, 256, 16), (None, "cpu", torch.bfloat16, 256, 32),
-    (None, "cuda", torch.float32, 256, 32),
-    (None, "cuda", torch.bfloat16, 20, 20), (None, "cpu", torch.float32, 9, 9), (5, "cpu", torch.float32, 256, 5),
-])
+@pytest.mark.parametrize(
+    ("window", "device", "dtype", "length", "width"),
+    [
+        (None, "cpu", torch.float32, 256, 16),
+        (None, "cpu", torch.bfloat16, 256, 32),
+        (None, "cuda", torch.float32, 256, 32),
+        (None, "cuda", torch.bfloat16, 20, 20),
+        (None, "cpu", torch.float32, 9, 9),
+        (5, "cpu", torch.float32, 256, 5),
+    ],
+)
 def test_the_window_depends_on_device_and_dtype_unless_given(window, device, dtype, length, width):
     asked = SimpleNamespace(model=SimpleNamespace(device=torch.device(device), dtype=dtype), length=length)
     assert SJD(window).width(asked) == width
 
 
-@pytest.mark.parametrize(("method", "words"), [
-    (SJD(window=17), "window.*17.*2 to 16"),
-    (SJD(window=1), "window.* 1.*2 to 16"), (SJD(window=-3), "window.*-3.*2 to 16"),
-    (SJD(reuse="magic"), "reuse.*'magic'.*coupled, gumbel"),
-    (SJD(initial="magic"), "initial.*'magic'.*mixed, left"),
-    (SJD(threshold=0), "threshold.* 0.*above 0"), (SJD(threshold=float("nan")), "threshold.*nan"),
-    (Jacobi(window=40), "window.*40.*2 to 16"),
-    (SJD(reuse="gumbel", rule=UniformRSD(2)), "'gumbel'.*coupled"),
-])
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (SJD(window=17), "window.*17.*2 to 16"),
+        (SJD(window=1), "window.* 1.*2 to 16"),
+        (SJD(window=-3), "window.*-3.*2 to 16"),
+        (SJD(reuse="magic"), "reuse.*'magic'.*coupled, gumbel"),
+        (SJD(initial="magic"), "initial.*'magic'.*mixed, left"),
+        (SJD(threshold=0), "threshold.* 0.*above 0"),
+        (SJD(threshold=float("nan")), "threshold.*nan"),
+        (Jacobi(window=40), "window.*40.*2 to 16"),
+        (SJD(reuse="gumbel", rule=UniformRSD(2)), "'gumbel'.*coupled"),
+    ],
+)
 def test_illegal_settings_are_named(models, method, words):
     with pytest.raises(ValueError, match=words):
         sample(models, method)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"cfg": 0.5}, "cfg.*0.5"), ({"top_k": VOCAB + 1}, f"top_k.* 0.* to {VOCAB}"),
-    ({"temperature": -0.1}, "temperature"), ({"top_p": 0.0}, "top_p"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cfg": 0.5}, "cfg.*0.5"),
+        ({"top_k": VOCAB + 1}, f"top_k.* 0.* to {VOCAB}"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+    ],
+)
 @pytest.mark.parametrize("method", [NextToken(), SJD()], ids=str)
 def test_illegal_parameters_are_named(models, method, options, words):
     with pytest.raises(ValueError, match=words):
@@ -131,8 +151,12 @@ def test_illegal_parameters_are_named(models, method, options, words):
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_the_callback_sees_every_pass(models, method):
     seen = []
-    out = sample(models, method, batch_size=3, callback=lambda p: seen.append(
-        (p.passes, p.length, p.committed.tolist(), p.tokens.clone())))
+    out = sample(
+        models,
+        method,
+        batch_size=3,
+        callback=lambda p: seen.append((p.passes, p.length, p.committed.tolist(), p.tokens.clone())),
+    )
     assert [s[0] for s in seen] == list(range(1, out.trace.totals["target_passes"] + 1))
     final = out.tokens.flatten(1)
     for before, after in zip(seen, seen[1:]):
@@ -187,7 +211,10 @@ def test_kept_tokens_stay_and_the_rest_is_generated_around_them(models, method):
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.sampled_from([-1, -1, 0, TOY_VOCAB - 1, TOY_VOCAB, TOY_VOCAB + 1]), min_size=12, max_size=12),
-    st.integers(2, 6), st.sampled_from(list(REUSE)), st.sampled_from(INITIAL), st.integers(0, 1000),
+    st.integers(2, 6),
+    st.sampled_from(list(REUSE)),
+    st.sampled_from(INITIAL),
+    st.integers(0, 1000),
 )
 def test_forced_ids_are_in_place_for_any_pattern(forced, window, reuse, initial, seed):
     """Two images, each with its own pattern; specials are sampled nowhere else."""
@@ -205,8 +232,9 @@ TOY = ToyModel(plain(2, 3), specials=2)
 def test_a_finished_row_stays_untouched():
     """Rows finish at different passes; afterwards neither their tokens, nor their records, nor their caches move."""
     seen = []
-    decoded = SJD(window=6).sample(request(TOY, plain(2, 3), batch=64, callback=lambda p: seen.append(
-        (p.committed.clone(), p.tokens.clone()))))
+    decoded = SJD(window=6).sample(
+        request(TOY, plain(2, 3), batch=64, callback=lambda p: seen.append((p.committed.clone(), p.tokens.clone())))
+    )
     finish = torch.stack([c for c, _ in seen]).eq(6).float().argmax(0)
     assert finish.min() < finish.max(), "the test needs rows of different pace"
     for row, end in enumerate(finish.tolist()):
@@ -225,11 +253,25 @@ def probs_of_positions(count, slots, vocab):
     return own, ring
 
 
-@pytest.mark.parametrize(("known", "position", "left", "upper"), [
-    (5, 6, 5, 2), (5, 7, 5, 3), (5, 8, 4, 4), (5, 10, 2, 2), (5, 12, 4, 4),  # 5 is the second of row 1
-    (3, 4, 0, 0), (3, 6, 2, 2), (3, 9, 1, 1), (7, 8, 4, 4),  # the row is complete: everything fresh lies below it
-    (0, 1, 0, 0), (0, 3, 0, 0), (1, 3, 1, 1), (1, 6, 1, 1), (0, 5, 0, 0),  # in the first row there is no upper one
-])
+@pytest.mark.parametrize(
+    ("known", "position", "left", "upper"),
+    [
+        (5, 6, 5, 2),
+        (5, 7, 5, 3),
+        (5, 8, 4, 4),
+        (5, 10, 2, 2),
+        (5, 12, 4, 4),  # 5 is the second of row 1
+        (3, 4, 0, 0),
+        (3, 6, 2, 2),
+        (3, 9, 1, 1),
+        (7, 8, 4, 4),  # the row is complete: everything fresh lies below it
+        (0, 1, 0, 0),
+        (0, 3, 0, 0),
+        (1, 3, 1, 1),
+        (1, 6, 1, 1),
+        (0, 5, 0, 0),  # in the first row there is no upper one
+    ],
+)
 def test_neighbour_distributions_are_those_of_the_neighbours(known, position, left, upper):
     layout = plain(4, 4)
     own, ring = probs_of_positions(known + 1, 4, 6)
@@ -253,17 +295,24 @@ def test_refinements_of_a_hand_made_run():
     assert jacobi.refinements(fixed, 3).tolist() == [[0, 0, 0, 1, 1, 1], [0] * 6]
 
 
-@pytest.mark.parametrize("method", [
-    *(SJD(reuse=reuse) for reuse in REUSE), SJD(initial="repeat"), SJD(front=4), SJD(settle=0.1),
-    SJD(front=4, settle=0.1),
-], ids=str)
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(SJD(reuse=reuse) for reuse in REUSE),
+        SJD(initial="repeat"),
+        SJD(front=4),
+        SJD(settle=0.1),
+        SJD(front=4, settle=0.1),
+    ],
+    ids=str,
+)
 def test_a_step_reads_nothing_on_the_host(models, method):
     """On the meta device there is no data to read: whatever would wait for the GPU raises."""
     model = copy.deepcopy(models[True]).to("meta")
     model.device = torch.device("meta")
     with torch.inference_mode():
         run, state = begun(
-            method, model, SamplingParams(cfg=2, top_k=9, top_p=0.9), model.encode_features(caption_features()),
+            method, model, SamplingParams(cfg=2, top_k=9, top_p=0.9), model.encode_features(caption_features())
         )
         run, state = three_passes(jacobi.step, run, state)
     shapes = [(2,), (2, SIZE + 1), (2, 16), (2, 17, len(POSITION_FIELDS))]

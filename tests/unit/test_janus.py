@@ -42,9 +42,10 @@ def logits(model):
     return model.teacher_forced(model.encode_ids([BEGIN, 7, 9, IMAGE]), IMAGE_TOKENS)
 
 
-@pytest.mark.parametrize(("original", "shards", "pickled"), [
-    (False, 3, False), (True, 1, False), (True, 2, False), (True, 1, True), (True, 2, True),
-])
+@pytest.mark.parametrize(
+    ("original", "shards", "pickled"),
+    [(False, 3, False), (True, 1, False), (True, 2, False), (True, 1, True), (True, 2, True)],
+)
 def test_every_layout_gives_the_same_model(tmp_path, model, original, shards, pickled):
     folder = write(tmp_path / "again", shards=shards, original=original, pickled=pickled)
     found = load_model(folder)
@@ -141,10 +142,13 @@ def test_a_missing_tokenizer_is_named_when_it_is_used(tmp_path):
     assert torch.equal(api.sample(again, ids, temperature=0).tokens, drawn)
 
 
-@pytest.mark.parametrize(("specials", "first", "words"), [
-    (("<s>", "</s>"), FIRST, ("token", "another model")),
-    (SPECIALS, WORDS, (str(WORDS + len(SPECIALS)), f" {WORDS}")),
-])
+@pytest.mark.parametrize(
+    ("specials", "first", "words"),
+    [
+        (("<s>", "</s>"), FIRST, ("token", "another model")),
+        (SPECIALS, WORDS, (str(WORDS + len(SPECIALS)), f" {WORDS}")),
+    ],
+)
 def test_another_models_tokenizer(tmp_path, specials, first, words):
     folder = write(tmp_path / "Janus")
     byte_tokenizer(specials, first).save(str(folder / "tokenizer.json"))
@@ -181,23 +185,32 @@ def test_the_grid_is_the_models_own(tmp_path, model):
 @pytest.mark.parametrize("original", [False, True])
 def test_models_that_only_look_at_images(tmp_path, original):
     tensors = released(weights()) if original else weights()
-    tensors = {name: tensor for name, tensor in tensors.items()
-               if not name.startswith(("gen_", "model.generation", "model.vqmodel"))}
+    tensors = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(("gen_", "model.generation", "model.vqmodel"))
+    }
     folder = write_folder(tmp_path / "looking", tensors, config(original))
     refused(folder, "looking", "reads images", "deepseek-ai/Janus-Pro-1B")
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda w: w.pop("model.generation_head.vision_head.weight"), ("vision_head.weight", "incomplete")),
-    (lambda w: w.pop("model.generation_aligner.fc1.bias"), ("fc1.bias", "incomplete")),
-    (lambda w: w.pop("model.language_model.layers.1.self_attn.k_proj.weight"), ("k_proj", "incomplete")),
-    (lambda w: w.pop("model.language_model.layers.1.mlp.up_proj.weight"), ("w3", "missing")),
-    (lambda w: w.update({"model.generation_aligner.hidden_layers.1.bias": torch.zeros(64)}), ("unknown", "layers.1")),
-    (lambda w: w.update({"model.generation_head.proj_out.bias": torch.zeros(7)}), ("[7]", "[64]")),
-    (lambda w: w["model.generation_embeddings.weight"][3].fill_(torch.nan), ("table.weight", "NaN")),
-    (lambda w: w["model.language_model.layers.0.self_attn.v_proj.weight"][3].fill_(torch.inf), ("wqkv", "NaN")),
-    (lambda w: w.pop("model.vqmodel.decoder.conv_out.bias"), ("decoder.conv_out.bias", "missing")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.pop("model.generation_head.vision_head.weight"), ("vision_head.weight", "incomplete")),
+        (lambda w: w.pop("model.generation_aligner.fc1.bias"), ("fc1.bias", "incomplete")),
+        (lambda w: w.pop("model.language_model.layers.1.self_attn.k_proj.weight"), ("k_proj", "incomplete")),
+        (lambda w: w.pop("model.language_model.layers.1.mlp.up_proj.weight"), ("w3", "missing")),
+        (
+            lambda w: w.update({"model.generation_aligner.hidden_layers.1.bias": torch.zeros(64)}),
+            ("unknown", "layers.1"),
+        ),
+        (lambda w: w.update({"model.generation_head.proj_out.bias": torch.zeros(7)}), ("[7]", "[64]")),
+        (lambda w: w["model.generation_embeddings.weight"][3].fill_(torch.nan), ("table.weight", "NaN")),
+        (lambda w: w["model.language_model.layers.0.self_attn.v_proj.weight"][3].fill_(torch.inf), ("wqkv", "NaN")),
+        (lambda w: w.pop("model.vqmodel.decoder.conv_out.bias"), ("decoder.conv_out.bias", "missing")),
+    ],
+)
 def test_damaged_files(tmp_path, change, words):
     tensors = weights()
     change(tensors)

@@ -23,9 +23,17 @@ def test_the_shortest_of_all_runs_counts(monkeypatch):
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize(("fp32", "bf16", "faster"), [
-    (1.26, 1.0, True), (1.25, 1.0, False), (0.63, 0.5, True), (0.62, 0.5, False), (2.51, 2.0, True), (2.49, 2.0, False),
-])
+@pytest.mark.parametrize(
+    ("fp32", "bf16", "faster"),
+    [
+        (1.26, 1.0, True),
+        (1.25, 1.0, False),
+        (0.63, 0.5, True),
+        (0.62, 0.5, False),
+        (2.51, 2.0, True),
+        (2.49, 2.0, False),
+    ],
+)
 def test_bf16_is_faster_only_by_a_quarter(monkeypatch, fp32, bf16, faster):
     monkeypatch.setattr(trials, "shortest", lambda *_: {torch.float32: fp32, torch.bfloat16: bf16})
     assert half.bf16_is_faster.__wrapped__() == faster

@@ -21,7 +21,17 @@ BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: 
 
 
 def case(
-    rows, key_heads, shared, count, slots, dim, dtype=torch.float32, seed=0, halves=False, common=False, norms=0,
+    rows,
+    key_heads,
+    shared,
+    count,
+    slots,
+    dim,
+    dtype=torch.float32,
+    seed=0,
+    halves=False,
+    common=False,
+    norms=0,
     further=3,
 ):
     """Arguments of attend_few: the projection is part of a longer row, and the buffer one of several layers, with NaN
@@ -48,8 +58,15 @@ def case(
     seen[..., int(0.6 * slots) :] = False
     seen[..., 0] = True
     return (
-        every, factors_of(angles.cos(), angles.sin(), halves), halves, each, buffer, torch.arange(rows)[:, None], where,
-        added(seen, dtype), torch.zeros((rows, key_heads, FEW), dtype=torch.int32),
+        every,
+        factors_of(angles.cos(), angles.sin(), halves),
+        halves,
+        each,
+        buffer,
+        torch.arange(rows)[:, None],
+        where,
+        added(seen, dtype),
+        torch.zeros((rows, key_heads, FEW), dtype=torch.int32),
     )
 
 
@@ -77,8 +94,18 @@ def both(given, near=None):
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.integers(4, 300),
-       st.sampled_from([8, 16, 20, 48]), st.booleans(), st.booleans(), st.integers(0, 3), st.integers(0, 999))
+@given(
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(4, 300),
+    st.sampled_from([8, 16, 20, 48]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 3),
+    st.integers(0, 999),
+)
 def test_results_agree(rows, key_heads, shared, count, slots, dim, halves, common, norms, seed):
     both(case(rows, key_heads, shared, count, slots, dim, torch.float32, seed, halves, common, norms))
 
@@ -168,10 +195,17 @@ def test_longer_prompts_are_for_torch(monkeypatch):
 # Batch invariance
 
 
-@pytest.fixture(scope="module", params=[
-    (torch.bfloat16, 1, 64, 0), (torch.bfloat16, 2, 16, 2), (torch.float16, 3, 64, 1), (torch.float32, 1, 20, 0),
-    (torch.bfloat16, 2, 16, 3),
-], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[
+        (torch.bfloat16, 1, 64, 0),
+        (torch.bfloat16, 2, 16, 2),
+        (torch.float16, 3, 64, 1),
+        (torch.float32, 1, 20, 0),
+        (torch.bfloat16, 2, 16, 3),
+    ],
+    ids=str,
+)
 def window(request):
     """The arguments of a window of 32 tokens in two rows that see each other, and what the kernel gives for them.
     Their keys and values are in the cache now."""
@@ -189,8 +223,16 @@ def alone(given, row, token, slots=None):
     if slots:
         buffer, mask = F.pad(buffer, (0, 0, 0, slots), value=1.0), F.pad(mask, (0, slots), value=-math.inf)
     return interpreted(
-        "attention.attend_few", every[:, token], factors[:, token], halves, norms, buffer, rows * 0, where[:, token],
-        mask[:, :, token], arrived,
+        "attention.attend_few",
+        every[:, token],
+        factors[:, token],
+        halves,
+        norms,
+        buffer,
+        rows * 0,
+        where[:, token],
+        mask[:, :, token],
+        arrived,
     )
 
 
@@ -222,11 +264,18 @@ def test_nor_on_which_part_is_the_last(window):
 # Machine code
 
 
-@pytest.mark.parametrize(("key_heads", "shared", "count", "slots", "dim", "halves", "norms"), [
-    (20, 1, 1, 1280, 64, False, 0), (20, 1, 32, 1280, 64, False, 0), (8, 4, 1, 2560, 128, True, 0),
-    (32, 1, 32, 2560, 128, True, 2), (32, 1, 32, 1280, 100, False, 0), (2, 1, 1, 100, 64, False, 0),
-    (8, 8, 1, 4608, 128, True, 3),
-])
+@pytest.mark.parametrize(
+    ("key_heads", "shared", "count", "slots", "dim", "halves", "norms"),
+    [
+        (20, 1, 1, 1280, 64, False, 0),
+        (20, 1, 32, 1280, 64, False, 0),
+        (8, 4, 1, 2560, 128, True, 0),
+        (32, 1, 32, 2560, 128, True, 2),
+        (32, 1, 32, 1280, 100, False, 0),
+        (2, 1, 1, 100, 64, False, 0),
+        (8, 8, 1, 4608, 128, True, 3),
+    ],
+)
 def test_it_compiles(key_heads, shared, count, slots, dim, halves, norms):
     """Everywhere: for LlamaGen-XL, Emu3, Lumina-mGPT, LlamaGen-3B and Emu3.5, and where there is one part. Whatever
     the number of queries, tensor cores sum in the same order by the same instruction; what a program leaves is released

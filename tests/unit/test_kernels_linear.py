@@ -96,8 +96,10 @@ def test_devices_without_a_kernel_of_ours_multiply_once(rows, storage):
     """Each of the blocks that a CPU makes would be several launches there, hundreds for a matrix."""
     x, weight = (torch.empty(shape, device="meta") for shape in ((rows, 4096), (11008, 4096)))
     if storage == INT4:
-        weight, scale = (torch.empty(11008, 64, size, dtype=dtype, device="meta")
-                         for size, dtype in ((32, torch.uint8), (2, torch.bfloat16)))
+        weight, scale = (
+            torch.empty(11008, 64, size, dtype=dtype, device="meta")
+            for size, dtype in ((32, torch.uint8), (2, torch.bfloat16))
+        )
     else:
         weight, scale = stored(weight.to(storage)), torch.empty(11008, device="meta") if storage == INT8 else None
     with Counting() as operations:
@@ -193,9 +195,9 @@ def test_large_numbers_in_fp16_are_normalised_before_they_are_multiplied(gate):
     assert wanted.isfinite().all() and torch.allclose(found, wanted, rtol=0.01, atol=0.01 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize(("dtype", "storage"), [
-    (torch.float32, None), (torch.float16, None), (torch.float16, INT4),
-], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "storage"), [(torch.float32, None), (torch.float16, None), (torch.float16, INT4)], ids=str
+)
 @pytest.mark.parametrize(("norm", "gate"), BOTH)
 def test_a_row_does_not_depend_on_the_number_of_rows(norm, gate, dtype, storage):
     """To the last bit, whatever the tile. Here the interpreter multiplies; of the GPU's instruction see below."""
@@ -206,9 +208,11 @@ def test_a_row_does_not_depend_on_the_number_of_rows(norm, gate, dtype, storage)
         assert torch.equal(few, every[:rows])
 
 
-@pytest.mark.parametrize(("storage", "dtype"), [
-    (None, torch.bfloat16), (INT8, torch.bfloat16), (FP8, torch.float16), (INT4, torch.bfloat16),
-], ids=str)
+@pytest.mark.parametrize(
+    ("storage", "dtype"),
+    [(None, torch.bfloat16), (INT8, torch.bfloat16), (FP8, torch.float16), (INT4, torch.bfloat16)],
+    ids=str,
+)
 def test_it_compiles(storage, dtype):
     """Everywhere, at the sizes of a model of 7B. Whatever the number of rows, tensor cores sum in the same order by the
     same instruction, which keeps a row's result what it is."""

@@ -109,14 +109,20 @@ def brute(row: list[float], top_k: int, top_p: float, order: tuple[str, str]) ->
             kept = [k and sum(y > x for y, left in zip(row, kept) if left) < top_k for x, k in zip(row, kept)]
         elif name == "top_p" and top_p < 1:
             mass = sum(math.exp(y) for y, left in zip(row, kept) if left)
-            kept = [k and sum(math.exp(y) for y, left in zip(row, kept) if left and y > x) <= top_p * mass
-                    for x, k in zip(row, kept)]
+            kept = [
+                k and sum(math.exp(y) for y, left in zip(row, kept) if left and y > x) <= top_p * mass
+                for x, k in zip(row, kept)
+            ]
     return kept
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=8), st.integers(0, 8),
-       st.sampled_from([0.05, 0.37, 0.61, 0.93, 1]), st.sampled_from([K_FIRST, P_FIRST]))
+@given(
+    st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=8),
+    st.integers(0, 8),
+    st.sampled_from([0.05, 0.37, 0.61, 0.93, 1]),
+    st.sampled_from([K_FIRST, P_FIRST]),
+)
 def test_the_reference_keeps_what_the_definition_says(row, top_k, top_p, order):
     top_k = min(top_k, len(row))
     p = reference.probabilities(torch.tensor([[row]]), None, 1, 1, len(row), top_k, top_p, order)[0, 0]
@@ -132,13 +138,20 @@ def test_logits_are_left_as_they_were():
         assert torch.equal(given[:1], before)
 
 
-@pytest.mark.parametrize(("total", "cfg", "temperature", "top_k", "top_p", "forced", "entropy"), [
-    (4096, 1.0, 1.0, 0, 1.0, False, None), (16384, 7.5, 1.0, 2000, 1.0, False, None),
-    (16384, 7.5, 0.9, 2000, 0.9, False, None), (256, 3.0, 0.0, 0, 1.0, True, None),
-    (32772, 3.0, 0.9, 2048, 0.9, True, None), (65536, 3.0, 0.0, 0, 1.0, False, None),
-    (184622, 3.0, 0.9, 2048, 0.9, False, None), (16384, 7.5, 1.0, 2000, 1.0, False, (2.5, 3.0, 0.6)),
-    (184622, 3.0, 0.9, 2048, 0.9, False, (2.5, 3.0, 0.6)),
-])
+@pytest.mark.parametrize(
+    ("total", "cfg", "temperature", "top_k", "top_p", "forced", "entropy"),
+    [
+        (4096, 1.0, 1.0, 0, 1.0, False, None),
+        (16384, 7.5, 1.0, 2000, 1.0, False, None),
+        (16384, 7.5, 0.9, 2000, 0.9, False, None),
+        (256, 3.0, 0.0, 0, 1.0, True, None),
+        (32772, 3.0, 0.9, 2048, 0.9, True, None),
+        (65536, 3.0, 0.0, 0, 1.0, False, None),
+        (184622, 3.0, 0.9, 2048, 0.9, False, None),
+        (16384, 7.5, 1.0, 2000, 1.0, False, (2.5, 3.0, 0.6)),
+        (184622, 3.0, 0.9, 2048, 0.9, False, (2.5, 3.0, 0.6)),
+    ],
+)
 def test_the_kernel_compiles_for_every_vocabulary(total, cfg, temperature, top_k, top_p, forced, entropy):
     """And keeps a row, or a block of it, in registers."""
     logits = torch.empty(2, 3, total)

@@ -28,5 +28,11 @@ def test_the_same_neighbours_count(vocab, specials, count):
 
 def test_the_kernel_compiles():
     table = torch.empty(16384, 1000, dtype=torch.int32)
-    assert compiled("neighbours.aggregate", torch.empty(1, 5, 16384), torch.zeros(1, 5, dtype=torch.int64),
-                    torch.empty(1, 5), table, 1000)
+    assert compiled(
+        "neighbours.aggregate",
+        torch.empty(1, 5, 16384),
+        torch.zeros(1, 5, dtype=torch.int64),
+        torch.empty(1, 5),
+        table,
+        1000,
+    )

@@ -21,7 +21,8 @@ def problem(vocab: int, token: bool = True, probs: bool = True, batch: int = 2, 
     p = (3 * torch.randn((batch, count + 2, vocab), generator=generator)).softmax(-1)[:, :count]
     p[:, 0] = torch.nn.functional.one_hot(torch.tensor(vocab - 1), vocab)
     values = (
-        torch.tensor([[5]]).expand(batch, count), torch.randint(0, 7, (batch, count), generator=generator),
+        torch.tensor([[5]]).expand(batch, count),
+        torch.randint(0, 7, (batch, count), generator=generator),
         torch.rand((batch, count), generator=generator),
     )
     columns = torch.tensor([0, 2, 4, 3, 7, 8][: 3 + 3 * probs])
@@ -29,8 +30,9 @@ def problem(vocab: int, token: bool = True, probs: bool = True, batch: int = 2, 
     return table, tokens, position, meant, sampled, p if probs else None, columns, values
 
 
-@pytest.mark.parametrize(("vocab", "token", "probs"), [(5, True, True), (2500, True, True), (5, True, False),
-                                                     (5, False, False)])
+@pytest.mark.parametrize(
+    ("vocab", "token", "probs"), [(5, True, True), (2500, True, True), (5, True, False), (5, False, False)]
+)
 def test_both_write_the_same(vocab, token, probs):
     given = problem(vocab, token, probs)
     table, tokens = given[0].clone(), given[1].clone()
@@ -66,8 +68,16 @@ def test_a_record_is_written_by_name():
     record = Record.empty(3, 1, torch.device("cpu"))
     record.begin(torch.tensor([[2, 0, 0, 0]]), torch.tensor([1]))
     p = torch.tensor([[[0.5, 0.25, 0.25], [1, 0, 0]]])
-    record.write(torch.tensor([[1, 2]]), torch.tensor([[True, False]]), torch.tensor([[1, 0]]), p,
-                 ratio=torch.tensor([[2.0, 3.0]]), source=Source.ACCEPTED, q=0.125, depth=torch.tensor([1, 2]))
+    record.write(
+        torch.tensor([[1, 2]]),
+        torch.tensor([[True, False]]),
+        torch.tensor([[1, 0]]),
+        p,
+        ratio=torch.tensor([[2.0, 3.0]]),
+        source=Source.ACCEPTED,
+        q=0.125,
+        depth=torch.tensor([1, 2]),
+    )
     found = dict(zip(record.fields, record.positions[0].T.tolist(), strict=True))
     assert record.image.tolist() == [[2, 1, 0]]
     assert found["source"] == [Source.FORCED, Source.ACCEPTED, 0, 0] and found["depth"] == [0, 1, 0, 0]

@@ -69,8 +69,11 @@ def test_helpers_agree_whether_the_host_reads_or_not(monkeypatch):
     other = torch.rand(1, 4)
 
     def results() -> tuple[torch.Tensor, ...]:
-        return (sampling.row_of(values, index), sampling.chosen(mask, values[:, 0], other),
-                sampling.chosen(~mask, values[:, 0], other))
+        return (
+            sampling.row_of(values, index),
+            sampling.chosen(mask, values[:, 0], other),
+            sampling.chosen(~mask, values[:, 0], other),
+        )
 
     near = results()
     assert sampling.entries(torch.tensor([[False, True], [True, False]])).tolist() == [1, 2]

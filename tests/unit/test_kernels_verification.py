@@ -100,8 +100,17 @@ def test_trees_are_decided_alike(rule, sampling):
         p[:, ::4] = draft_probs[:, ::4]  # every draft is accepted there, unless one before it was refused
         u = (uniforms if seed == 0 else rand)(generator, batch, tree.levels, tree.width)
         strength = torch.rand((batch, tree.levels + 1), generator=generator)
-        given = (p, token, tree.children(), draft_probs if sampling else None, draft_row if sampling else None, u,
-                 uniforms(generator, batch, tree.levels + 1), strength, rule)
+        given = (
+            p,
+            token,
+            tree.children(),
+            draft_probs if sampling else None,
+            draft_row if sampling else None,
+            u,
+            uniforms(generator, batch, tree.levels + 1),
+            strength,
+            rule,
+        )
         reference = getattr(verification, name)(*given)
         same(interpreted(f"verification.{name}", *given), reference)
         seen |= set(reference.source.flatten().tolist())

@@ -42,15 +42,19 @@ def test_names_and_sizes_are_those_of_kl16():
         "post_quant_conv.weight": (16, 16, 1, 1),
     }.items():
         assert found[name] == shape
-    for name in ("encoder.down.4.downsample.conv.weight", "decoder.up.0.upsample.conv.weight",
-                 "encoder.down.3.attn.0.q.weight", "decoder.up.4.attn.0.q.weight"):  # fmt: skip
+    for name in (
+        "encoder.down.4.downsample.conv.weight",
+        "decoder.up.0.upsample.conv.weight",
+        "encoder.down.3.attn.0.q.weight",
+        "decoder.up.4.attn.0.q.weight",
+    ):
         assert name not in found
     assert sum(torch.Size(shape).numel() for shape in found.values()) == pytest.approx(66.46e6, rel=1e-3)
 
 
-@pytest.mark.parametrize("config", [
-    KLConfig(), TINY, KLConfig(8, (1, 1, 2), 64, 2, False, True), KLConfig(16, (1, 1, 2, 4, 4), 32, 1),
-])
+@pytest.mark.parametrize(
+    "config", [KLConfig(), TINY, KLConfig(8, (1, 1, 2), 64, 2, False, True), KLConfig(16, (1, 1, 2, 4, 4), 32, 1)]
+)
 def test_sizes_are_read_from_names_and_shapes(config):
     with torch.device("meta"):
         assert kl_vae.config_of(KLModel(config).state_dict()) == config

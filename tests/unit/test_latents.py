@@ -17,8 +17,14 @@ def codes(model_codes: int = 3) -> SimpleNamespace:
     def quantize(samples):
         return (samples[:, 0] / 2).round().long().clamp(0, model_codes - 1)
 
-    return SimpleNamespace(continuous=False, codebook=codebook, vocab=model_codes, latent_channels=2,
-                           dequantize=dequantize, quantize=quantize)
+    return SimpleNamespace(
+        continuous=False,
+        codebook=codebook,
+        vocab=model_codes,
+        latent_channels=2,
+        dequantize=dequantize,
+        quantize=quantize,
+    )
 
 
 def half_covered(value: float) -> torch.Tensor:
@@ -107,8 +113,16 @@ def test_the_output_keeps_what_was_kept_to_the_bit_and_what_else_the_latent_says
         found = latents.with_output(given, SimpleNamespace(tokens=tokens, latent=latent), discrete)
         assert torch.equal(found.pop("samples"), samples) and found.pop("ar_tokens") is tokens and found == others
     keep = torch.tensor([[True, False], [False, False]])
-    for kept, wanted in ((None, drawn), (keep, drawn.clone().index_put_(
-        (torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0, 0])), torch.tensor(0.1)))):
+    for kept, wanted in (
+        (None, drawn),
+        (
+            keep,
+            drawn.clone().index_put_(
+                (torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0, 0])),
+                torch.tensor(0.1),
+            ),
+        ),
+    ):
         asked = SimpleNamespace(continuous=True, kept=kept, grid=(1, 2))
         found = latents.with_output(given, SimpleNamespace(tokens=None, latent=drawn), asked)
         assert torch.equal(found.pop("samples"), wanted) and found == others
@@ -117,16 +131,23 @@ def test_the_output_keeps_what_was_kept_to_the_bit_and_what_else_the_latent_says
 def test_an_image_that_is_not_masked_is_not_used():
     image, mask = codes().dequantize(torch.tensor([[[0, 1], [2, 1]]])), torch.ones(1, 2, 2)
     empty = torch.zeros_like(image)
-    assert [len(latents.unused(latent, codes())) for latent in (
-        {"samples": image}, {"samples": image, "noise_mask": None}, {"samples": empty},
-        {"samples": image, "noise_mask": mask}, {"samples": empty, "noise_mask": mask},
-    )] == [1, 1, 0, 0, 0]
+    assert [
+        len(latents.unused(latent, codes()))
+        for latent in (
+            {"samples": image},
+            {"samples": image, "noise_mask": None},
+            {"samples": empty},
+            {"samples": image, "noise_mask": mask},
+            {"samples": empty, "noise_mask": mask},
+        )
+    ] == [1, 1, 0, 0, 0]
     assert len(latents.unused({"samples": image + 0.5, "noise_mask": mask}, codes())) == 1, "no vectors of the codebook"
 
 
-@pytest.mark.parametrize("samples, said", [
-    (torch.ones(2, 4, 4), "shape"), (torch.ones(1, 3, 4, 4), "2 channels"), (torch.zeros(1, 2, 4, 4), "no image"),
-])
+@pytest.mark.parametrize(
+    "samples, said",
+    [(torch.ones(2, 4, 4), "shape"), (torch.ones(1, 3, 4, 4), "2 channels"), (torch.zeros(1, 2, 4, 4), "no image")],
+)
 def test_what_is_no_image_of_the_model_is_refused(samples, said):
     with pytest.raises(ValueError, match=said):
         latents.image_samples({"samples": samples}, codes())
@@ -137,7 +158,11 @@ def test_images_are_numbered_one_after_the_other():
     samples = torch.zeros(3, 2, 1, 1)
     assert latents.first_image({"samples": samples}) == 0
     assert latents.first_image({"samples": samples, "batch_index": [4, 5, 6]}) == 4
-    for index, said in (([4, 6, 5], "consecutive"), ([4, 5], "but holds 3"), ([4, 5, "6"], "but holds 3"),
-                        ([0, 0, 0], "consecutive")):
+    for index, said in (
+        ([4, 6, 5], "consecutive"),
+        ([4, 5], "but holds 3"),
+        ([4, 5, "6"], "but holds 3"),
+        ([0, 0, 0], "consecutive"),
+    ):
         with pytest.raises(ValueError, match=said):
             latents.first_image({"samples": samples, "batch_index": index})

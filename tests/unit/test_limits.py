@@ -86,13 +86,21 @@ NUMBERS = st.one_of(st.integers(-2, 5), st.integers(-(2**70), 2**70), st.floats(
 
 
 @QUIET
-@given(shape=st.lists(NUMBERS, max_size=12), place=st.lists(NUMBERS, max_size=3), name=st.text(max_size=20),
-       dtype=st.sampled_from(("F32", "F8_E4M3", "X")), repeat=st.sampled_from((1, 2000)))
+@given(
+    shape=st.lists(NUMBERS, max_size=12),
+    place=st.lists(NUMBERS, max_size=3),
+    name=st.text(max_size=20),
+    dtype=st.sampled_from(("F32", "F8_E4M3", "X")),
+    repeat=st.sampled_from((1, 2000)),
+)
 def test_any_header_is_read_alike_or_refused_by_every_reader(tmp_path, shape, place, name, dtype, repeat):
     file = safetensors({name: {"dtype": dtype, "shape": shape * repeat, "data_offsets": place}}, tmp_path, b"\0" * 8)
     found = []
-    for reader in (lambda: open_checkpoint(file, mapped=True), lambda: open_checkpoint(file, mapped=False),
-                   lambda: outline(file)):
+    for reader in (
+        lambda: open_checkpoint(file, mapped=True),
+        lambda: open_checkpoint(file, mapped=False),
+        lambda: outline(file),
+    ):
         try:
             found.append({key: tuple(tensor.shape) for key, tensor in reader().tensors.items()})
         except CheckpointError as error:
@@ -128,8 +136,16 @@ def test_sizes():
 def test_views():
     assert check_view(6, 0, (2, 3), (3, 1)) == 6 and check_view(6, 5, (1,), (1,)) == 1
     assert check_view(0, 0, (0,), (1,)) == 0
-    for view in ((6, 1, (2, 3), (3, 1)), (6, 0, (2,), (6,)), (6, 7, (0,), (1,)), (6, 0, (2, 3), (3,)),
-                 (6, -1, (1,), (1,)), (6, 0, (2,), (-1,)), (6, 0, (2,), (2**63,)), (6, None, (1,), (1,))):
+    for view in (
+        (6, 1, (2, 3), (3, 1)),
+        (6, 0, (2,), (6,)),
+        (6, 7, (0,), (1,)),
+        (6, 0, (2, 3), (3,)),
+        (6, -1, (1,), (1,)),
+        (6, 0, (2,), (-1,)),
+        (6, 0, (2,), (2**63,)),
+        (6, None, (1,), (1,)),
+    ):
         with pytest.raises(FileError):
             check_view(*view)
 
@@ -157,16 +173,23 @@ def test_a_value_in_a_message_is_short_whatever_it_is():
         bounded_int("n", endless, 1, 3)
 
 
-@pytest.mark.parametrize("text", ['{"a": [1, 2.5, "x", null, true]}', "1" * limits.DIGITS, "[" * 64 + "]" * 64,
-                                  '"' + "1" * 200 + '"'])
+@pytest.mark.parametrize(
+    "text", ['{"a": [1, 2.5, "x", null, true]}', "1" * limits.DIGITS, "[" * 64 + "]" * 64, '"' + "1" * 200 + '"']
+)
 def test_json_within_the_bounds_is_read_as_json_is(text):
     assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("1" * (limits.DIGITS + 1), "65 digits"), ("-" + "1" * 5000, "digits"), ("[" * 66 + "]" * 66, "64 deep"),
-    ("[" * 100_000, "64 deep"), ("[" + "0," * limits.VALUES + "0]", "1500000 values"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1" * (limits.DIGITS + 1), "65 digits"),
+        ("-" + "1" * 5000, "digits"),
+        ("[" * 66 + "]" * 66, "64 deep"),
+        ("[" * 100_000, "64 deep"),
+        ("[" + "0," * limits.VALUES + "0]", "1500000 values"),
+    ],
+)
 def test_json_beyond_the_bounds_is_refused(text, message):
     with pytest.raises(FileError, match=message):
         parse_json(text)
@@ -194,8 +217,12 @@ def test_the_layers_of_a_file_are_counted_in_one_place(module):
 def test_an_image_decoder_of_many_levels_is_not_built(tmp_path):
     """A million blocks for a thousand levels of a thousand, of which the file names two thousand."""
     tensors = {f"encoder.conv_blocks.{i}.res.0.conv1.weight": torch.zeros(32, 1, 1, 1) for i in range(17)}
-    tensors |= {"quantize.embedding.weight": torch.zeros(16, 8), "decoder.norm_out.weight": torch.zeros(32),
-                "encoder.conv_in.weight": torch.zeros(32, 3, 1, 1), "post_quant_conv.weight": torch.zeros(8, 8, 1, 1)}
+    tensors |= {
+        "quantize.embedding.weight": torch.zeros(16, 8),
+        "decoder.norm_out.weight": torch.zeros(32),
+        "encoder.conv_in.weight": torch.zeros(32, 3, 1, 1),
+        "post_quant_conv.weight": torch.zeros(8, 8, 1, 1),
+    }
     save_file(tensors, tmp_path / "vq.safetensors")
     with pytest.raises(FileError, match="must be an integer from 0 to 15"):
         load_image_decoder(tmp_path / "vq.safetensors")
@@ -203,8 +230,11 @@ def test_an_image_decoder_of_many_levels_is_not_built(tmp_path):
 
 @pytest.mark.parametrize("levels", [[2] * 17, [10**60], []])
 def test_levels_of_codes_are_bounded_before_they_are_multiplied(tmp_path, levels):
-    save_file({"post_quant_conv.conv3d.weight": torch.zeros(1, 1, 1, 1, 1), "quant_conv.conv3d.weight": torch.zeros(1)},
-              tmp_path / "decoder.safetensors", {"specar": json.dumps({"levels": levels})})
+    save_file(
+        {"post_quant_conv.conv3d.weight": torch.zeros(1, 1, 1, 1, 1), "quant_conv.conv3d.weight": torch.zeros(1)},
+        tmp_path / "decoder.safetensors",
+        {"specar": json.dumps({"levels": levels})},
+    )
     with pytest.raises(FileError, match="invalid levels"):
         load_image_decoder(tmp_path / "decoder.safetensors")
 
@@ -249,11 +279,19 @@ def test_what_torch_saves_is_within_the_bounds(tmp_path):
     optimiser = torch.optim.AdamW(module.parameters())
     module(torch.ones(2, 3)).sum().backward()
     optimiser.step()
-    content = {"model": module.state_dict(), "parameters": list(module.parameters()),
-               "optimizer": optimiser.state_dict(),
-               "steps": Counter({3: 1}), "other": OrderedDict(a=torch.tensor(2.5)), "part": torch.ones(2, 3).mT,
-               "rng": torch.get_rng_state(), "names": {"b", "a"}, "raw": bytearray(b"ab"), "bytes": b"ab",
-               "large": 2**80}
+    content = {
+        "model": module.state_dict(),
+        "parameters": list(module.parameters()),
+        "optimizer": optimiser.state_dict(),
+        "steps": Counter({3: 1}),
+        "other": OrderedDict(a=torch.tensor(2.5)),
+        "part": torch.ones(2, 3).mT,
+        "rng": torch.get_rng_state(),
+        "names": {"b", "a"},
+        "raw": bytearray(b"ab"),
+        "bytes": b"ab",
+        "large": 2**80,
+    }
     for new in (True, False):
         torch.save(content, tmp_path / "sound.pt", _use_new_zipfile_serialization=new)
         found = open_checkpoint(tmp_path / "sound.pt").tensors
@@ -275,8 +313,15 @@ def test_instructions_are_counted(monkeypatch):
 def trace_of(rows: int, cols: int, images: int = 1, **changes) -> Trace:
     positions = {name: torch.zeros((images, rows * cols), dtype=dtype) for name, dtype in POSITION_FIELDS.items()}
     positions["source"][:] = Source.PREFILL
-    totals = {"target_passes": 1, "passes_per_image": [1] * images, "draft_passes": 0, "images": images,
-              "tokens": images * rows * cols, "seed": 1, "seconds": 1.0}
+    totals = {
+        "target_passes": 1,
+        "passes_per_image": [1] * images,
+        "draft_passes": 0,
+        "images": images,
+        "tokens": images * rows * cols,
+        "seed": 1,
+        "seconds": 1.0,
+    }
     settings_ = {"method": "next_token", "cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     trace = Trace(rows, cols, cols, positions, {"width": torch.ones(1, dtype=torch.int64)}, totals, settings_)
     for name, value in changes.items():
@@ -298,13 +343,20 @@ def test_a_trace_within_the_bounds_is_loaded(tmp_path):
     assert load_trace(saved(trace, tmp_path)).rows == 2
 
 
-@pytest.mark.parametrize(("trace", "message"), [
-    (lambda: trace_of(1, 3000), "1 to 1024"), (lambda: trace_of(3000, 1), "1 to 1024"),
-    (lambda: trace_of(1, 1, images=limits.IMAGES + 1), "4097"), (lambda: trace_of(2, 2, stride=10**6), "2 to 2048"),
-    (lambda: trace_of(2, 2, lead=10**12), "0 to 1048576"), (lambda: trace_of(2, 2, finalised_at=2**31 - 1), "pass"),
-    (lambda: trace_of(2, 2, finalised_at=-1), "pass"),
-    (lambda: trace_of(2, 2, settings={"method": "x" * 2_000_000}), "262144 characters"),
-], ids=range(8))  # fmt: skip
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        (lambda: trace_of(1, 3000), "1 to 1024"),
+        (lambda: trace_of(3000, 1), "1 to 1024"),
+        (lambda: trace_of(1, 1, images=limits.IMAGES + 1), "4097"),
+        (lambda: trace_of(2, 2, stride=10**6), "2 to 2048"),
+        (lambda: trace_of(2, 2, lead=10**12), "0 to 1048576"),
+        (lambda: trace_of(2, 2, finalised_at=2**31 - 1), "pass"),
+        (lambda: trace_of(2, 2, finalised_at=-1), "pass"),
+        (lambda: trace_of(2, 2, settings={"method": "x" * 2_000_000}), "262144 characters"),
+    ],
+    ids=range(8),
+)
 def test_a_trace_beyond_the_bounds_is_refused(tmp_path, trace, message):
     with pytest.raises(FileError, match=f"trace.safetensors.*{message}"):
         load_trace(saved(trace(), tmp_path))
@@ -335,8 +387,16 @@ def test_settings_of_a_trace_are_quoted_short_and_printable(tmp_path):
     assert len(str(refused.value)) < 2 * limits.MESSAGE and str(refused.value).isprintable()
     trace = trace_of(2, 2)
     trace.settings["chosen"] = CONTROL * 5000
-    trace.totals |= {"accepted_drafts": 0, "acceptance_rate": 0.0, "accepted_length": 4.0, "step_compression": 4.0,
-                     "prefix_tokens": 0, "tv_bound": 0.0, "mean_log_p": 0.0, "sources": {}}
+    trace.totals |= {
+        "accepted_drafts": 0,
+        "acceptance_rate": 0.0,
+        "accepted_length": 4.0,
+        "step_compression": 4.0,
+        "prefix_tokens": 0,
+        "tv_bound": 0.0,
+        "mean_log_p": 0.0,
+        "sources": {},
+    }
     for text in (*run_report.labels([trace])[0], *run_report.describe(trace).split("\n"), comparison.table([trace])):
         assert "\x1b" not in text and len(text) < 2 * limits.MESSAGE
     assert comparison.chart([trace]).shape[1] == comparison.WIDTH
@@ -345,8 +405,18 @@ def test_settings_of_a_trace_are_quoted_short_and_printable(tmp_path):
 # Maps
 
 
-@pytest.mark.parametrize(("sides", "factor"), [((256, 256), 2), ((512, 600), 1), ((1, 1024), 8), ((1024, 1), 8),
-                                               ((16, 16), 32), ((10_000, 10_000), 1), ((16, 16384), 1)])
+@pytest.mark.parametrize(
+    ("sides", "factor"),
+    [
+        ((256, 256), 2),
+        ((512, 600), 1),
+        ((1, 1024), 8),
+        ((1024, 1), 8),
+        ((16, 16), 32),
+        ((10_000, 10_000), 1),
+        ((16, 16384), 1),
+    ],
+)
 def test_maps_are_enlarged_until_the_longer_side_is_long_enough(sides, factor):
     assert acceptance_map.enlargement(*sides) == factor
 

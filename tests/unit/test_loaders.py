@@ -77,9 +77,15 @@ def test_old_pickles_without_zip_load_too(tmp_path, known_size):
 
 def hugging_face_names(weights):
     out = {}
-    rules = {"attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
-             "feed_forward.w2": "mlp.down_proj", "attention_norm": "input_layernorm",
-             "ffn_norm": "post_attention_layernorm", "tok_embeddings": "embed_tokens"}
+    rules = {
+        "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "tok_embeddings": "embed_tokens",
+    }
     for name, tensor in weights.items():
         if name == "output.weight":
             out["lm_head.weight"] = tensor
@@ -109,8 +115,14 @@ def test_hugging_face_names_give_the_same_model(tmp_path, known_size, text):
 def test_hugging_face_folders_give_heads_grid_and_norms(tmp_path, text, shards, pickled):
     """The layout of jadohu/LlamaGen-T2I: a size that was never released loads too, as its config.json tells."""
     wanted = load_model(write_llamagen(tmp_path / "model.safetensors", text))
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": HEADS,
-              "rms_norm_eps": 1e-5, "block_size": GRID[0] * GRID[1], "vocab_size": VOCAB}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "num_attention_heads": HEADS,
+        "rms_norm_eps": 1e-5,
+        "block_size": GRID[0] * GRID[1],
+        "vocab_size": VOCAB,
+    }
     weights = hugging_face_names(llamagen_weights(text))
     folder = write_folder(tmp_path / "converted", weights, config, shards, pickled)
     found = load_model(folder)
@@ -121,19 +133,34 @@ def test_hugging_face_folders_give_heads_grid_and_norms(tmp_path, text, shards, 
     assert other.norm_eps == 1e-3 and other.heads == 2
 
 
-@pytest.mark.parametrize(("name", "side"), [
-    ("c2i_B_256.pt", 16), ("c2i_XXL_384.pt", 24), ("t2i_XL_stage1_256.pt", 16), ("t2i_XL_stage2_512.pt", 32),
-    ("LlamaGen-T2I/model.safetensors", 16), ("LlamaGen-T2I-2/model.safetensors", 32), ("512/c2i_L_256.safetensors", 16),
-    ("LlamaGen-T2I-256/model.safetensors", 16), ("LlamaGen-T2I-2/model.safetensors.index.json", 32),
-    ("LlamaGen-T2I-2/pytorch_model.bin", 32), ("runs_256/c2i_L_384.safetensors", 24),
-])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [
+        ("c2i_B_256.pt", 16),
+        ("c2i_XXL_384.pt", 24),
+        ("t2i_XL_stage1_256.pt", 16),
+        ("t2i_XL_stage2_512.pt", 32),
+        ("LlamaGen-T2I/model.safetensors", 16),
+        ("LlamaGen-T2I-2/model.safetensors", 32),
+        ("512/c2i_L_256.safetensors", 16),
+        ("LlamaGen-T2I-256/model.safetensors", 16),
+        ("LlamaGen-T2I-2/model.safetensors.index.json", 32),
+        ("LlamaGen-T2I-2/pytorch_model.bin", 32),
+        ("runs_256/c2i_L_384.safetensors", 24),
+    ],
+)
 def test_the_released_names_give_the_grid(name, side):
     assert llamagen.grid_of(Checkpoint({}, {}, Path("models") / name)) == (side, side)
 
 
 def test_metadata_describes_models_of_our_own(tmp_path):
-    path = write_llamagen(tmp_path / "model.safetensors", True, grid=[2, 8], pixels_per_token=8,
-                          defaults={"cfg": 3.0, "top_k": 0, "temperature": 0.9})
+    path = write_llamagen(
+        tmp_path / "model.safetensors",
+        True,
+        grid=[2, 8],
+        pixels_per_token=8,
+        defaults={"cfg": 3.0, "top_k": 0, "temperature": 0.9},
+    )
     model = load_model(path)
     assert model.grid == (2, 8) and model.pixels_per_token == 8
     assert model.defaults == SamplingParams(cfg=3.0, temperature=0.9)
@@ -213,8 +240,12 @@ def test_metadata_of_another_kind(tmp_path, known_size, metadata):
 def test_code_in_a_file_is_never_run(tmp_path, known_size, loader):
     proof, path = tmp_path / "proof", tmp_path / "c2i_B_256.pt"
     weights = llamagen_weights(False)
-    for content in (Attack(proof), weights | {"x": Attack(proof)}, {"model": weights, "args": Attack(proof)},
-                    {"model": weights, "args": argparse.Namespace(x=Attack(proof))}):
+    for content in (
+        Attack(proof),
+        weights | {"x": Attack(proof)},
+        {"model": weights, "args": Attack(proof)},
+        {"model": weights, "args": argparse.Namespace(x=Attack(proof))},
+    ):
         for zipped in (True, False):
             torch.save(content, path, _use_new_zipfile_serialization=zipped)
             refused(path, path.name, "never run", ".safetensors", loader=loader)

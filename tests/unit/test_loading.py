@@ -11,14 +11,17 @@ from comfyui_specar.benchmarks.loading import language_model, write
 
 SHAPES = language_model("model.", 512, 1536, 4, 256, 16384, biased=True)
 CONFIG = {
-    "model_type": "qwen2", "num_attention_heads": 4, "tie_word_embeddings": True,
+    "model_type": "qwen2",
+    "num_attention_heads": 4,
+    "tie_word_embeddings": True,
     "specar": {"codes": 8192, "words": 8192},
-}  # fmt: skip
+}
 SIZE = sum(torch.Size(shape).numel() for shape in SHAPES.values())  # 21 million, two bytes each in the file
 JOINED = sum(  # of which in projections that are joined: queries, keys and values; gate and up
-    torch.Size(shape).numel() for name, shape in SHAPES.items()
+    torch.Size(shape).numel()
+    for name, shape in SHAPES.items()
     if any(f"{part}_proj" in name for part in ("q", "k", "v", "gate", "up"))
-)  # fmt: skip
+)
 LAYERS = sum(torch.Size(shape).numel() for name, shape in SHAPES.items() if ".layers." in name)
 SLACK = 12e6  # bytes of everything else: code that is loaded on first use, the largest tensors in between
 CHILD = """

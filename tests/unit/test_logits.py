@@ -108,9 +108,10 @@ def test_an_entropy_temperature_of_one_changes_no_bit_and_greedy_decoding_and_fo
         assert torch.equal(probs(row, forced=forced, entropy=(2.5, 3, 0.6)), probs(row, forced=forced))
 
 
-@pytest.mark.parametrize(("cfg", "temperature", "top_k", "top_p", "entropy"), [
-    (3.0, 0.7, 2, 0.9, None), (1.0, 1.3, 0, 0.6, None), (1.5, 1.0, 3, 1.0, (0.5, 2.0, 0.6)),
-])
+@pytest.mark.parametrize(
+    ("cfg", "temperature", "top_k", "top_p", "entropy"),
+    [(3.0, 0.7, 2, 0.9, None), (1.0, 1.3, 0, 0.6, None), (1.5, 1.0, 3, 1.0, (0.5, 2.0, 0.6))],
+)
 def test_numbers_on_the_device_are_those_of_the_call(cfg, temperature, top_k, top_p, entropy):
     """A captured step reads them there; the arguments then only say what is off."""
     rows = torch.randn(2 if cfg != 1 else 1, 3, 5, generator=torch.Generator().manual_seed(4))
@@ -158,14 +159,23 @@ def test_half_precision_logits_are_processed_in_fp32():
     assert p.dtype == torch.float32 and abs(float(p.sum()) - 1) < 1e-6
 
 
-@pytest.mark.parametrize(("params", "words"), [
-    ({"cfg": 0.5}, "cfg.*0.5.* 1"), ({"cfg": math.nan}, "cfg.*nan"),
-    ({"temperature": -1}, "temperature.*-1.* 0"), ({"top_k": 33}, "top_k.*33.* 0.* to 32"),
-    ({"top_k": -1}, "top_k.*-1.* 0.* to 32"), ({"top_p": 0}, "top_p.* 0.*above 0"),
-    ({"top_p": 1.1}, "top_p.*1.1"), ({"temperature": math.nan}, "temperature.*nan"),
-    ({"entropy": (-1, 3, 0.6)}, "T0.*-1.* 0"), ({"entropy": (math.inf, 3, 0.6)}, "T0.*inf"),
-    ({"entropy": (2.5, 0, 0.6)}, "alpha.* 0.*above 0"), ({"entropy": (2.5, 3, 0)}, "theta.* 0.*at least 1e-06"),
-])
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"cfg": 0.5}, "cfg.*0.5.* 1"),
+        ({"cfg": math.nan}, "cfg.*nan"),
+        ({"temperature": -1}, "temperature.*-1.* 0"),
+        ({"top_k": 33}, "top_k.*33.* 0.* to 32"),
+        ({"top_k": -1}, "top_k.*-1.* 0.* to 32"),
+        ({"top_p": 0}, "top_p.* 0.*above 0"),
+        ({"top_p": 1.1}, "top_p.*1.1"),
+        ({"temperature": math.nan}, "temperature.*nan"),
+        ({"entropy": (-1, 3, 0.6)}, "T0.*-1.* 0"),
+        ({"entropy": (math.inf, 3, 0.6)}, "T0.*inf"),
+        ({"entropy": (2.5, 0, 0.6)}, "alpha.* 0.*above 0"),
+        ({"entropy": (2.5, 3, 0)}, "theta.* 0.*at least 1e-06"),
+    ],
+)
 def test_illegal_parameters_are_named(params, words):
     with pytest.raises(ValueError, match=words):
         SamplingParams(**params).check(32)
@@ -202,8 +212,7 @@ def test_top_k_keeps_what_it_kept(logits, k):
 
 @settings(deadline=None, max_examples=200)
 @given(
-    st.lists(st.sampled_from([0.0, 1e-7, 0.1, 0.3, 2.0]), min_size=1, max_size=9).filter(any),
-    st.integers(0, 2**24 - 1),
+    st.lists(st.sampled_from([0.0, 1e-7, 0.1, 0.3, 2.0]), min_size=1, max_size=9).filter(any), st.integers(0, 2**24 - 1)
 )
 def test_categorical_inverts_the_cumulative_sum(weights, word):
     u = word / 2**24
@@ -248,11 +257,19 @@ def test_entropy_in_nats():
     assert close(entropy(torch.tensor([[0.0, 1.0]])), [0.0])
 
 
-@pytest.mark.parametrize("params", [
-    SamplingParams(), SamplingParams(cfg=3.0), SamplingParams(temperature=0), SamplingParams(top_k=2),
-    SamplingParams(top_p=0.6), SamplingParams(cfg=2.0, temperature=0.7, top_k=3, top_p=0.8, order=("top_p", "top_k")),
-    SamplingParams(temperature=0.8, entropy=(0.5, 2.0, 0.6)),
-], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(cfg=3.0),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=2),
+        SamplingParams(top_p=0.6),
+        SamplingParams(cfg=2.0, temperature=0.7, top_k=3, top_p=0.8, order=("top_p", "top_k")),
+        SamplingParams(temperature=0.8, entropy=(0.5, 2.0, 0.6)),
+    ],
+    ids=str,
+)
 def test_parameters_on_the_device_give_the_distribution_of_those_in_the_call(params):
     rows = torch.randn(2 if params.guided else 1, 4, 5, generator=torch.Generator().manual_seed(2))
     with fp64():

@@ -94,10 +94,14 @@ def test_a_prompt_states_the_size_and_begins_with_qwens_first_token(model):
     assert model.prefix.null(torch.zeros(1, 9, 1), (4, 4))[0, :, 0].tolist() == opening
 
 
-@pytest.mark.parametrize("names", [
-    {"bos_token": "<|image|>"}, {"bos_token": {"content": "<|image|>", "special": True}},
-    {"bos_token": None, "eos_token": {"content": "<|image|>"}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"bos_token": "<|image|>"},
+        {"bos_token": {"content": "<|image|>", "special": True}},
+        {"bos_token": None, "eos_token": {"content": "<|image|>"}},
+    ],
+)
 def test_the_first_token_is_that_of_the_tokenizer(copy, names):
     model = api.load_model(edit(copy(), "tokenizer_config.json", **names))
     assert prompt_of(model)[0] == IDS["<|image|>"]
@@ -134,10 +138,15 @@ def test_without_its_tokenizer_it_generates_from_ids(copy):
     assert api.load_model(folder).encode_prompt("a fox")
 
 
-@pytest.mark.parametrize("wrong", [
-    ["<|endoftext|>"], ["<|endoftext|>", "<racm3:break>"],
-    [{"<reserved08801>": "<reserved08802>", "<reserved08802>": "<reserved08801>"}.get(name, name) for name in IDS],
-], ids=["of a language model", "without sizes", "other sizes"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["<|endoftext|>"],
+        ["<|endoftext|>", "<racm3:break>"],
+        [{"<reserved08801>": "<reserved08802>", "<reserved08802>": "<reserved08801>"}.get(name, name) for name in IDS],
+    ],
+    ids=["of a language model", "without sizes", "other sizes"],
+)
 def test_the_tokenizer_of_another_model_is_refused(copy, wrong):
     folder = copy()
     byte_tokenizer(wrong).save(str(folder / "tokenizer.json"))
@@ -148,12 +157,15 @@ def test_the_tokenizer_of_another_model_is_refused(copy, wrong):
 # What is refused
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"vocabulary_map": {k: v for k, v in IDS.items() if k != "<MOVQGAN7>"}}, "image tokens.*config.json"),
-    ({"vocabulary_map": {k: v for k, v in IDS.items() if k != "<reserved08799>"}}, "<reserved08799>"),
-    ({"vocabulary_map": None}, "image tokens.*config.json"),
-    ({"num_attention_heads": None}, "width.* 32 .*heads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocabulary_map": {k: v for k, v in IDS.items() if k != "<MOVQGAN7>"}}, "image tokens.*config.json"),
+        ({"vocabulary_map": {k: v for k, v in IDS.items() if k != "<reserved08799>"}}, "<reserved08799>"),
+        ({"vocabulary_map": None}, "image tokens.*config.json"),
+        ({"num_attention_heads": None}, "width.* 32 .*heads"),
+    ],
+)
 def test_configs_of_others(copy, changes, message):
     with pytest.raises(CheckpointError, match=message):
         api.load_model(edit(copy(), **changes))
@@ -193,10 +205,12 @@ def test_the_decoder_has_no_temporal_layers_and_reads_what_it_writes(folder):
 def test_damaged_and_other_decoders(tmp_path):
     weights, path = movq_weights(), tmp_path / "movqgan_67M.safetensors"
     for gone, words in (
-        ("encoder.conv_in.weight", "incomplete"), ("quant_conv.weight", "1 tensors missing"),
-        ("post_quant_conv.weight", "incomplete"), ("decoder.up.1.attn.0.q.weight", "1 tensors missing"),
+        ("encoder.conv_in.weight", "incomplete"),
+        ("quant_conv.weight", "1 tensors missing"),
+        ("post_quant_conv.weight", "incomplete"),
+        ("decoder.up.1.attn.0.q.weight", "1 tensors missing"),
         ("decoder.mid.block_1.norm1.conv_y.bias", "1 tensors missing"),
-    ):  # fmt: skip
+    ):
         save_file({name: tensor for name, tensor in weights.items() if name != gone}, str(path))
         refused(path, "movqgan_67M.safetensors", words, loader=api.load_image_decoder)
     save_file(weights | {"decoder.surplus.weight": torch.zeros(1)}, str(path))

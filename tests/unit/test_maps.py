@@ -35,6 +35,7 @@ def kept(monkeypatch):
     """What the loaders of the headless interface and of GLM-Image's decoder return, kept alive."""
     found = []
     for module, name in LOADERS:
+
         def load(*given, loader=getattr(module, name), **more):
             found.append(loader(*given, **more))
             return found[-1]
@@ -61,10 +62,14 @@ def test_with_maps_only_weights_are_some(tmp_path, kept, name):
     assert not maps(tmp_path)
 
 
-@pytest.mark.parametrize("write", [
-    lambda folder: write_llamagen(folder / "model.safetensors", False),
-    lambda folder: SEEDS["LlamaGen of classes"].write(folder) or folder,
-], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: write_llamagen(folder / "model.safetensors", False),
+        lambda folder: SEEDS["LlamaGen of classes"].write(folder) or folder,
+    ],
+    ids=["safetensors", "pickle"],
+)
 def test_the_same_weights_either_way(tmp_path, write):
     path = write(tmp_path)
     mapped = api.load_model(path).state_dict()
@@ -94,13 +99,17 @@ def test_the_outline_of_a_file_has_its_names_shapes_and_dtypes(tmp_path):
         folder = tmp_path / kind
         folder.mkdir()
         SEEDS[kind].write(folder)
-        path = next(path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".jit", ".json")
-                    and path.name != "config.json")
+        path = next(
+            path
+            for path in sorted(folder.iterdir())
+            if path.suffix in (".bin", ".jit", ".json") and path.name != "config.json"
+        )
         whole, outline = checkpoint.open_checkpoint(path), checkpoint.outline(path)
         assert {tensor.device.type for tensor in outline.tensors.values()} == {"meta"}
         assert outline.metadata == whole.metadata and outline.path == whole.path
         assert {name: (t.shape, t.dtype) for name, t in outline.tensors.items()} == {
-            name: (t.shape, t.dtype) for name, t in whole.tensors.items()}
+            name: (t.shape, t.dtype) for name, t in whole.tensors.items()
+        }
         del whole
         assert not maps(folder)
 
@@ -114,10 +123,14 @@ PAGE_FILE = {  # error 1455, as a German Windows words it by safetensors, and by
     "Python": OSError("[WinError 1455] The paging file is too small for this operation to complete"),
 }
 NO_MEMORY = {
-    "Windows": RuntimeError("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: you "
-                            "tried to allocate 134217728 bytes."),
-    "Linux": RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: "
-                          "you tried to allocate 134217728 bytes. Error code 12 (Cannot allocate memory)"),
+    "Windows": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: you "
+        "tried to allocate 134217728 bytes."
+    ),
+    "Linux": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 134217728 bytes. Error code 12 (Cannot allocate memory)"
+    ),
     "map": RuntimeError("unable to mmap 23802932552 bytes from file </x>: Cannot allocate memory (12)"),
     "Python": MemoryError(),
 }

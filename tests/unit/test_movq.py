@@ -83,9 +83,11 @@ def test_damaged_files(tmp_path):
     weights = tiny.original_vq_weights()
     path = tmp_path / "movq.safetensors"
     for gone, words in (
-        ("encoder.conv_in.weight", "incomplete"), ("encoder.time_conv.0.conv.conv.weight", "tensors"),
-        ("decoder.conv_out.bias", "1 tensors missing"), ("decoder.up.1.attn.0.q.weight", "1 tensors missing"),
-    ):  # fmt: skip
+        ("encoder.conv_in.weight", "incomplete"),
+        ("encoder.time_conv.0.conv.conv.weight", "tensors"),
+        ("decoder.conv_out.bias", "1 tensors missing"),
+        ("decoder.up.1.attn.0.q.weight", "1 tensors missing"),
+    ):
         save_file({name: tensor for name, tensor in weights.items() if name != gone}, str(path))
         refused(path, "movq.safetensors", words, loader=load_image_decoder)
     save_file({name: t for name, t in weights.items() if not name.startswith("encoder.")}, str(path))

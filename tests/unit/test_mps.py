@@ -50,9 +50,11 @@ def request(family: Family, guided: bool, alone: bool) -> Request:
     return replace(two, batch=1, layout=replace(two.layout, forced=two.layout.forced[:1])) if alone else two
 
 
-@pytest.mark.parametrize(("families", "name"), [
-    (family, name) for family in FAMILIES for name in (METHODS if family in FULLY else FEW)
-], indirect=["families"])
+@pytest.mark.parametrize(
+    ("families", "name"),
+    [(family, name) for family in FAMILIES for name in (METHODS if family in FULLY else FEW)],
+    indirect=["families"],
+)
 @torch.inference_mode()
 def test_every_method_generates_what_it_generates_on_the_cpu(families, name):
     on_cpu, on_metal = families
@@ -91,10 +93,14 @@ def xar(folder):
     return file
 
 
-@pytest.mark.parametrize(("write", "mode", "keeping"), [
-    *((mar, mode, keeping) for mode in ("plain", "block", "prefix", "exact") for keeping in (False, True)),
-    (xar, "plain", False), (xar, "block", False),
-])
+@pytest.mark.parametrize(
+    ("write", "mode", "keeping"),
+    [
+        *((mar, mode, keeping) for mode in ("plain", "block", "prefix", "exact") for keeping in (False, True)),
+        (xar, "plain", False),
+        (xar, "block", False),
+    ],
+)
 def test_vectors_are_those_of_the_cpu(write, mode, keeping, tmp_path):
     file = write(tmp_path)
 
@@ -144,8 +150,11 @@ def test_images_are_those_of_the_cpu(name, tmp_path):
 def numbers(device):
     stream = Stream.of(2**63 + 2**33 + 5, 2, device)
     at = torch.arange(5, device=device).expand(2, -1)
-    return (*stream.uniforms(at, (Purpose.ACCEPT, Purpose.REDRAW), 2), stream.gumbel(at, 9),
-            stream.normal(at, 6, Purpose.NOISE, torch.tensor([[3]], device=device)))
+    return (
+        *stream.uniforms(at, (Purpose.ACCEPT, Purpose.REDRAW), 2),
+        stream.gumbel(at, 9),
+        stream.normal(at, 6, Purpose.NOISE, torch.tensor([[3]], device=device)),
+    )
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -168,22 +177,25 @@ def test_random_numbers_are_those_of_the_cpu(exact, caplog):
 INTS, FLOATS = torch.arange(6), torch.rand(2, 3)
 
 
-@pytest.mark.parametrize(("error", "message", "run"), [
-    (NotImplementedError, "no kernel for take", lambda x, f: x.take(x)),
-    (NotImplementedError, "no kernel for index_copy_", lambda x, f: f.index_copy_(0, x[:2], f)),
-    (NotImplementedError, "no kernel for _cummax_helper", lambda x, f: x.cummax(0)),
-    (NotImplementedError, "no kernel for linalg_svd|no kernel for _linalg_svd", lambda x, f: torch.linalg.svd(f)),
-    (TypeError, "float64", lambda x, f: f.double()),
-    (TypeError, "float64", lambda x, f: torch.zeros(2, dtype=torch.float64, device=DEVICE)),
-    (TypeError, "float64", lambda x, f: torch.rand(2, dtype=torch.float64).to(DEVICE)),
-    (TypeError, "float8", lambda x, f: f.to(torch.float8_e4m3fn)),
-    (RuntimeError, "different devices", lambda x, f: f + torch.ones(3)),
-    (RuntimeError, "int64 numbers behind", lambda x, f: x.argsort()),
-    (RuntimeError, "strides", lambda x, f: f.t().sort()),
-    (RuntimeError, "as fp32", lambda x, f: (x + 2**24) // 7),
-    (RuntimeError, "as fp32", lambda x, f: (x + 2**24) % 7),
-    (RuntimeError, "another place", lambda x, f: (x > 2)[1:] & (x < 4)[1:]),
-])
+@pytest.mark.parametrize(
+    ("error", "message", "run"),
+    [
+        (NotImplementedError, "no kernel for take", lambda x, f: x.take(x)),
+        (NotImplementedError, "no kernel for index_copy_", lambda x, f: f.index_copy_(0, x[:2], f)),
+        (NotImplementedError, "no kernel for _cummax_helper", lambda x, f: x.cummax(0)),
+        (NotImplementedError, "no kernel for linalg_svd|no kernel for _linalg_svd", lambda x, f: torch.linalg.svd(f)),
+        (TypeError, "float64", lambda x, f: f.double()),
+        (TypeError, "float64", lambda x, f: torch.zeros(2, dtype=torch.float64, device=DEVICE)),
+        (TypeError, "float64", lambda x, f: torch.rand(2, dtype=torch.float64).to(DEVICE)),
+        (TypeError, "float8", lambda x, f: f.to(torch.float8_e4m3fn)),
+        (RuntimeError, "different devices", lambda x, f: f + torch.ones(3)),
+        (RuntimeError, "int64 numbers behind", lambda x, f: x.argsort()),
+        (RuntimeError, "strides", lambda x, f: f.t().sort()),
+        (RuntimeError, "as fp32", lambda x, f: (x + 2**24) // 7),
+        (RuntimeError, "as fp32", lambda x, f: (x + 2**24) % 7),
+        (RuntimeError, "another place", lambda x, f: (x > 2)[1:] & (x < 4)[1:]),
+    ],
+)
 @torch.inference_mode()
 def test_the_device_refuses(error, message, run):
     with metal(), pytest.raises(error, match=message):
@@ -192,8 +204,7 @@ def test_the_device_refuses(error, message, run):
 
 @torch.inference_mode()
 def test_the_device_computes():
-    """Views share memory, what is written in place is seen, and operators made of others come to what they are made of.
-    """
+    """Views share memory, what is written in place is seen, and operators made of others come to what they are made of."""
     with metal() as device:
         x = FLOATS.clone().to(DEVICE)
         view = x[:, 1:]

@@ -80,8 +80,10 @@ def test_wrapped_decoders_drafters_and_encoders(tmp_path):
     assert decoder.codes == tiny.VOCAB and drafter.kind == "eagle"
     folder = tiny_t5.write(tmp_path / "flan-t5-xl")
     names = open_checkpoint(weight_file(folder)).tensors.keys()
-    save_file(wrapped({n: t.clone() for n, t in open_checkpoint(weight_file(folder)).tensors.items()}),
-              tmp_path / "t5.safetensors")
+    save_file(
+        wrapped({n: t.clone() for n, t in open_checkpoint(weight_file(folder)).tensors.items()}),
+        tmp_path / "t5.safetensors",
+    )
     assert open_checkpoint(tmp_path / "t5.safetensors").tensors.keys() == names
 
 
@@ -99,7 +101,8 @@ def test_only_what_is_around_all_names_is_stripped(plain, wrappers, averaged):
 
 def test_wrappers_of_single_layers_are_stripped_and_no_name_is_lost():
     assert unwrapped(["layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.w.weight"]) == {
-        "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.w.weight": "layers.0.w.weight"}
+        "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.w.weight": "layers.0.w.weight"
+    }
     assert unwrapped(["a._orig_mod.w", "a.w"]) == {"a._orig_mod.w": "a._orig_mod.w", "a.w": "a.w"}
     assert unwrapped(["module.a", "b"]) == {"module.a": "module.a", "b": "b"} and unwrapped([]) == {}
 
@@ -112,12 +115,29 @@ def test_a_number_within_another_says_nothing(size, digits, after):
     assert meaning(f"step-{size}{digits}" if after else f"step-{digits}{size}", {"256": 1, "512": 2}) is None
 
 
-@pytest.mark.parametrize(("name", "found"), [
-    ("c2i_B_256", 256), ("0512000", None), ("20240512_c2i", None), ("my-512-lora-768", None), ("512-and-512", 512),
-    ("Emu3.5-Image", "image"), ("emu3_5", "mixed"), ("Emu35", "mixed"), ("genshin-emu3", None), ("Emu3-Gen", "gen"),
-    ("run-5-12", None), ("c2i_L_256px", 256), ("c2i-512x512-ema", 512), ("512x768", None), ("0512px", None),
-    ("256x256-to-512x512", None), ("v256x256", None), ("", None),
-])
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("c2i_B_256", 256),
+        ("0512000", None),
+        ("20240512_c2i", None),
+        ("my-512-lora-768", None),
+        ("512-and-512", 512),
+        ("Emu3.5-Image", "image"),
+        ("emu3_5", "mixed"),
+        ("Emu35", "mixed"),
+        ("genshin-emu3", None),
+        ("Emu3-Gen", "gen"),
+        ("run-5-12", None),
+        ("c2i_L_256px", 256),
+        ("c2i-512x512-ema", 512),
+        ("512x768", None),
+        ("0512px", None),
+        ("256x256-to-512x512", None),
+        ("v256x256", None),
+        ("", None),
+    ],
+)
 def test_only_whole_words_and_numbers_count(name, found):
     table = {"256": 256, "512": 512, "768": 768, "emu35": "mixed", "emu35image": "image", "gen": "gen"}
     assert meaning(name, table) == found
@@ -153,9 +173,13 @@ def test_names_of_decoders_and_encoders(tmp_path):
 
 
 HARMLESS = (
-    "v_head.summary.weight", "value_head.0.weight", "optimizer.step", "score.weight", "rotary_emb.inv_freq",
+    "v_head.summary.weight",
+    "value_head.0.weight",
+    "optimizer.step",
+    "score.weight",
+    "rotary_emb.inv_freq",
     "lm_loss.scale",
-)  # fmt: skip
+)
 
 
 def test_harmless_tensors_are_ignored_by_every_family(sound, tmp_path, caplog):
@@ -178,10 +202,17 @@ def test_tensors_within_the_layers_are_refused_by_every_family(sound, tmp_path):
         refused(path, "1 unknown", extra)
 
 
-@pytest.mark.parametrize("extra", [
-    "model.norm.bias", "lm_head.bias", "model.layers.0.self_attn.o_proj.bias", "model.layers.0.self_attn.k_proj.bias",
-    "model.embed_norm.weight", "model.layers.0.self_attn.sinks",
-])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "model.norm.bias",
+        "lm_head.bias",
+        "model.layers.0.self_attn.o_proj.bias",
+        "model.layers.0.self_attn.k_proj.bias",
+        "model.embed_norm.weight",
+        "model.layers.0.self_attn.sinks",
+    ],
+)
 def test_parts_of_a_language_model_that_change_its_result_are_refused(tmp_path, extra):
     sound = FAMILIES["lumina-mgpt"].write(tmp_path / "sound")
     refused(copied(sound, tmp_path, lambda t: t | {extra: torch.ones(1)}), extra.rpartition(".")[2])

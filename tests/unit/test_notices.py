@@ -72,10 +72,18 @@ def test_tokens_beyond_the_slots_of_t5_are_named(count, rest):
     assert [notice.split("leaves out: ")[1] for notice in found] == [f"{rest}."] * bool(rest)
 
 
-@pytest.mark.parametrize(("text", "removed"), [
-    ("a Red cat, 'old'", ""), ("a cat 猫", "猫"), ("free shipping of cats", "free, shipping"),
-    ("AT&amp;T&nbsp;logo", ""), ("a \ufb01sh, \uff26\uff35\uff2c\uff2c", ""), ("a_b_c_d_e", ""), ("cafe\u0301", ""),
-])
+@pytest.mark.parametrize(
+    ("text", "removed"),
+    [
+        ("a Red cat, 'old'", ""),
+        ("a cat 猫", "猫"),
+        ("free shipping of cats", "free, shipping"),
+        ("AT&amp;T&nbsp;logo", ""),
+        ("a \ufb01sh, \uff26\uff35\uff2c\uff2c", ""),
+        ("a_b_c_d_e", ""),
+        ("cafe\u0301", ""),
+    ],
+)
 def test_words_that_cleaning_removes_from_a_caption_are_named(text, removed):
     found = T5Encoder(None, Words(), slots=20, width=CAPTION).notices(text)
     assert [notice.split("learned: ")[1] for notice in found] == [f"{removed}."] * bool(removed)
@@ -103,17 +111,25 @@ def test_quotations_that_glm_image_cuts_are_named():
 WHOLE = ("percentage", 1.0, 1.0, 0, 0)
 
 
-@pytest.mark.parametrize(("entries", "words"), [
-    ({"area": (4, 4, 0, 0), "strength": 1.0, "set_area_to_bounds": False}, ["area"]),
-    ({"area": (PIXELS[0] // 8, PIXELS[1] // 8, 0, 0), "strength": 1.0}, []),
-    ({"area": (PIXELS[0] // 8, PIXELS[1] // 8, 0, 1)}, ["area"]),
-    ({"area": ("percentage", 1.0, 0.5, 0, 0.5), "strength": 0.7}, ["area", "strength"]),
-    ({"area": WHOLE}, []), ({"area": ("percentage", 1.0, 1.0, 1.0, 0, 0, 0)}, []), ({"area": ("percentage",)}, []),
-    ({"mask": torch.ones(1, 8, 8), "mask_strength": 1.0, "set_area_to_bounds": True}, []),
-    ({"mask": torch.zeros(1, 8, 8), "mask_strength": 0.5, "set_area_to_bounds": True}, ["mask", "strength"]),
-    ({"start_percent": 0.0, "end_percent": 1.0}, []), ({"start_percent": 0.2, "end_percent": 0.8}, ["time range"]),
-    ({"guidance": None}, []), ({"guidance": 3.5}, ["guidance (set cfg on the sampler)"]), ({"mine": 3}, ["'mine'"]),
-])
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"area": (4, 4, 0, 0), "strength": 1.0, "set_area_to_bounds": False}, ["area"]),
+        ({"area": (PIXELS[0] // 8, PIXELS[1] // 8, 0, 0), "strength": 1.0}, []),
+        ({"area": (PIXELS[0] // 8, PIXELS[1] // 8, 0, 1)}, ["area"]),
+        ({"area": ("percentage", 1.0, 0.5, 0, 0.5), "strength": 0.7}, ["area", "strength"]),
+        ({"area": WHOLE}, []),
+        ({"area": ("percentage", 1.0, 1.0, 1.0, 0, 0, 0)}, []),
+        ({"area": ("percentage",)}, []),
+        ({"mask": torch.ones(1, 8, 8), "mask_strength": 1.0, "set_area_to_bounds": True}, []),
+        ({"mask": torch.zeros(1, 8, 8), "mask_strength": 0.5, "set_area_to_bounds": True}, ["mask", "strength"]),
+        ({"start_percent": 0.0, "end_percent": 1.0}, []),
+        ({"start_percent": 0.2, "end_percent": 0.8}, ["time range"]),
+        ({"guidance": None}, []),
+        ({"guidance": 3.5}, ["guidance (set cfg on the sampler)"]),
+        ({"mine": 3}, ["'mine'"]),
+    ],
+)
 def test_settings_of_a_prompt_are_named_unless_they_restrict_nothing(entries, words, model):
     assert prompt_settings.ignored({"ar": {}} | entries, PIXELS) == words
     [[features, own]] = model.encode_prompt("a cat")
@@ -121,11 +137,16 @@ def test_settings_of_a_prompt_are_named_unless_they_restrict_nothing(entries, wo
     assert [notice.split(": ")[1] for notice in notices] == [f"{', '.join(words)}."] * bool(words)
 
 
-@pytest.mark.parametrize(("entry", "value", "words"), [
-    ("control", object(), "ControlNet"), ("gligen", ("position", object(), []), "GLIGEN"),
-    ("reference_latents", [torch.zeros(1, 4, 8, 8)], "reference pictures"), ("mine", {"a": torch.zeros(1)}, "'mine'"),
-    ("unclip_conditioning", [{"clip_vision_output": object(), "strength": 1.0}], "unCLIP"),
-])
+@pytest.mark.parametrize(
+    ("entry", "value", "words"),
+    [
+        ("control", object(), "ControlNet"),
+        ("gligen", ("position", object(), []), "GLIGEN"),
+        ("reference_latents", [torch.zeros(1, 4, 8, 8)], "reference pictures"),
+        ("mine", {"a": torch.zeros(1)}, "'mine'"),
+        ("unclip_conditioning", [{"clip_vision_output": object(), "strength": 1.0}], "unCLIP"),
+    ],
+)
 def test_a_picture_or_a_model_on_a_prompt_is_refused(entry, value, words, model):
     [[features, own]] = model.encode_prompt("a cat")
     with pytest.raises(ValueError, match=f"positive.*{words}.*CLIP Text Encode"):

@@ -17,8 +17,19 @@ from comfyui_specar.model_loaders.files.pickles import read_pickle
 from ..support.bad_files import refused
 from ..support.tiny import vq_weights
 
-OLD = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-       torch.uint8, torch.bool, torch.complex64)  # fmt: skip
+OLD = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
 NEW = (*OLD, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32)  # not in the format before zip files
 
 
@@ -30,12 +41,23 @@ def test_everything_is_read_as_torch_reads_it(tmp_path, zipped, mapped, protocol
     content = OrderedDict(parameter=torch.nn.Parameter(torch.randn(3, 3)), wide=torch.zeros(1, 3).expand(4, 3))
     for dtype in NEW if zipped else OLD:
         whole = (torch.arange(24).view(4, 6) % 2).to(dtype)
-        content |= {f"{dtype}.{i}": part for i, part in enumerate(
-            (whole, whole.t(), whole[1:3, 2:5], whole[:0], whole[1, 1]))}  # fmt: skip
-    others = {"state": module.state_dict(), "optimizer": torch.optim.AdamW(module.parameters()).state_dict(),
-              "size": torch.Size([1, 2]), "number": 2**70, "bytes": b"abc", "set": {1, 2}}
-    torch.save({"content": content} | others, tmp_path / "some.pt", pickle_protocol=protocol,
-               _use_new_zipfile_serialization=zipped)
+        content |= {
+            f"{dtype}.{i}": part for i, part in enumerate((whole, whole.t(), whole[1:3, 2:5], whole[:0], whole[1, 1]))
+        }
+    others = {
+        "state": module.state_dict(),
+        "optimizer": torch.optim.AdamW(module.parameters()).state_dict(),
+        "size": torch.Size([1, 2]),
+        "number": 2**70,
+        "bytes": b"abc",
+        "set": {1, 2},
+    }
+    torch.save(
+        {"content": content} | others,
+        tmp_path / "some.pt",
+        pickle_protocol=protocol,
+        _use_new_zipfile_serialization=zipped,
+    )
     found = read_pickle(tmp_path / "some.pt", mapped)
     for name, tensor in content.items():
         assert found["content"][name].dtype == tensor.dtype and found["content"][name].shape == tensor.shape
@@ -49,15 +71,35 @@ def test_everything_is_read_as_torch_reads_it(tmp_path, zipped, mapped, protocol
 A, B = ({name: torch.full((2,), value) for name in ("a.weight", "b.weight")} for value in (1.0, 2.0))
 
 
-@pytest.mark.parametrize(("content", "taken"), [
-    ({"model": A, "ema": B}, B), ({"model": A, "model_ema": B}, B), ({"params": A, "params_ema": B}, B),
-    ({"state_dict": {"model": A, "ema": B}}, B), ({"model": A, "ema": {"module": B, "updates": 3}}, B),
-    ({"model": A, "ema": {"shadow": B, "decay": torch.tensor(0.9)}}, B),
-    ({"model": A, "ema": {"decay": torch.tensor(0.9)}}, A), ({"model": A, "ema": {"shadow_params": [B]}}, A),
-    ({"model": A, "ema": None}, A), ({"generator": A, "discriminator": B}, A), ({"net": A, "optimizer": B}, A),
-    *(({key: A, "epoch": 3}, A) for key in (
-        "model_state_dict", "ema_model", "net", "generator", "params_ema", "weights", "state_dict", "module")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "taken"),
+    [
+        ({"model": A, "ema": B}, B),
+        ({"model": A, "model_ema": B}, B),
+        ({"params": A, "params_ema": B}, B),
+        ({"state_dict": {"model": A, "ema": B}}, B),
+        ({"model": A, "ema": {"module": B, "updates": 3}}, B),
+        ({"model": A, "ema": {"shadow": B, "decay": torch.tensor(0.9)}}, B),
+        ({"model": A, "ema": {"decay": torch.tensor(0.9)}}, A),
+        ({"model": A, "ema": {"shadow_params": [B]}}, A),
+        ({"model": A, "ema": None}, A),
+        ({"generator": A, "discriminator": B}, A),
+        ({"net": A, "optimizer": B}, A),
+        *(
+            ({key: A, "epoch": 3}, A)
+            for key in (
+                "model_state_dict",
+                "ema_model",
+                "net",
+                "generator",
+                "params_ema",
+                "weights",
+                "state_dict",
+                "module",
+            )
+        ),
+    ],
+)
 def test_the_averaged_weights_of_a_container_are_taken(tmp_path, content, taken):
     torch.save(content, tmp_path / "some.pt")
     found = open_checkpoint(tmp_path / "some.pt").tensors
@@ -87,12 +129,17 @@ def test_other_containers_are_named_in_the_answer(tmp_path):
 def lightning(tmp_path, monkeypatch):
     """A checkpoint of Lightning, with its classes and numbers of NumPy beside the weights."""
     import numpy
+
     for name in ("pytorch_lightning", "pytorch_lightning.callbacks", "pytorch_lightning.callbacks.model_checkpoint"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     kind = type("ModelCheckpoint", (dict,), {"__module__": "pytorch_lightning.callbacks.model_checkpoint"})
     sys.modules[kind.__module__].ModelCheckpoint = kind
-    content = {"state_dict": vq_weights(), "callbacks": {kind: {"best": numpy.float64(0.1)}, "x": kind(a=1)},
-               "array": numpy.arange(3), "loops": {"n": {1, 2}}}  # fmt: skip
+    content = {
+        "state_dict": vq_weights(),
+        "callbacks": {kind: {"best": numpy.float64(0.1)}, "x": kind(a=1)},
+        "array": numpy.arange(3),
+        "loops": {"n": {1, 2}},
+    }
     for zipped in (True, False):
         torch.save(content, tmp_path / f"{zipped}.ckpt", _use_new_zipfile_serialization=zipped)
     return kind, tmp_path
@@ -154,6 +201,7 @@ def test_names_in_the_old_format_are_read_without_the_data(tmp_path):
     torch.save({"a.weight": torch.ones(1000, 10)}, path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes()[:-100])
     assert {name: (*tensor.shape, tensor.device.type) for name, tensor in outline(path).tensors.items()} == {
-        "a.weight": (1000, 10, "meta")}
+        "a.weight": (1000, 10, "meta")
+    }
     with pytest.raises(CheckpointError, match="ends too soon"):
         open_checkpoint(path)

@@ -29,10 +29,24 @@ NEWER = {  # module -> names that it does not have in Python 3.10
     "os": {"process_cpu_count"},
     "os.path": {"isdevdrive", "isjunction", "isreserved", "splitroot"},
     "sys": {"exception", "monitoring"},
-    "typing": {"LiteralString", "Never", "NotRequired", "ReadOnly", "Required", "Self", "TypeIs", "TypeVarTuple",
-               "Unpack", "assert_never", "assert_type", "dataclass_transform", "override", "reveal_type"},
+    "typing": {
+        "LiteralString",
+        "Never",
+        "NotRequired",
+        "ReadOnly",
+        "Required",
+        "Self",
+        "TypeIs",
+        "TypeVarTuple",
+        "Unpack",
+        "assert_never",
+        "assert_type",
+        "dataclass_transform",
+        "override",
+        "reveal_type",
+    },
     "warnings": {"deprecated"},
-}  # fmt: skip
+}
 NEWER_MODULES = {"annotationlib", "compression", "tomllib"}
 NEWER_BUILTINS = {"BaseExceptionGroup", "ExceptionGroup"}
 NEWER_METHODS = {"add_note", "from_uri", "full_match", "walk_up"}  # of exceptions and paths
@@ -40,8 +54,15 @@ NEWER_METHODS = {"add_note", "from_uri", "full_match", "walk_up"}  # of exceptio
 
 def sources(folders: tuple[str, ...] = FOLDERS) -> list[Path]:
     """Every module of folders of the repository, or of that name."""
-    return [ROOT / "__init__.py", *(path for name in folders for pattern in (f"{name}.py", f"{name}/**/*.py")
-                                    for path in sorted(ROOT.glob(pattern)))]
+    return [
+        ROOT / "__init__.py",
+        *(
+            path
+            for name in folders
+            for pattern in (f"{name}.py", f"{name}/**/*.py")
+            for path in sorted(ROOT.glob(pattern))
+        ),
+    ]
 
 
 def tree(path: Path) -> ast.Module:
@@ -65,9 +86,17 @@ def without_encoding(found: ast.AST) -> list[int]:
         place = 1 if function or name == "fdopen" else 0  # of the mode, which a path's own method has first
         given = [*call.args[place : place + 1], *(word.value for word in call.keywords if word.arg == "mode")]
         modes = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-        text = (name == "read_text" and not call.args or name == "write_text" and len(call.args) < 2
-                or name in OPENING and any(re.fullmatch(r"[rwax]\+?t?\+?", mode) for mode in modes)
-                or function and name == "open" and not modes)
+        text = (
+            name == "read_text"
+            and not call.args
+            or name == "write_text"
+            and len(call.args) < 2
+            or name in OPENING
+            and any(re.fullmatch(r"[rwax]\+?t?\+?", mode) for mode in modes)
+            or function
+            and name == "open"
+            and not modes
+        )
         lines += [call.lineno] * bool(text)
     return lines
 
@@ -76,14 +105,29 @@ def test_text_is_read_and_written_in_a_named_encoding():
     assert {str(path.relative_to(ROOT)): found for path in sources() if (found := without_encoding(tree(path)))} == {}
 
 
-@pytest.mark.parametrize(("code", "bad"), [
-    ("p.read_text()", True), ("p.read_text('utf-8')", False), ("p.read_text(errors='replace')", True),
-    ("p.write_text(x)", True), ("p.write_text(x, encoding='utf-8')", False), ("p.write_text(x, 'utf-8')", False),
-    ("open(p)", True), ("open(p, 'rb')", False), ("open(p, mode='w')", True), ("p.open('a')", True),
-    ("p.open('w+b')", False), ("cache.open(tokens)", False), ("os.fdopen(1, 'w')", True), ("open(p, **how)", False),
-    ("tempfile.TemporaryFile(mode='w+')", True), ("tempfile.TemporaryFile()", False), ("Image.open(p)", False),
-    ("archive.open('a.pkl', 'w')", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "bad"),
+    [
+        ("p.read_text()", True),
+        ("p.read_text('utf-8')", False),
+        ("p.read_text(errors='replace')", True),
+        ("p.write_text(x)", True),
+        ("p.write_text(x, encoding='utf-8')", False),
+        ("p.write_text(x, 'utf-8')", False),
+        ("open(p)", True),
+        ("open(p, 'rb')", False),
+        ("open(p, mode='w')", True),
+        ("p.open('a')", True),
+        ("p.open('w+b')", False),
+        ("cache.open(tokens)", False),
+        ("os.fdopen(1, 'w')", True),
+        ("open(p, **how)", False),
+        ("tempfile.TemporaryFile(mode='w+')", True),
+        ("tempfile.TemporaryFile()", False),
+        ("Image.open(p)", False),
+        ("archive.open('a.pkl', 'w')", False),
+    ],
+)
 def test_the_scan_knows_text_from_bytes(code, bad):
     assert without_encoding(ast.parse(code)) == [1] * bad
 
@@ -96,8 +140,18 @@ def test_every_module_can_be_imported_without_posix():
     assert other_systems.imported([part for part in PACK if part != "nodes"]) > 100
 
 
-@pytest.mark.parametrize("code", ["import fcntl", "from resource import RLIMIT_AS", "os.killpg", "signal.SIGKILL",
-                                  "from os import O_NOFOLLOW", "signal.alarm", "os.sched_getaffinity(0)"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fcntl",
+        "from resource import RLIMIT_AS",
+        "os.killpg",
+        "signal.SIGKILL",
+        "from os import O_NOFOLLOW",
+        "signal.alarm",
+        "os.sched_getaffinity(0)",
+    ],
+)
 def test_what_windows_lacks_is_taken_away(code):
     with pytest.raises(subprocess.CalledProcessError) as caught:
         other_systems.run(f"import os, signal\nother_systems.take_away()\n{code}")
@@ -111,8 +165,12 @@ def posix_names(found: ast.AST) -> set[str]:
     names = {f"os.{name}" for name in other_systems.POSIX_OS}
     names |= {f"signal.{name}" for name in (*other_systems.posix_signals(), "SIGKILL", "SIGHUP")}
     used = {ast.unparse(node) for node in ast.walk(found) if isinstance(node, ast.Attribute)}
-    used |= {f"{node.module}.{alias.name}" for node in ast.walk(found) if isinstance(node, ast.ImportFrom)
-             for alias in node.names}
+    used |= {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(found)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     modules = {alias.name for node in ast.walk(found) if isinstance(node, ast.Import) for alias in node.names}
     return (used & names) | (modules & set(other_systems.POSIX_MODULES))
 
@@ -122,7 +180,10 @@ def test_the_pack_uses_no_name_of_posix_that_is_not_guarded():
     found = {(path.relative_to(ROOT).as_posix(), name) for path in sources(PACK) for name in posix_names(tree(path))}
     assert found == GUARDED
     assert posix_names(ast.parse("import os, resource\nfrom signal import SIGKILL\nos.sched_getaffinity(0)")) == {
-        "resource", "signal.SIGKILL", "os.sched_getaffinity"}
+        "resource",
+        "signal.SIGKILL",
+        "os.sched_getaffinity",
+    }
 
 
 # Python
@@ -156,11 +217,18 @@ def test_the_source_is_that_of_the_oldest_python():
     assert {str(path.relative_to(ROOT)): names for path in sources() if (names := newer_names(tree(path)))} == {}
 
 
-@pytest.mark.parametrize(("code", "names"), [
-    ("from typing import Self, Any", {"typing.Self"}), ("import tomllib", {"tomllib"}),
-    ("import asyncio as a\na.TaskGroup()", {"asyncio.TaskGroup"}), ("raise ExceptionGroup('', [])", {"ExceptionGroup"}),
-    ("e.add_note('')", {"add_note"}), ("p.relative_to(q, walk_up=True)", {"walk_up"}), ("self.timeout", set()),
-])
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("from typing import Self, Any", {"typing.Self"}),
+        ("import tomllib", {"tomllib"}),
+        ("import asyncio as a\na.TaskGroup()", {"asyncio.TaskGroup"}),
+        ("raise ExceptionGroup('', [])", {"ExceptionGroup"}),
+        ("e.add_note('')", {"add_note"}),
+        ("p.relative_to(q, walk_up=True)", {"walk_up"}),
+        ("self.timeout", set()),
+    ],
+)
 def test_the_scan_knows_newer_names(code, names):
     assert newer_names(ast.parse(code)) == names
 
@@ -168,8 +236,11 @@ def test_the_scan_knows_newer_names(code, names):
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="this Python refuses them itself")
 def test_strings_are_those_of_the_oldest_python():
     """Before 3.12 an f-string could contain neither its own quotation mark nor a backslash or comment in braces."""
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in sources()
-             for line in newer_strings(path.read_text(encoding="utf-8"))]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sources()
+        for line in newer_strings(path.read_text(encoding="utf-8"))
+    ]
     assert found == []
     assert newer_strings('x = f"{a["b"]}"\n') == [1] and newer_strings("x = f'{a[\"b\"]}'\n") == []
     assert newer_strings("x = f'{\"\\n\".join(a)}'\n") == [1] and newer_strings("f'{f\"{a:{b}}\"}\\n'\n") == []

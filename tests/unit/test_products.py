@@ -56,9 +56,9 @@ def test_narrow_matrices_take_it_too(kernel, rounding):
     assert len(kernel) == 2, "they are widened where they are multiplied, which pays for longer"
 
 
-@pytest.mark.parametrize("why", [
-    "fp32", "rows", "elsewhere", "another dtype", "norm elsewhere", "LoRA", "own", "training",
-])
+@pytest.mark.parametrize(
+    "why", ["fp32", "rows", "elsewhere", "another dtype", "norm elsewhere", "LoRA", "own", "training"]
+)
 def test_whatever_a_kernel_must_not_stand_in_for_is_called(kernel, why):
     """ComfyUI's layers bring over weights from elsewhere, and change them for a LoRA, when they are called."""
     linear, norm, x = layers(torch.float32 if why == "fp32" else torch.bfloat16)

@@ -26,32 +26,36 @@ def encoder():
     return WordEncoder(table, WORDS, STOP, SYNONYMS, ["blue", "dark-red"], slots=6)
 
 
-@pytest.mark.parametrize(("prompt", "known", "unknown"), [
-    ("a red cat", ["red", "cat"], []),
-    ("A RED Cat!", ["red", "cat"], []),
-    ("red cat, on a blue background", ["red", "cat", "bg_blue"], []),
-    ("a dog on the dark-red background.", ["dog", "bg_dark-red"], []),
-    ("a dog with blue background", ["dog", "bg_blue"], []),
-    ("a dog against an blue background", ["dog", "bg_blue"], []),
-    ("blue background, dog", ["bg_blue", "dog"], []),
-    ("a blue dog", ["dog"], ["blue"]),
-    ("cats and dogs and buses", ["cat", "dog", "bus"], []),
-    ("glasses", ["glasses"], []),
-    ("two kittens", ["cat"], ["two"]),
-    ("a crimson smiley", ["red", "grin", "face"], []),
-    ("cat cat cats kitten", ["cat"], []),
-    ("a quantum cat of the deep", ["cat"], ["quantum", "deep"]),
-    ("", [], []),
-    ("the of and", [], []),
-    ("猫 ♥ 12%", [], ["12"]),
-])
+@pytest.mark.parametrize(
+    ("prompt", "known", "unknown"),
+    [
+        ("a red cat", ["red", "cat"], []),
+        ("A RED Cat!", ["red", "cat"], []),
+        ("red cat, on a blue background", ["red", "cat", "bg_blue"], []),
+        ("a dog on the dark-red background.", ["dog", "bg_dark-red"], []),
+        ("a dog with blue background", ["dog", "bg_blue"], []),
+        ("a dog against an blue background", ["dog", "bg_blue"], []),
+        ("blue background, dog", ["bg_blue", "dog"], []),
+        ("a blue dog", ["dog"], ["blue"]),
+        ("cats and dogs and buses", ["cat", "dog", "bus"], []),
+        ("glasses", ["glasses"], []),
+        ("two kittens", ["cat"], ["two"]),
+        ("a crimson smiley", ["red", "grin", "face"], []),
+        ("cat cat cats kitten", ["cat"], []),
+        ("a quantum cat of the deep", ["cat"], ["quantum", "deep"]),
+        ("", [], []),
+        ("the of and", [], []),
+        ("猫 ♥ 12%", [], ["12"]),
+    ],
+)
 def test_words_of_a_prompt(encoder, prompt, known, unknown):
     assert encoder.parse(prompt) == (known, unknown)
 
 
-@pytest.mark.parametrize(("word", "known"), [
-    ("catt", "cat"), ("kiten", "kitten"), ("backgroud", "background"), ("bleu", "blue"), ("quantum", ""),
-])
+@pytest.mark.parametrize(
+    ("word", "known"),
+    [("catt", "cat"), ("kiten", "kitten"), ("backgroud", "background"), ("bleu", "blue"), ("quantum", "")],
+)
 def test_a_misspelled_word_resembles_a_known_one(encoder, word, known):
     assert encoder.resembling(word) == known
 
@@ -71,12 +75,18 @@ def test_a_long_prompt_is_cut_at_the_slots(encoder):
     assert encoder.encode(" ".join(WORDS[:7])).shape == (1, 6, CAPTION)
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [
-    ("a red cat", []),
-    ("a quantum catt", [r"not know .*: quantum, catt \(cat\?\)\.$"]),
-    (" ".join(WORDS[:6]), []),
-    ("quantum " + ", ".join([*WORDS[:7], "heart"]), ["not know .*: quantum", r"at most 6 words .*: glasses, heart\.$"]),
-])
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a red cat", []),
+        ("a quantum catt", [r"not know .*: quantum, catt \(cat\?\)\.$"]),
+        (" ".join(WORDS[:6]), []),
+        (
+            "quantum " + ", ".join([*WORDS[:7], "heart"]),
+            ["not know .*: quantum", r"at most 6 words .*: glasses, heart\.$"],
+        ),
+    ],
+)
 def test_what_is_left_out_of_a_prompt_is_said(encoder, prompt, expected):
     found = encoder.notices(prompt)
     assert len(found) == len(expected) and all(map(re.search, expected, found))
@@ -130,19 +140,35 @@ def classes():
     return ClassEncoder(4, ["tench, Tinca tinca", "goldfish", "great white shark, white shark", "hammerhead"])
 
 
-@pytest.mark.parametrize(("text", "number"), [
-    ("0", 0), ("3", 3), (" 2 ", 2), ("goldfish", 1), ("Goldfish", 1), ("tinca tinca", 0), ("white shark", 2),
-    ("great white shark, white shark", 2),
-])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("3", 3),
+        (" 2 ", 2),
+        ("goldfish", 1),
+        ("Goldfish", 1),
+        ("tinca tinca", 0),
+        ("white shark", 2),
+        ("great white shark, white shark", 2),
+    ],
+)
 def test_class_names_and_numbers(classes, text, number):
     features = classes.encode(text)
     assert features.shape == (1, 1, 1) and features.item() == number
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("4", "0 to 3"), ("-1", "0 to 3"), ("", "class"), ("²", "class"),
-    ("shark", "great white shark"), ("1.5", "class name"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("4", "0 to 3"),
+        ("-1", "0 to 3"),
+        ("", "class"),
+        ("²", "class"),
+        ("shark", "great white shark"),
+        ("1.5", "class name"),
+    ],
+)
 def test_other_class_prompts_are_errors(classes, text, words):
     with pytest.raises(ValueError) as error:
         classes.encode(text)
@@ -174,10 +200,16 @@ def test_a_prompt_of_unknown_words_has_a_short_notice(encoder):
     assert len(notice) < 2000 and notice.endswith("zq39, and 4961 more.")
 
 
-@pytest.mark.parametrize("part", [
-    {"words": ["\x1b[31m"] * 2}, {"synonyms": {"x": "\u202ecat"}}, {"synonyms": {"x": "cat " * 500}},
-    {"backgrounds": ["\n"]}, {"stop_words": ["a"] * 10_001},
-])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"words": ["\x1b[31m"] * 2},
+        {"synonyms": {"x": "\u202ecat"}},
+        {"synonyms": {"x": "cat " * 500}},
+        {"backgrounds": ["\n"]},
+        {"stop_words": ["a"] * 10_001},
+    ],
+)
 def test_words_of_a_table_are_short_and_printable(tmp_path, part):
     """Notices quote them, and a synonym stands for as many words as it has."""
     table = {"words": ["cat", "dog"], "stop_words": [], "synonyms": {}, "backgrounds": []} | part

@@ -75,8 +75,11 @@ def test_every_case_has_its_name_file_and_seeds(model, tmp_path):
         case.method.check(request)
     for listed in (discrete_cases(eagle, small), continuous_cases(drafter)):
         assert listed[1].name == listed[0].name + FLOOR and listed[1].method == listed[0].method
-        for of in (lambda case: case.name, lambda case: quality_draw.file_of(tmp_path, case),
-                   lambda case: first_seed(case.name)):
+        for of in (
+            lambda case: case.name,
+            lambda case: quality_draw.file_of(tmp_path, case),
+            lambda case: first_seed(case.name),
+        ):
             assert len({of(case) for case in listed}) == len(listed)
     seeds = sorted(first_seed(case.name) for case in discrete_cases(eagle, small))
     assert min(b - a for a, b in zip(seeds, seeds[1:])) >= PROMPTS and 0 <= seeds[0] and seeds[-1] < 2**63
@@ -142,7 +145,11 @@ def test_what_an_image_shows():
     shown[1, 0] += 1
     shown[2, 2] += 1
     assert {name: values.tolist() for name, values in right(shown, WANTED).items()} == {
-        "subject": [1, 0, 1, 1, 1], "style": [1] * 5, "background": [1, 1, 0, 1, 1], "all": [1, 0, 0, 1, 1]}
+        "subject": [1, 0, 1, 1, 1],
+        "style": [1] * 5,
+        "background": [1, 1, 0, 1, 1],
+        "all": [1, 0, 0, 1, 1],
+    }
 
 
 def seen(count: int, shift: float = 0.0) -> dict[str, torch.Tensor]:
@@ -153,8 +160,11 @@ def seen(count: int, shift: float = 0.0) -> dict[str, torch.Tensor]:
 
 def test_the_check_passes_what_is_exact_and_names_what_is_not():
     count = 60
-    drawn = Drawn(torch.randint(16, (count, 2, 2)).to(torch.uint16), torch.full((count,), 7, dtype=torch.int32),
-                  torch.full((count,), torch.nan))
+    drawn = Drawn(
+        torch.randint(16, (count, 2, 2)).to(torch.uint16),
+        torch.full((count,), 7, dtype=torch.int32),
+        torch.full((count,), torch.nan),
+    )
     exact = [NEXT.name, NEXT.name + FLOOR, "a", "b"]
     found = {name: seen(count) for name in exact} | {"biased": seen(count, 1.0), "relaxed": seen(count, 1.0)}
     table = Measurement(prompts(count), found, {"own": torch.randn(count, 4)}, vocab=16)
@@ -174,11 +184,29 @@ def test_the_check_passes_what_is_exact_and_names_what_is_not():
 
 def a_report(**rows: float) -> dict:
     """Of cases a (the reference), b and c; each row with the p-value of its only test."""
-    return quality_reports.rounded({"alarm_rate": 0.01, "classifier": {"checksum": "1"}, "models": [{
-        "name": "default", "weights": {"model": 7}, "dtype": "bf16", "images": 4, "prompts": 5, "settings": {"cfg": 2},
-        "reference": "a", "spaces": ("own",), "cases": {name: {"lossless": True, "n": (1, 2)} for name in "abc"},
-        "rows": [{"name": name, "lossless": True, "p_values": {} if name == "a" else {"log_p": p}, "measured": p}
-                 for name, p in rows.items()]}]})
+    return quality_reports.rounded(
+        {
+            "alarm_rate": 0.01,
+            "classifier": {"checksum": "1"},
+            "models": [
+                {
+                    "name": "default",
+                    "weights": {"model": 7},
+                    "dtype": "bf16",
+                    "images": 4,
+                    "prompts": 5,
+                    "settings": {"cfg": 2},
+                    "reference": "a",
+                    "spaces": ("own",),
+                    "cases": {name: {"lossless": True, "n": (1, 2)} for name in "abc"},
+                    "rows": [
+                        {"name": name, "lossless": True, "p_values": {} if name == "a" else {"log_p": p}, "measured": p}
+                        for name, p in rows.items()
+                    ],
+                }
+            ],
+        }
+    )
 
 
 def joined(earlier: dict, new: dict) -> dict:
@@ -198,11 +226,22 @@ def test_a_report_keeps_its_other_models():
     other = a_report(a=1)
     other["models"][0]["name"] = "continuous"
     assert [model["name"] for model in quality_reports.merged(a_report(a=1), other)["models"]] == [
-        "default", "continuous"]
+        "default",
+        "continuous",
+    ]
 
 
-@pytest.mark.parametrize(("key", "value"), [("weights", {"model": 8}), ("dtype", "fp32"), ("images", 5), ("prompts", 6),
-                                            ("settings", {"cfg": 3.0}), ("spaces", ["own", "x"])])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weights", {"model": 8}),
+        ("dtype", "fp32"),
+        ("images", 5),
+        ("prompts", 6),
+        ("settings", {"cfg": 3.0}),
+        ("spaces", ["own", "x"]),
+    ],
+)
 def test_rows_under_other_conditions_do_not_join(key, value):
     new = a_report(a=1, b=0.5)
     new["models"][0][key] = value
@@ -243,8 +282,22 @@ def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     only = ["next_token", "next_token" + FLOOR, "sjd coupled w32", "Cool-SD delta 2"]
     monkeypatch.setattr(resampling, "REPEATS", 1999)
     out = tmp_path / "quality-cpu.json"
-    run = ["quality", "--models", "default", "--images", "4", "--batch", "4", "--without-imagenet",
-           "--dtype", "bfloat16", "--folder", str(tmp_path), "--out", str(out)]
+    run = [
+        "quality",
+        "--models",
+        "default",
+        "--images",
+        "4",
+        "--batch",
+        "4",
+        "--without-imagenet",
+        "--dtype",
+        "bfloat16",
+        "--folder",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
 
     def called(*more: str) -> dict:
         monkeypatch.setattr("sys.argv", [*run, *more])
@@ -302,8 +355,24 @@ def test_a_small_map(monkeypatch, tmp_path):
     points = ["guidance 2, temperature 1", "temperature 0.7", "entropy temperature 2.5, 3, 0.6"]
     out = tmp_path / "report.json"
     monkeypatch.setattr(resampling, "REPEATS", 1999)
-    monkeypatch.setattr("sys.argv", ["quality", "--map", "--images", "4", "--batch", "4", "--without-imagenet",
-                                     "--folder", str(tmp_path), "--out", str(out), "--only", *points])
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "quality",
+            "--map",
+            "--images",
+            "4",
+            "--batch",
+            "4",
+            "--without-imagenet",
+            "--folder",
+            str(tmp_path),
+            "--out",
+            str(out),
+            "--only",
+            *points,
+        ],
+    )
     quality.main()
     [report] = json.loads(out.read_text(encoding="utf-8"))["models"]
     assert report["name"] == "default, sampling parameters" and len(report["missing"]) == 10
@@ -313,7 +382,10 @@ def test_a_small_map(monkeypatch, tmp_path):
     change = {row["name"]: row["changes"]["log_p"]["value"] for row in (cool, hot)}
     assert change[points[1]] > 0.1 and change[points[2]] < -0.1, "the same yardstick for all"
     assert {file.parts[-3] for file in tmp_path.glob("*/images/*")} == {
-        "default-2", "default-2-temperature-0.7", "default-2-entropy-2.5-3-0.6"}
+        "default-2",
+        "default-2-temperature-0.7",
+        "default-2-entropy-2.5-3-0.6",
+    }
 
 
 def test_a_model_of_vectors_is_drawn_as_latents(tmp_path):
@@ -322,8 +394,9 @@ def test_a_model_of_vectors_is_drawn_as_latents(tmp_path):
     about = origin(plain, model, folder / "model.safetensors", {})
     drawn = draw(plain, model, WANTED[:2], 2, tmp_path / "x.safetensors", about, {})
     assert drawn.content.dtype == torch.float16 and drawn.passes.tolist() == [4, 4] and drawn.tv_bound.isnan().all()
-    out = specar.sample(model, quality_draw.conditioning(model, WANTED[:2]), plain.method,
-                        seed=first_seed("plain"), batch_size=2)
+    out = specar.sample(
+        model, quality_draw.conditioning(model, WANTED[:2]), plain.method, seed=first_seed("plain"), batch_size=2
+    )
     [images] = quality_draw.pixels(drawn, model, vae, 2)
     shown = vae.decode(out.latent).permute(0, 3, 1, 2) * 2 - 1
     assert images.shape == (2, 3, 256, 256) and (images - shown).abs().max() < 0.02  # fp16 of latents
@@ -334,8 +407,10 @@ def test_the_sheet_shows_the_first_prompts_that_its_page_names(model, tmp_path):
     images = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
     drawn = quality_sheet.arranged([(("a method", "9 forward passes"), images), (("another",), images)])
     left = quality_sheet.LABEL + quality_sheet.SIDE + quality_sheet.GAP
-    dark, bright = (drawn.crop((x, 0, x + quality_sheet.SIDE, quality_sheet.SIDE)).resize((1, 1)).getpixel((0, 0))
-                    for x in (quality_sheet.LABEL, left))
+    dark, bright = (
+        drawn.crop((x, 0, x + quality_sheet.SIDE, quality_sheet.SIDE)).resize((1, 1)).getpixel((0, 0))
+        for x in (quality_sheet.LABEL, left)
+    )
     assert all(low < 128 < high for low, high in zip(dark, bright, strict=True)), "in their order"
     cases = [Case(name, SJD.method) for name in quality_sheet.CASES]
     tested = ModelUnderTest("default", model, None, cases, PARAMETERS, tmp_path)

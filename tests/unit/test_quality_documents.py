@@ -16,8 +16,15 @@ from comfyui_specar.reports.quality import quality_of
 from ..support import quality_report
 
 EXACT, RELAXED = {"lossless": True}, {"lossless": False}
-CASES = {"next_token": EXACT, "next_token, other seeds": EXACT, "sjd coupled w32": EXACT, "EAGLE-2": EXACT,
-         "LANTERN delta 0.3": RELAXED, "Cool-SD delta 2, as published": RELAXED, "VVS every 4th, EAGLE-1": RELAXED}
+CASES = {
+    "next_token": EXACT,
+    "next_token, other seeds": EXACT,
+    "sjd coupled w32": EXACT,
+    "EAGLE-2": EXACT,
+    "LANTERN delta 0.3": RELAXED,
+    "Cool-SD delta 2, as published": RELAXED,
+    "VVS every 4th, EAGLE-1": RELAXED,
+}
 
 
 @pytest.fixture
@@ -54,8 +61,9 @@ def test_a_report_with_some_cases_and_one_model(results):
     readme = documents.methods("en").splitlines()
     [measured] = [line for line in readme if line.startswith("| [LANTERN, delta 0.3]")]
     row = quality_tables.measured("default")["LANTERN delta 0.3"]
-    assert measured.endswith(f"| {row['changes']['log_p']['value']:+.2f} ± 0.03 | "
-                             f"{100 * row['agreement']['all']['value']:.0f} ± 2 % |")
+    assert measured.endswith(
+        f"| {row['changes']['log_p']['value']:+.2f} ± 0.03 | {100 * row['agreement']['all']['value']:.0f} ± 2 % |"
+    )
     [other] = [line for line in readme if line.startswith("| [Cool-SD, delta 2]")]
     assert other.endswith(" |  |  |") and "64 images each (bfloat16)" in readme[-1]
     assert "docs/pictures/quality.svg" in documents.TABLES["quality chart"]()
@@ -71,6 +79,7 @@ def test_the_map_is_a_table(results):
 
 def test_what_find_fastest_shows_is_of_settings_with_the_same_drafts_and_rule(results, monkeypatch):
     """Of the first such setting: sizes of windows and trees, and the drafter, do not matter."""
+
     def window(size: int, **more) -> dict:
         return {"method": "sjd", "window": size, "reuse": "coupled", "rule": {"rule": "exact"}, "lossless": True} | more
 
@@ -81,8 +90,13 @@ def test_what_find_fastest_shows_is_of_settings_with_the_same_drafts_and_rule(re
     file = results / "shipped.json"
     monkeypatch.setattr(reports_quality, "FILE", file)
     assert quality_of(window(32)) is None
-    cases = {"next_token": {"method": "next_token", "lossless": True}, "window": window(32), "tree": tree("static"),
-             "other": tree("static", "model"), "settling": window(32, settle=0.05, lossless=False)}
+    cases = {
+        "next_token": {"method": "next_token", "lossless": True},
+        "window": window(32),
+        "tree": tree("static"),
+        "other": tree("static", "model"),
+        "settling": window(32, settle=0.05, lossless=False),
+    }
     write(results, quality_report.model("default", cases))
     assert quality_of(window(32)) is None, "the table is not written yet"
     file.write_text(documents.generated()[documents.SHIPPED], encoding="utf-8")

@@ -136,9 +136,11 @@ def open_both(name, folder, storage):
     return load_model(folder), load_model(folder, storage=storage)
 
 
-@pytest.mark.parametrize(("name", "storage"), [
-    *((name, storage) for storage in (INT8, INT4) for name in SELF_CONTAINED), ("simplear", FP8),
-], ids=str)
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [*((name, storage) for storage in (INT8, INT4) for name in SELF_CONTAINED), ("simplear", FP8)],
+    ids=str,
+)
 def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path):
     whole, narrow = open_both(name, tmp_path, storage)
     layers = {n: m for n, m in narrow.named_modules() if isinstance(m, NarrowLinear)}
@@ -155,10 +157,13 @@ def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path)
         linear = whole.get_submodule(n)
         difference = (restored(layer) - linear.weight).abs()
         bound = {
-            INT8: lambda: 0.501 * layer.scale[:, None], FP8: lambda: linear.weight.abs() / 16 + 2**-10,
-            INT4: lambda: 0.501 * layer.scale[..., :1].repeat(1, 1, GROUP).flatten(1)[:, : linear.in_features]
-            + linear.weight.abs().amax() * 2**-8,
-        }[storage]()  # fmt: skip
+            INT8: lambda: 0.501 * layer.scale[:, None],
+            FP8: lambda: linear.weight.abs() / 16 + 2**-10,
+            INT4: lambda: (
+                0.501 * layer.scale[..., :1].repeat(1, 1, GROUP).flatten(1)[:, : linear.in_features]
+                + linear.weight.abs().amax() * 2**-8
+            ),
+        }[storage]()
         assert (difference <= bound).all() and difference.any()
         linear.weight.copy_(restored(layer))
     found = narrow.teacher_forced(prompt, tokens)
@@ -241,12 +246,16 @@ def spoilt(tmp_path, change):
     return file
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda w: w.index_fill(0, torch.tensor([2]), float("nan")), "w2.weight.*NaN"),
-    (lambda w: w.index_fill(1, torch.tensor([2]), float("inf")), "w2.weight.*NaN"),
-    (lambda w: w.to(torch.int8), "w2.weight.*torch.int8.*quantisation"),
-    (lambda w: w[:, :-1].contiguous(), "w2.weight.*shape"),
-], ids=["NaN", "infinite", "whole", "shape"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.index_fill(0, torch.tensor([2]), float("nan")), "w2.weight.*NaN"),
+        (lambda w: w.index_fill(1, torch.tensor([2]), float("inf")), "w2.weight.*NaN"),
+        (lambda w: w.to(torch.int8), "w2.weight.*torch.int8.*quantisation"),
+        (lambda w: w[:, :-1].contiguous(), "w2.weight.*shape"),
+    ],
+    ids=["NaN", "infinite", "whole", "shape"],
+)
 @pytest.mark.parametrize("storage", [INT8, INT4], ids=str)
 def test_files_that_cannot_be_rounded(tmp_path, change, message, storage):
     with pytest.raises(CheckpointError, match=message):

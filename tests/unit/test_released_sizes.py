@@ -11,8 +11,11 @@ from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from ..support.tiny import llamagen_shapes
 
 RELEASED = {  # name -> (dim, layers, heads, hidden, millions of parameters with a class prefix)
-    "B": (768, 12, 12, 2048, 110.9), "L": (1024, 24, 16, 2816, 342.9), "XL": (1280, 36, 20, 3584, 774.7),
-    "XXL": (1536, 48, 24, 4096, 1411), "3B": (3200, 24, 32, 8704, 3097),
+    "B": (768, 12, 12, 2048, 110.9),
+    "L": (1024, 24, 16, 2816, 342.9),
+    "XL": (1280, 36, 20, 3584, 774.7),
+    "XXL": (1536, 48, 24, 4096, 1411),
+    "3B": (3200, 24, 32, 8704, 3097),
 }
 
 

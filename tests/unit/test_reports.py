@@ -69,8 +69,15 @@ def test_a_map_contains_its_image(example, kind):
 def test_a_map_is_the_same_of_every_form_of_the_image(example, kind):
     trace, pixels = example[kind]["out"].trace, example[kind]["pixels"]
     levels = (pixels * 255).round()
-    forms = (pixels, pixels.numpy(), pixels.double(), pixels[0], levels.byte(), levels.byte().numpy(),
-             torch.cat((pixels, pixels[..., :1]), -1))
+    forms = (
+        pixels,
+        pixels.numpy(),
+        pixels.double(),
+        pixels[0],
+        levels.byte(),
+        levels.byte().numpy(),
+        torch.cat((pixels, pixels[..., :1]), -1),
+    )
     first, *others = (specar.acceptance_map(trace, form) for form in forms)
     assert all(np.array_equal(first, other) for other in others)
     assert np.array_equal(as_bytes(levels[0].bfloat16() / 256), as_bytes(levels / 256)), "numpy has no bf16"
@@ -83,12 +90,15 @@ def test_a_map_without_an_image_has_its_tokens_only(example):
     assert draw_maps(trace, None, "pass", 0.5).strength.shape == (1, height, width)
 
 
-@pytest.mark.parametrize(("image", "message"), [
-    (torch.rand(2, 8, 8, 3), r"\b1 images.*\b2\b"),
-    (torch.rand(8, 8), r"shape \[8, 8\].*\[B, H, W, 3\]"),
-    (torch.rand(1, 3, 8, 8)[..., :2], r"shape.*\[B, H, W, 3\]"),
-    (torch.ones((1, 8, 8, 3), dtype=torch.int64), "int64.*uint8"),
-])
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (torch.rand(2, 8, 8, 3), r"\b1 images.*\b2\b"),
+        (torch.rand(8, 8), r"shape \[8, 8\].*\[B, H, W, 3\]"),
+        (torch.rand(1, 3, 8, 8)[..., :2], r"shape.*\[B, H, W, 3\]"),
+        (torch.ones((1, 8, 8, 3), dtype=torch.int64), "int64.*uint8"),
+    ],
+)
 def test_what_is_no_image_of_the_run_is_refused(example, image, message):
     trace = example["discrete"]["out"].trace
     for report in (specar.acceptance_map, specar.timeline_frames):

@@ -31,7 +31,11 @@ def continuous(kept=KEPT, **options):
 def test_tokens_that_are_sampled_are_those_not_forced(forced):
     asked = discrete(forced)
     for committed, sampled, passes in (
-        ([0, 0], 0, 0), ([2, 3], 0.5, 0.5), ([6, 6], 3, 4), ([4, 5], 2, 2.5), ([1, 6], 1.5, 2),
+        ([0, 0], 0, 0),
+        ([2, 3], 0.5, 0.5),
+        ([6, 6], 3, 4),
+        ([4, 5], 2, 2.5),
+        ([1, 6], 1.5, 2),
     ):
         assert asked.sampled(torch.tensor(committed)) == sampled
         assert asked.next_token_passes(torch.tensor(committed)) == passes
@@ -58,10 +62,19 @@ def test_tokens_of_continuous_models_that_are_sampled_are_those_not_kept():
     assert continuous().length == 4 and continuous().guided == (continuous().params.cfg != 1)
 
 
-@pytest.mark.parametrize("changed", [
-    {"kept": KEPT[:, :3]}, {"kept": KEPT.long()}, {"tokens": torch.zeros(2, 4, 3)}, {"tokens": torch.zeros(2, 3, 2)},
-    {"tokens": torch.full((2, 4, 2), torch.nan)}, {"tokens": None}, {"kept": torch.ones(2, 4) > 0}, {"batch": 0},
-])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kept": KEPT[:, :3]},
+        {"kept": KEPT.long()},
+        {"tokens": torch.zeros(2, 4, 3)},
+        {"tokens": torch.zeros(2, 3, 2)},
+        {"tokens": torch.full((2, 4, 2), torch.nan)},
+        {"tokens": None},
+        {"kept": torch.ones(2, 4) > 0},
+        {"batch": 0},
+    ],
+)
 def test_kept_tokens_that_cannot_be_meant_are_refused(changed):
     asked = replace(continuous(), **changed)
     with pytest.raises(ValueError, match="kept|keeps|batch"):
@@ -75,10 +88,16 @@ def test_a_model_of_cells_keeps_nothing():
         Canvas(asked, Stream.of(0, 2, "cpu"))
 
 
-@pytest.mark.parametrize(("legal", "illegal"), [
-    ({"cfg": 1}, {"cfg": 0.999}), ({"temperature": 0}, {"temperature": -1e-9}), ({"iterations": 1}, {"iterations": 0}),
-    ({"cfg_schedule": "constant"}, {"cfg_schedule": "cosine"}), ({"cfg": 1e300}, {"temperature": float("inf")}),
-])
+@pytest.mark.parametrize(
+    ("legal", "illegal"),
+    [
+        ({"cfg": 1}, {"cfg": 0.999}),
+        ({"temperature": 0}, {"temperature": -1e-9}),
+        ({"iterations": 1}, {"iterations": 0}),
+        ({"cfg_schedule": "constant"}, {"cfg_schedule": "cosine"}),
+        ({"cfg": 1e300}, {"temperature": float("inf")}),
+    ],
+)
 def test_the_parameters_of_continuous_models_have_their_limits(legal, illegal):
     ContinuousParams(**legal).check()
     with pytest.raises(ValueError, match=next(iter(illegal))):

@@ -12,8 +12,11 @@ ONES = 0xFFFFFFFF
 KNOWN = [  # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, result
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
 ]
 
 
@@ -84,9 +87,16 @@ def test_normal_numbers_are_normal():
 
 def test_normal_numbers_of_purposes_draws_and_positions_are_independent():
     stream, at = Stream.of(9, 1, "cpu"), positions(1, 20_000)
-    columns = [stream.normal(at + shift, 2, purpose, draw)[0] for shift, purpose, draw in (
-        (0, Purpose.NOISE, 0), (1, Purpose.NOISE, 0), (0, Purpose.DRAFT_NOISE, 0), (0, Purpose.NOISE, 1),
-        (0, Purpose.REDRAW, 3))]
+    columns = [
+        stream.normal(at + shift, 2, purpose, draw)[0]
+        for shift, purpose, draw in (
+            (0, Purpose.NOISE, 0),
+            (1, Purpose.NOISE, 0),
+            (0, Purpose.DRAFT_NOISE, 0),
+            (0, Purpose.NOISE, 1),
+            (0, Purpose.REDRAW, 3),
+        )
+    ]
     columns.append(Stream.of(10, 1, "cpu").normal(at, 2, Purpose.NOISE)[0])
     assert correlation(normal_cdf(torch.cat(columns, dim=1))) < 5
 
@@ -114,8 +124,11 @@ def test_numbers_do_not_depend_on_the_batch():
     for i in range(6):
         alone = Stream.of(2**40 + 3 + i, 1, "cpu")
         at = torch.tensor([[4, 9, 2]])
-        for draw in (lambda s, at: s.uniform(at, Purpose.REDRAW, 5), lambda s, at: s.gumbel(at, 10),
-                     lambda s, at: s.normal(at, 7, Purpose.NOISE, torch.tensor([3, 0, 8]))):
+        for draw in (
+            lambda s, at: s.uniform(at, Purpose.REDRAW, 5),
+            lambda s, at: s.gumbel(at, 10),
+            lambda s, at: s.normal(at, 7, Purpose.NOISE, torch.tensor([3, 0, 8])),
+        ):
             assert torch.equal(draw(batch, at.expand(6, -1))[i], draw(alone, at)[0])
 
 
@@ -129,8 +142,12 @@ def test_noise_of_a_position_does_not_depend_on_what_is_asked_beside_it():
 def test_purposes_draws_positions_and_seeds_are_different_streams():
     """No two streams share numbers, and neighbours are uncorrelated."""
     at = positions(1, 4000)
-    streams = [Stream.of(seed, 1, "cpu").uniform(at, purpose, draw)[0]
-               for seed in (0, 1, 2**32, 2**63) for purpose in Purpose for draw in (0, 1)]
+    streams = [
+        Stream.of(seed, 1, "cpu").uniform(at, purpose, draw)[0]
+        for seed in (0, 1, 2**32, 2**63)
+        for purpose in Purpose
+        for draw in (0, 1)
+    ]
     streams = torch.stack(streams)
     assert len(streams.unique(dim=0)) == len(streams)
     correlation = torch.corrcoef(streams) - torch.eye(len(streams))
@@ -140,7 +157,15 @@ def test_purposes_draws_positions_and_seeds_are_different_streams():
 def test_the_numbers_of_purposes_stay():
     """They are part of the counter: with others, a seed gives another image; with two the same, streams depend."""
     assert {name: int(purpose) for name, purpose in Purpose.__members__.items()} == {
-        "TARGET": 0, "ACCEPT": 1, "REDRAW": 2, "INITIAL": 3, "DRAFT": 4, "SKIP": 5, "SHAPE": 6, "ORDER": 7, "NOISE": 8,
+        "TARGET": 0,
+        "ACCEPT": 1,
+        "REDRAW": 2,
+        "INITIAL": 3,
+        "DRAFT": 4,
+        "SKIP": 5,
+        "SHAPE": 6,
+        "ORDER": 7,
+        "NOISE": 8,
         "DRAFT_NOISE": 9,
     }
 

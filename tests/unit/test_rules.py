@@ -26,21 +26,46 @@ from comfyui_specar.samplers.settings import settings_of
 VOCAB = 12
 CODEBOOK = torch.randn(VOCAB, 3, generator=torch.Generator().manual_seed(3))
 RULES = [
-    Exact(), UniformRSD(1.1), UniformRSD(3), CoolSD(2, 0.5), CoolSD(1.1, 0.5, floor=False), Lantern(5, 0.1),
-    Lantern(11, 0.4), Lantern(), LanternPP(5, 2), LanternPP(11, 8), Grouped(), Grouped(5, 0.3, 4), TVMetered(0.05),
-    TVMetered(0.3), TVMetered(1), Entropy(), Entropy(2, 4),
+    Exact(),
+    UniformRSD(1.1),
+    UniformRSD(3),
+    CoolSD(2, 0.5),
+    CoolSD(1.1, 0.5, floor=False),
+    Lantern(5, 0.1),
+    Lantern(11, 0.4),
+    Lantern(),
+    LanternPP(5, 2),
+    LanternPP(11, 8),
+    Grouped(),
+    Grouped(5, 0.3, 4),
+    TVMetered(0.05),
+    TVMetered(0.3),
+    TVMetered(1),
+    Entropy(),
+    Entropy(2, 4),
 ]
 RELAXED = [rule for rule in RULES if not rule.lossless]
 NOTHING = [  # settings at which a rule is the exact one
-    UniformRSD(1), CoolSD(1), Lantern(5, 0), Lantern(5, 0, "paper"), LanternPP(5, 1), TVMetered(0), Grouped(1),
-    Grouped(gap=0), Grouped(radius=0),
+    UniformRSD(1),
+    CoolSD(1),
+    Lantern(5, 0),
+    Lantern(5, 0, "paper"),
+    LanternPP(5, 1),
+    TVMetered(0),
+    Grouped(1),
+    Grouped(gap=0),
+    Grouped(radius=0),
 ]
 LOSSY = [*RELAXED, *(replace(Lantern(4, 0.2), redraw=redraw) for redraw in REDRAW)]
 
 
 def bound(rule, codebook=CODEBOOK):
-    model = SimpleNamespace(vocab=len(codebook), device=torch.device("cpu"), codebook=codebook,
-                            neighbours=lambda count: neighbour_table(codebook, count))
+    model = SimpleNamespace(
+        vocab=len(codebook),
+        device=torch.device("cpu"),
+        codebook=codebook,
+        neighbours=lambda count: neighbour_table(codebook, count),
+    )
     rule.check()
     return rule.bind(model)
 
@@ -51,12 +76,15 @@ def test_every_rule_is_among_those_tested_here():
     assert {type(rule) for rule in NOTHING} == declared
 
 
-@pytest.mark.parametrize("rule", [*RULES, *LOSSY[len(RELAXED):]], ids=str)
+@pytest.mark.parametrize("rule", [*RULES, *LOSSY[len(RELAXED) :]], ids=str)
 def test_a_rule_judges_every_row_of_a_window_by_itself(rule):
     rule, generator = bound(rule), torch.Generator().manual_seed(5)
     p, q = (torch.randn(6, VOCAB, generator=generator, dtype=torch.float64).mul(1.5).softmax(-1) for _ in range(2))
-    numbers = (torch.randint(VOCAB, (6,), generator=generator), torch.tensor([1, 2, 3, 1, 2, 3]),
-               torch.tensor([0.0, 0.3, 0.5, 0.7, 0.9, 1.0], dtype=torch.float64))
+    numbers = (
+        torch.randint(VOCAB, (6,), generator=generator),
+        torch.tensor([1, 2, 3, 1, 2, 3]),
+        torch.tensor([0.0, 0.3, 0.5, 0.7, 0.9, 1.0], dtype=torch.float64),
+    )
     window = [x.unflatten(0, (2, 3)) for x in (p, q, *numbers)]
     for name in ("accept_probability", "residual", "tv_bound"):
         torch.testing.assert_close(getattr(rule, name)(*window).flatten(0, 1), getattr(rule, name)(p, q, *numbers))
@@ -75,8 +103,13 @@ def probs(seed, vocab=VOCAB, zeros=0.2):
 def every(p, q, depth=1, strength=1.0):
     """The arguments of a rule's methods, for every token at once."""
     vocab = len(p)
-    return (p.expand(vocab, -1), q.expand(vocab, -1), torch.arange(vocab), torch.full((vocab,), depth),
-            torch.full((vocab,), strength, dtype=p.dtype))
+    return (
+        p.expand(vocab, -1),
+        q.expand(vocab, -1),
+        torch.arange(vocab),
+        torch.full((vocab,), depth),
+        torch.full((vocab,), strength, dtype=p.dtype),
+    )
 
 
 def enumerated(rule, p, q, depth=1, strength=1.0):
@@ -143,8 +176,11 @@ def test_official_residuals_cost_what_was_measured_elsewhere():
     q = (p.log() + torch.tensor(random.normal(size=vocab)) * 0.5).softmax(-1)
     order = q.argsort(descending=True).tolist()
     for (count, delta, redraw), wanted in {
-        (12, 0.3, "official_dynamic"): (0.557, 0.557), (12, 0.3, "paper"): (0.239, 0.332),
-        (12, 0.3, "optimal"): (0.239, 0.239), (4, 0.1, "official_dynamic"): (0, 0.391), (4, 0.1, "paper"): (0, 0),
+        (12, 0.3, "official_dynamic"): (0.557, 0.557),
+        (12, 0.3, "paper"): (0.239, 0.332),
+        (12, 0.3, "optimal"): (0.239, 0.239),
+        (4, 0.1, "official_dynamic"): (0, 0.391),
+        (4, 0.1, "paper"): (0, 0),
         (4, 0.1, "optimal"): (0, 0),
     }.items():
         rule = bound(Lantern(count, delta, redraw), line)
@@ -161,10 +197,14 @@ def test_nesting_and_monotonicity(seed):
         return enumerated(bound(rule), p, q, strength=strength)[0]
 
     ladders = [
-        [Exact(), LanternPP(5, 3), UniformRSD(3)], [Exact(), LanternPP(11, 3), UniformRSD(3)],
-        [LanternPP(k, 3) for k in (1, 2, 5, 11)], [LanternPP(5, ratio) for ratio in (1, 1.5, 2, 4, 50)],
-        [Lantern(k, 0.2) for k in (1, 2, 5, 11)], [Lantern(5, delta) for delta in (0, 0.05, 0.1, 0.4, 1)],
-        [UniformRSD(delta) for delta in (1, 1.1, 2, 10)], [TVMetered(e) for e in (0, 0.01, 0.1, 0.5)],
+        [Exact(), LanternPP(5, 3), UniformRSD(3)],
+        [Exact(), LanternPP(11, 3), UniformRSD(3)],
+        [LanternPP(k, 3) for k in (1, 2, 5, 11)],
+        [LanternPP(5, ratio) for ratio in (1, 1.5, 2, 4, 50)],
+        [Lantern(k, 0.2) for k in (1, 2, 5, 11)],
+        [Lantern(5, delta) for delta in (0, 0.05, 0.1, 0.4, 1)],
+        [UniformRSD(delta) for delta in (1, 1.1, 2, 10)],
+        [TVMetered(e) for e in (0, 0.01, 0.1, 0.5)],
         [CoolSD(delta, 0.3) for delta in (1, 1.1, 2, 10)],
     ]
     grew = 0
@@ -204,8 +244,15 @@ def test_extreme_distributions(rule):
     rule = bound(rule)
     uniform, corner = torch.full((VOCAB,), 1 / VOCAB), torch.eye(VOCAB)
     halves = torch.cat((torch.full((6,), 1 / 6), torch.zeros(6)))
-    for p, q in ((corner[2], uniform), (uniform, corner[2]), (corner[2], corner[2]), (corner[2], corner[5]),
-                 (halves, halves.flip(0)), (uniform, uniform), (halves, halves)):
+    for p, q in (
+        (corner[2], uniform),
+        (uniform, corner[2]),
+        (corner[2], corner[2]),
+        (corner[2], corner[5]),
+        (halves, halves.flip(0)),
+        (uniform, uniform),
+        (halves, halves),
+    ):
         f, rest, kernel = enumerated(rule, p, q)
         assert kernel.isfinite().all() and abs(float(kernel.sum()) - 1) < 1e-5
         assert rule.tv_bound(*every(p, q))[q > 0].isfinite().all()
@@ -288,8 +335,10 @@ def test_exact_siblings_sample_from_p(children):
 
 
 def test_forgetting_to_renormalise_q_is_biased():
-    drifts = [distance(sampled_group(Exact(), p, q, 3, forget=True)[0], p)
-              for p, q in (probs(seed, 6, zeros=0) for seed in range(5))]
+    drifts = [
+        distance(sampled_group(Exact(), p, q, 3, forget=True)[0], p)
+        for p, q in (probs(seed, 6, zeros=0) for seed in range(5))
+    ]
     assert max(drifts) > 0.02, drifts
 
 
@@ -322,22 +371,41 @@ def test_relaxed_siblings_drift_no_further_than_their_tv_bounds(rule):
 # Settings
 
 
-@pytest.mark.parametrize(("rule", "words"), [
-    (Lantern(delta=-1), "delta.*-1.* 0.* to 1"), (Lantern(delta=1.5), "delta.*1.5"),
-    (Lantern(delta=math.nan), "delta.*nan"), (Lantern(0), "neighbours.* 0.* 1"),
-    (Lantern(-5), "neighbours.*-5"), (Lantern(redraw="magic"), "redraw.*'magic'.*optimal, paper"),
-    (LanternPP(ratio=0.5), "ratio.*0.5.* 1"), (LanternPP(ratio=math.nan), "ratio.*nan"),
-    (LanternPP(ratio=math.inf), "ratio.*inf"), (LanternPP(0), "neighbours.* 0.* 1"),
-    (UniformRSD(-1), "delta.*-1.* 1.* to 1000"), (UniformRSD(math.nan), "delta.*nan"),
-    (UniformRSD(math.inf), "delta.*inf"), (CoolSD(0.9), "delta.*0.9"), (CoolSD(decay=-0.1), "decay.*-0.1"),
-    (CoolSD(decay=math.nan), "decay.*nan"), (CoolSD(steps=0), "steps.* 0.* 1.* to 64"),
-    (CoolSD(steps=65), "steps.*65"), (CoolSD(schedule="magic"), "schedule.*exponential, linear"),
-    (CoolSD(2, 1.5, 5, "linear", floor=False), "0 to 1.*floor"),
-    (TVMetered(-0.01), "epsilon.*-0.01.* 0.* to 1"), (TVMetered(math.nan), "epsilon.*nan"),
-    (TVMetered(2), "epsilon.* 2.* 0.* to 1"), (Grouped(0), "window.* 0.* 1.* to 64"),
-    (Grouped(gap=-1), "gap.*-1"), (Grouped(gap=math.nan), "gap.*nan"), (Grouped(radius=-1), "radius.*-1"),
-    (Grouped(radius=math.inf), "radius.*inf"), (Entropy(0), "scale.* 0.* 1.* to 64"), (Entropy(8, 1), "decay.* 1.* 2"),
-])
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (Lantern(delta=-1), "delta.*-1.* 0.* to 1"),
+        (Lantern(delta=1.5), "delta.*1.5"),
+        (Lantern(delta=math.nan), "delta.*nan"),
+        (Lantern(0), "neighbours.* 0.* 1"),
+        (Lantern(-5), "neighbours.*-5"),
+        (Lantern(redraw="magic"), "redraw.*'magic'.*optimal, paper"),
+        (LanternPP(ratio=0.5), "ratio.*0.5.* 1"),
+        (LanternPP(ratio=math.nan), "ratio.*nan"),
+        (LanternPP(ratio=math.inf), "ratio.*inf"),
+        (LanternPP(0), "neighbours.* 0.* 1"),
+        (UniformRSD(-1), "delta.*-1.* 1.* to 1000"),
+        (UniformRSD(math.nan), "delta.*nan"),
+        (UniformRSD(math.inf), "delta.*inf"),
+        (CoolSD(0.9), "delta.*0.9"),
+        (CoolSD(decay=-0.1), "decay.*-0.1"),
+        (CoolSD(decay=math.nan), "decay.*nan"),
+        (CoolSD(steps=0), "steps.* 0.* 1.* to 64"),
+        (CoolSD(steps=65), "steps.*65"),
+        (CoolSD(schedule="magic"), "schedule.*exponential, linear"),
+        (CoolSD(2, 1.5, 5, "linear", floor=False), "0 to 1.*floor"),
+        (TVMetered(-0.01), "epsilon.*-0.01.* 0.* to 1"),
+        (TVMetered(math.nan), "epsilon.*nan"),
+        (TVMetered(2), "epsilon.* 2.* 0.* to 1"),
+        (Grouped(0), "window.* 0.* 1.* to 64"),
+        (Grouped(gap=-1), "gap.*-1"),
+        (Grouped(gap=math.nan), "gap.*nan"),
+        (Grouped(radius=-1), "radius.*-1"),
+        (Grouped(radius=math.inf), "radius.*inf"),
+        (Entropy(0), "scale.* 0.* 1.* to 64"),
+        (Entropy(8, 1), "decay.* 1.* 2"),
+    ],
+)
 def test_absurd_settings_are_named(rule, words):
     with pytest.raises(ValueError, match=words):
         rule.check()
@@ -355,9 +423,20 @@ def test_more_neighbours_than_codes_is_an_error_unless_it_is_the_default():
 def test_a_rule_describes_itself():
     described = {rule: json.loads(json.dumps(bound(rule).describe())) for rule in [*RULES, *NOTHING]}
     assert described[Lantern(5, 0.1)] == {
-        "rule": "lantern", "neighbours": 5, "delta": 0.1, "redraw": "optimal", "neighbours_available": 11}
+        "rule": "lantern",
+        "neighbours": 5,
+        "delta": 0.1,
+        "redraw": "optimal",
+        "neighbours_available": 11,
+    }
     assert described[CoolSD(2, 0.5)] == {
-        "rule": "cool_sd", "delta": 2, "decay": 0.5, "steps": 5, "schedule": "exponential", "floor": True}
+        "rule": "cool_sd",
+        "delta": 2,
+        "decay": 0.5,
+        "steps": 5,
+        "schedule": "exponential",
+        "floor": True,
+    }
     assert described[Exact()] == {"rule": "exact"}
     assert {d["rule"] for d in described.values()} == {rule.name for rule in registry.RULES}
     assert [rule.lossless for rule in NOTHING] == [True] * len(NOTHING)
@@ -402,7 +481,10 @@ def test_groups_are_those_of_their_definition():
             for x in range(VOCAB):
                 rank = order.index(x)
                 below, above = window // 2, (window - 1) // 2
-                group = [y for y in order[max(0, rank - above) : rank + below + 1] if y == x or (
-                    abs(p[y] - p[x]) < gap and (CODEBOOK[y] - CODEBOOK[x]).square().sum() < radius)]
+                group = [
+                    y
+                    for y in order[max(0, rank - above) : rank + below + 1]
+                    if y == x or (abs(p[y] - p[x]) < gap and (CODEBOOK[y] - CODEBOOK[x]).square().sum() < radius)
+                ]
                 if q[x] > 0:
                     assert abs(f[x] - min(1, p[group].sum() / q[group].sum())) < 1e-9

@@ -146,6 +146,7 @@ def test_a_folder_that_cannot_be_written_only_costs_time(cache, monkeypatch, cap
     if obstacle == "folder":
         cache.parent.write_text("in the way", encoding="utf-8")
     else:
+
         def full(*given):
             raise OSError(28, "No space left on device")
 
@@ -171,12 +172,15 @@ def test_a_cached_file_in_use_is_waited_for(cache, monkeypatch, caplog, locked):
     assert attempts[file.name] == 3 and computed == [40] and list(cache.iterdir()) == [file]
 
 
-@pytest.mark.parametrize(("platform", "variables", "wanted"), [
-    ("linux", {"XDG_CACHE_HOME": "/elsewhere"}, "/elsewhere/comfyui-specar"),
-    ("linux", {"HOME": "/home/me"}, "/home/me/.cache/comfyui-specar"),
-    ("darwin", {"HOME": "/Users/me", "XDG_CACHE_HOME": "/elsewhere"}, "/Users/me/Library/Caches/comfyui-specar"),
-    ("win32", {"LOCALAPPDATA": "/appdata"}, "/appdata/comfyui-specar"),
-])
+@pytest.mark.parametrize(
+    ("platform", "variables", "wanted"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/elsewhere"}, "/elsewhere/comfyui-specar"),
+        ("linux", {"HOME": "/home/me"}, "/home/me/.cache/comfyui-specar"),
+        ("darwin", {"HOME": "/Users/me", "XDG_CACHE_HOME": "/elsewhere"}, "/Users/me/Library/Caches/comfyui-specar"),
+        ("win32", {"LOCALAPPDATA": "/appdata"}, "/appdata/comfyui-specar"),
+    ],
+)
 def test_the_folder_is_the_platforms_own(monkeypatch, platform, variables, wanted):
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)

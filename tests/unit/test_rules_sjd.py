@@ -28,8 +28,14 @@ from ..support.windows import SIZE, begun, decided, three_passes
 RUNS = 12_000
 NOISE = 0.03  # how far 12,000 images of 81 kinds stray from their distribution by chance
 RULES = [
-    *RELAXED, UniformRSD(20), CoolSD(2, 0.5, 3), Lantern(2, 0.6, "paper"), Lantern(1, 0.6, "official_static_target"),
-    Grouped(gap=0.5, radius=3), TVMetered(0.05), TVMetered(0.5),
+    *RELAXED,
+    UniformRSD(20),
+    CoolSD(2, 0.5, 3),
+    Lantern(2, 0.6, "paper"),
+    Lantern(1, 0.6, "official_static_target"),
+    Grouped(gap=0.5, radius=3),
+    TVMetered(0.05),
+    TVMetered(0.5),
 ]
 LAYOUTS = {"plain": (plain(2, 2), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
@@ -179,10 +185,19 @@ def test_same_seed_decoding_has_nothing_to_relax():
 def test_settings_say_which_rule_it_was():
     settings = draw(LanternPP(2, 4), batch=1).trace.report()["settings"]
     assert json.loads(json.dumps(settings))["rule"] == {
-        "rule": "lantern_pp", "neighbours": 2, "ratio": 4, "redraw": "optimal", "neighbours_available": 2}
+        "rule": "lantern_pp",
+        "neighbours": 2,
+        "ratio": 4,
+        "redraw": "optimal",
+        "neighbours_available": 2,
+    }
     assert draw(Exact(), batch=1).trace.settings["rule"] == {"rule": "exact"}
-    for rule, reuse, lossless in ((Exact(), "coupled", True), (UniformRSD(1), "coupled", True),
-                                  (Exact(), "threshold_paper", False), (TVMetered(0.1), "coupled", False)):
+    for rule, reuse, lossless in (
+        (Exact(), "coupled", True),
+        (UniformRSD(1), "coupled", True),
+        (Exact(), "threshold_paper", False),
+        (TVMetered(0.1), "coupled", False),
+    ):
         assert draw(rule, batch=1, reuse=reuse).trace.settings["lossless"] is lossless
 
 

@@ -35,15 +35,17 @@ class Bytes:
 
 
 @pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize(("width", "draft_width", "first", "widest", "prefix"), [
-    (5, 0, 0, 6, 0), (5, 9, 0, 10, 0), (40, 9, 0, 41, 0), (2, 0, 20, 3, 20), (2, 0, 2 * CHUNK, 3, CHUNK),
-])
+@pytest.mark.parametrize(
+    ("width", "draft_width", "first", "widest", "prefix"),
+    [(5, 0, 0, 6, 0), (5, 9, 0, 10, 0), (40, 9, 0, 41, 0), (2, 0, 20, 3, 20), (2, 0, 2 * CHUNK, 3, CHUNK)],
+)
 def test_the_bytes_of_a_run_are_those_of_its_widest_pass(guided, width, draft_width, first, widest, prefix):
     """Prompt of 30 tokens, and ``first`` tokens of the image are given."""
     layout = TokenLayout.plain(1, 3 * CHUNK)
     layout.forced[:, :first] = 1
-    asked = SimpleNamespace(model=Bytes(), layout=layout, batch=3, params=SimpleNamespace(guided=guided),
-                            conditioning=None, negative=None)
+    asked = SimpleNamespace(
+        model=Bytes(), layout=layout, batch=3, params=SimpleNamespace(guided=guided), conditioning=None, negative=None
+    )
     rows = 3 * (1 + guided)
     wanted = 4 * rows * max(PROBABILITIES * widest, LOGITS * prefix) * 50
     wanted += 10**6 * rows * max(30, widest, prefix) + 10**12 * rows * (width + 30)
@@ -99,8 +101,11 @@ def test_on_a_gpu_the_host_reads_the_step_before(monkeypatch):
 @pytest.mark.parametrize("strength", [torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.arange(8.0).reshape(2, 4), None])
 def test_the_strength_of_a_rule_is_that_of_the_position_and_past_the_end_that_of_the_last(strength):
     state, position = SimpleNamespace(strength=strength, layout=plain(2, 2)), torch.tensor([[0, 3, 4], [2, 3, 9]])
-    wanted = torch.ones(2, 3) if strength is None else torch.stack(
-        [strength.expand(2, -1)[b][position[b].clamp(max=3)] for b in range(2)])
+    wanted = (
+        torch.ones(2, 3)
+        if strength is None
+        else torch.stack([strength.expand(2, -1)[b][position[b].clamp(max=3)] for b in range(2)])
+    )
     assert torch.equal(strength_at(state, position), wanted)
 
 
@@ -117,18 +122,27 @@ def test_drafting_has_its_share_of_the_milliseconds(monkeypatch):
 
 def test_rounds_are_counted_from_what_stands_at_the_positions():
     fixed = torch.tensor([[0, 1, 1, 3], [0, 1, 2, 2]])
-    source = torch.tensor([[Source.PREFILL, Source.ACCEPTED, Source.RESIDUAL, Source.RELAXED],
-                           [Source.FORCED, Source.RESIDUAL, Source.ACCEPTED, Source.RESIDUAL]])
+    source = torch.tensor(
+        [
+            [Source.PREFILL, Source.ACCEPTED, Source.RESIDUAL, Source.RELAXED],
+            [Source.FORCED, Source.RESIDUAL, Source.ACCEPTED, Source.RESIDUAL],
+        ]
+    )
     rounds = rounds_of({"finalised_at": fixed, "source": source}, 5)
     assert rounds["accepted"].tolist() == [[0, 0], [1, 0], [0, 1], [1, 0]]
     assert rounds["committed"].tolist() == [[1, 1], [2, 1], [0, 2], [1, 0]]
     assert rounds["width"].tolist() == [1, 5, 5, 5]
 
 
-@pytest.mark.parametrize(("states", "forgotten"), [
-    ([("a", "b"), ("a", "b")], 1), ([("a", "b"), ("c", "b")], 2), ([("a", "b"), ("a", "c")], 2),
-    ([("a", None), ("a", None), ("a", "b")], 2),
-])
+@pytest.mark.parametrize(
+    ("states", "forgotten"),
+    [
+        ([("a", "b"), ("a", "b")], 1),
+        ([("a", "b"), ("c", "b")], 2),
+        ([("a", "b"), ("a", "c")], 2),
+        ([("a", None), ("a", None), ("a", "b")], 2),
+    ],
+)
 def test_graphs_over_other_memory_are_dropped(states, forgotten):
     dropped = []
     held = session.Session(SimpleNamespace(forget=lambda: dropped.append(1)))

@@ -15,12 +15,23 @@ from safetensors.torch import save_file
 from ..support import fuzz_files
 
 TENSORS = {
-    "matrix": torch.arange(15.0).reshape(3, 5), "half": torch.arange(4.0).bfloat16(), "ids": torch.arange(7),
-    "one": torch.tensor(3.5), "none": torch.zeros(0, 4), "narrow": torch.arange(8.0).to(torch.float8_e4m3fn),
-    "flags": torch.tensor([True, False, True]), "complex": torch.tensor([1 + 2j], dtype=torch.complex64),
-}  # fmt: skip
-CHANGES = (fuzz_files.truncate, fuzz_files.flip_bits, fuzz_files.overwrite, fuzz_files.edit_header,
-           fuzz_files.lie_about_the_header, fuzz_files.edit_metadata)
+    "matrix": torch.arange(15.0).reshape(3, 5),
+    "half": torch.arange(4.0).bfloat16(),
+    "ids": torch.arange(7),
+    "one": torch.tensor(3.5),
+    "none": torch.zeros(0, 4),
+    "narrow": torch.arange(8.0).to(torch.float8_e4m3fn),
+    "flags": torch.tensor([True, False, True]),
+    "complex": torch.tensor([1 + 2j], dtype=torch.complex64),
+}
+CHANGES = (
+    fuzz_files.truncate,
+    fuzz_files.flip_bits,
+    fuzz_files.overwrite,
+    fuzz_files.edit_header,
+    fuzz_files.lie_about_the_header,
+    fuzz_files.edit_metadata,
+)
 CASES = 1000
 QUIET = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -43,7 +54,8 @@ def test_the_same_tensors_and_metadata(tmp_path):
     shapes, same = safetensors_files.outline(tmp_path / "a.safetensors")
     assert same == metadata and {tensor.device.type for tensor in shapes.values()} == {"meta"}
     assert {name: (t.dtype, t.shape) for name, t in shapes.items()} == {
-        name: (t.dtype, t.shape) for name, t in TENSORS.items()}
+        name: (t.dtype, t.shape) for name, t in TENSORS.items()
+    }
 
 
 def test_damage_is_refused_where_the_library_refuses_it_and_read_alike_where_not(tmp_path):
@@ -62,8 +74,10 @@ def test_damage_is_refused_where_the_library_refuses_it_and_read_alike_where_not
             refused += 1
             with pytest.raises(ValueError):
                 safetensors_files.read(file)
-        elif any(tensor.ndim > DIMENSIONS or len(name) > NAME or printable(name) != name
-                 for name, tensor in wanted[0].items()):
+        elif any(
+            tensor.ndim > DIMENSIONS or len(name) > NAME or printable(name) != name
+            for name, tensor in wanted[0].items()
+        ):
             with pytest.raises(FileError):  # the library has no bounds
                 safetensors_files.read(file)
         else:
@@ -74,8 +88,11 @@ def test_damage_is_refused_where_the_library_refuses_it_and_read_alike_where_not
 
 
 @QUIET
-@given(content=st.one_of(st.binary(max_size=100), st.binary(max_size=50).map(
-    lambda header: len(header).to_bytes(8, "little") + header)))
+@given(
+    content=st.one_of(
+        st.binary(max_size=100), st.binary(max_size=50).map(lambda header: len(header).to_bytes(8, "little") + header)
+    )
+)
 def test_any_other_bytes_are_refused_with_a_reason(tmp_path, content):
     (tmp_path / "a.safetensors").write_bytes(content)
     try:

@@ -11,51 +11,65 @@ def model():
     return specar.load_model(specar.bundled("default"))
 
 
-@pytest.mark.parametrize(("given", "error", "message"), [
-    ({"method": "sjd"}, TypeError, r"'sjd'.*methods\.SJD\(\).*NextToken"),
-    ({"method": specar.methods.SJD}, TypeError, r"methods\.SJD\(\)"),
-    ({"method": specar.methods.DraftTree(None)}, TypeError, "DraftTree.*drafter.*load_drafter"),
-    ({"method": specar.methods.CoolSD(None)}, TypeError, "drafter.*load_drafter"),
-    ({"method": specar.methods.CoolSD(specar.bundled("default/eagle"))}, TypeError, "drafter.*load_drafter"),
-    ({"method": specar.methods.SJD(window="a")}, TypeError, "window is 'a'.*whole"),
-    ({"method": specar.methods.SJD(window=2.5)}, TypeError, "window is 2.5.*whole"),
-    ({"method": specar.methods.SJD(threshold="a")}, TypeError, "threshold is 'a'.*number"),
-    ({"method": specar.methods.SJD(rule="lantern")}, TypeError, r"rule is 'lantern'.*rules\."),
-    ({"method": specar.methods.SJD(rule=specar.rules.CoolSD(delta="1"))}, TypeError, "delta is '1'.*number"),
-    ({"negative": torch.ones(2)}, TypeError, "negative prompt is .*encode_prompt"),
-    ({"grid": numpy.array([16, 16])}, TypeError, "grid is .*rows"),
-    ({"negative": "ugly"}, TypeError, r"negative prompt is 'ugly'.*encode_prompt"),
-    ({"seed": -1}, ValueError, "seed.*-1.*0 to 18446744073709551615"),
-    ({"seed": 2**64}, ValueError, "seed.*0 to"),
-    ({"seed": 1.5}, TypeError, "seed is 1.5.*whole"),
-    ({"seed": "7"}, TypeError, "seed is '7'.*whole"),
-    ({"batch_size": 0}, ValueError, "batch_size is 0.*1"),
-    ({"batch_size": 1.5}, TypeError, "batch_size.*whole"),
-    ({"cfg": "a"}, TypeError, "cfg is 'a'.*number"),
-    ({"strength": torch.ones(3, 3)}, ValueError, r"strength.*\[1, 3, 3\].*\[1, 16, 16\]"),
-    ({"skippable": torch.ones(16, 16).bool()}, ValueError, "skippable.*VVS"),
-    ({"top_k": 1.5}, TypeError, "top_k is 1.5.*whole"),
-    ({"method": specar.methods.SJD(front=1.5)}, TypeError, "front is 1.5.*whole"),
-    ({"grid": 16}, TypeError, "grid is 16.*rows"),
-    ({"grid": (16.0, 16.0)}, TypeError, "grid is .*whole"),
-    ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*3"),
-    ({"kept": torch.ones(16, 16).bool(), "tokens": torch.zeros(16, 16).long()}, ValueError, r"tokens.*\[16, 16\]"),
-    ({"kept": torch.ones(1, 16, 16).bool()}, ValueError, "tokens.*kept.*both"),
-    ({"tokens": torch.zeros(1, 16, 16).long()}, ValueError, "tokens.*kept.*both"),
-    ({"kept": torch.ones(1, 16, 16).bool(), "tokens": torch.zeros(1, 16, 16)}, ValueError, "tokens.*float32.*whole"),
-    ({"kept": torch.ones(1, 16, 16), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*float32.*bool"),
-    ({"kept": torch.ones(1, 16, 16).bool(), "tokens": torch.full((1, 16, 16), 99999)}, ValueError, "99999.*0 to 1023"),
-])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"method": "sjd"}, TypeError, r"'sjd'.*methods\.SJD\(\).*NextToken"),
+        ({"method": specar.methods.SJD}, TypeError, r"methods\.SJD\(\)"),
+        ({"method": specar.methods.DraftTree(None)}, TypeError, "DraftTree.*drafter.*load_drafter"),
+        ({"method": specar.methods.CoolSD(None)}, TypeError, "drafter.*load_drafter"),
+        ({"method": specar.methods.CoolSD(specar.bundled("default/eagle"))}, TypeError, "drafter.*load_drafter"),
+        ({"method": specar.methods.SJD(window="a")}, TypeError, "window is 'a'.*whole"),
+        ({"method": specar.methods.SJD(window=2.5)}, TypeError, "window is 2.5.*whole"),
+        ({"method": specar.methods.SJD(threshold="a")}, TypeError, "threshold is 'a'.*number"),
+        ({"method": specar.methods.SJD(rule="lantern")}, TypeError, r"rule is 'lantern'.*rules\."),
+        ({"method": specar.methods.SJD(rule=specar.rules.CoolSD(delta="1"))}, TypeError, "delta is '1'.*number"),
+        ({"negative": torch.ones(2)}, TypeError, "negative prompt is .*encode_prompt"),
+        ({"grid": numpy.array([16, 16])}, TypeError, "grid is .*rows"),
+        ({"negative": "ugly"}, TypeError, r"negative prompt is 'ugly'.*encode_prompt"),
+        ({"seed": -1}, ValueError, "seed.*-1.*0 to 18446744073709551615"),
+        ({"seed": 2**64}, ValueError, "seed.*0 to"),
+        ({"seed": 1.5}, TypeError, "seed is 1.5.*whole"),
+        ({"seed": "7"}, TypeError, "seed is '7'.*whole"),
+        ({"batch_size": 0}, ValueError, "batch_size is 0.*1"),
+        ({"batch_size": 1.5}, TypeError, "batch_size.*whole"),
+        ({"cfg": "a"}, TypeError, "cfg is 'a'.*number"),
+        ({"strength": torch.ones(3, 3)}, ValueError, r"strength.*\[1, 3, 3\].*\[1, 16, 16\]"),
+        ({"skippable": torch.ones(16, 16).bool()}, ValueError, "skippable.*VVS"),
+        ({"top_k": 1.5}, TypeError, "top_k is 1.5.*whole"),
+        ({"method": specar.methods.SJD(front=1.5)}, TypeError, "front is 1.5.*whole"),
+        ({"grid": 16}, TypeError, "grid is 16.*rows"),
+        ({"grid": (16.0, 16.0)}, TypeError, "grid is .*whole"),
+        ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*3"),
+        ({"kept": torch.ones(16, 16).bool(), "tokens": torch.zeros(16, 16).long()}, ValueError, r"tokens.*\[16, 16\]"),
+        ({"kept": torch.ones(1, 16, 16).bool()}, ValueError, "tokens.*kept.*both"),
+        ({"tokens": torch.zeros(1, 16, 16).long()}, ValueError, "tokens.*kept.*both"),
+        (
+            {"kept": torch.ones(1, 16, 16).bool(), "tokens": torch.zeros(1, 16, 16)},
+            ValueError,
+            "tokens.*float32.*whole",
+        ),
+        ({"kept": torch.ones(1, 16, 16), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*float32.*bool"),
+        (
+            {"kept": torch.ones(1, 16, 16).bool(), "tokens": torch.full((1, 16, 16), 99999)},
+            ValueError,
+            "99999.*0 to 1023",
+        ),
+    ],
+)
 def test_what_cannot_be_meant_is_refused_before_anything_runs(model, given, error, message):
     with pytest.raises(error, match=message):
         specar.sample(model, model.encode_prompt("star"), **given)
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 8, 8, 16)}, "kept.*3"),
-    ({"kept": torch.ones(1, 8, 8).bool(), "tokens": torch.zeros(1, 8, 8, 3)}, "tokens.*3"),
-    ({"kept": torch.ones(1, 8, 8).bool()}, "tokens.*kept.*both"),
-])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 8, 8, 16)}, "kept.*3"),
+        ({"kept": torch.ones(1, 8, 8).bool(), "tokens": torch.zeros(1, 8, 8, 3)}, "tokens.*3"),
+        ({"kept": torch.ones(1, 8, 8).bool()}, "tokens.*kept.*both"),
+    ],
+)
 def test_so_are_tokens_of_a_continuous_model(given, message):
     model = specar.load_model(specar.bundled("continuous"))
     with pytest.raises(ValueError, match=message):
@@ -73,9 +87,9 @@ def test_so_is_a_prompt_that_is_no_text(model):
         model.encode_prompt(None)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("strength", 0.5), ("skippable", "sky"), ("tokens", [[1]]), ("kept", True),
-])
+@pytest.mark.parametrize(
+    ("name", "value"), [("strength", 0.5), ("skippable", "sky"), ("tokens", [[1]]), ("kept", True)]
+)
 def test_so_is_what_should_have_a_value_per_token(model, name, value):
     with pytest.raises(TypeError, match=f"{name} is .*tensor"):
         specar.sample(model, model.encode_prompt("heart"), **{name: value})

@@ -27,8 +27,12 @@ DECLARED = {
     "Lantern": {"neighbours": (1000, 1, ANY, None), "delta": (0.1, 0, 1, 0), "redraw": ("optimal", REDRAW)},
     "LanternPP": {"neighbours": (10, 1, ANY, None), "ratio": (2.0, 1, ANY, 1), "redraw": ("optimal", REDRAW)},
     "UniformRSD": {"delta": (1.1, 1, 1000, 1)},
-    "CoolSD": {"delta": (1.1, 1, 1000, 1), "decay": (0.2, 0, ANY, None), "steps": (5, 1, 64, None),
-               "schedule": ("exponential", ("exponential", "linear"))},
+    "CoolSD": {
+        "delta": (1.1, 1, 1000, 1),
+        "decay": (0.2, 0, ANY, None),
+        "steps": (5, 1, 64, None),
+        "schedule": ("exponential", ("exponential", "linear")),
+    },
     "Grouped": {"window": (14, 1, 64, 1), "gap": (0.15, 0, 1, 0), "radius": (0.5, 0, ANY, 0)},
     "TVMetered": {"epsilon": (0.05, 0, 1, 0)},
     "Entropy": {"scale": (8.0, 1, 64, None), "decay": (16.0, 2, 128, None)},
@@ -37,48 +41,103 @@ DECLARED = {
     "Dynamic": {"depth": (5, 1, 32, None), "width": (10, 1, 64, None), "nodes": (58, 1, 1024, None)},
     "ADTTree": {
         "initial": ("horizontal", ("horizontal", "vertical", "random", "tokenflock")),
-        "children": ("top_k", ("top_k", "sampled")), "beta": (1.0, 0, 1, None), "depth_step": (1, 0, 32, None),
-        "width_step": (10, 0, 64, None), "radius": (2.0, 1, 64, None),
+        "children": ("top_k", ("top_k", "sampled")),
+        "beta": (1.0, 0, 1, None),
+        "depth_step": (1, 0, 32, None),
+        "width_step": (10, 0, 64, None),
+        "radius": (2.0, 1, 64, None),
         "row_start": ("previous", ("previous", "above", "reset")),
         "alpha_over": ("effective", ("effective", "requested")),
         "flock_distance": ("euclidean", ("euclidean", "printed")),
     },
     "NextToken": {},
     "Jacobi": {"window": (None, 2, ANY, None), "initial": ("repeat", INITIAL)},
-    "SJD": {"window": (None, 2, ANY, None), "reuse": ("coupled", REUSE), "initial": ("mixed", INITIAL),
-            "front": (1, 1, 16, None), "settle": (0.0, 0, 1, 0)},
+    "SJD": {
+        "window": (None, 2, ANY, None),
+        "reuse": ("coupled", REUSE),
+        "initial": ("mixed", INITIAL),
+        "front": (1, 1, 16, None),
+        "settle": (0.0, 0, 1, 0),
+    },
     "DraftTree": {},
     "ContinuousNextToken": {"iterations": (None, 1, ANY, None)},
     "ContinuousSpeculative": {
-        "length": (8, 1, ANY, None), "prefill": (0.05, 0, 1, None), "mode": ("block", ("block", "prefix", "exact")),
-        "condition": (None, ("prefix", "drafts")), "path": ("off", ("off", "paper", "official")),
+        "length": (8, 1, ANY, None),
+        "prefill": (0.05, 0, 1, None),
+        "mode": ("block", ("block", "prefix", "exact")),
+        "condition": (None, ("prefix", "drafts")),
+        "path": ("off", ("off", "paper", "official")),
     },
-    "Skipping": {"schedule": ("uniform", ("uniform", "dynamic")), "interval": (4, 2, ANY, None),
-                 "threshold": (0.7, 0, ANY, None), "decay": (0.9, 1e-6, 1, None),
-                 "path": ("uniform", ("uniform", "confident", "first")), "guard": (5, 0, ANY, None)},
+    "Skipping": {
+        "schedule": ("uniform", ("uniform", "dynamic")),
+        "interval": (4, 2, ANY, None),
+        "threshold": (0.7, 0, ANY, None),
+        "decay": (0.9, 1e-6, 1, None),
+        "path": ("uniform", ("uniform", "confident", "first")),
+        "guard": (5, 0, ANY, None),
+    },
 }
 # Defaults of what declares no legal values.
 PLAIN = {
-    "Lantern": {"table": None}, "LanternPP": {"table": None}, "CoolSD": {"floor": True}, "Grouped": {"codes": None},
+    "Lantern": {"table": None},
+    "LanternPP": {"table": None},
+    "CoolSD": {"floor": True},
+    "Grouped": {"codes": None},
     "Static": {"tree": "eagle_25"},
     "ADTTree": {"depths": (1, 9), "widths": (4, 39), "nodes": 58, "first": (5, 10)},
-    "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "front": 1, "settle": 0.0}, "SJD": {"threshold": 0.5},
+    "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "front": 1, "settle": 0.0},
+    "SJD": {"threshold": 0.5},
     "DraftTree": {"skipping": None, "name": "draft_tree"},
     "ContinuousSpeculative": {"tolerance": 0.26, "aligned": True},
     "Skipping": {"truncate": True, "refresh": True},
-    "SamplingParams": {"cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "order": ("top_k", "top_p"),
-                       "entropy": None},
-    "ContinuousParams": {"cfg": 1.0, "cfg_schedule": "linear", "temperature": 1.0, "steps": 100, "kind": "ddpm",
-                         "iterations": None},
-    "Request": {"negative": None, "seed": 0, "batch": 1, "callback": None, "strength": None, "skippable": None,
-                "notices": ()},
-    "ContinuousRequest": {"negative": None, "seed": 0, "batch": 1, "callback": None, "tokens": None, "kept": None,
-                          "notices": ()},
+    "SamplingParams": {
+        "cfg": 1.0,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "order": ("top_k", "top_p"),
+        "entropy": None,
+    },
+    "ContinuousParams": {
+        "cfg": 1.0,
+        "cfg_schedule": "linear",
+        "temperature": 1.0,
+        "steps": 100,
+        "kind": "ddpm",
+        "iterations": None,
+    },
+    "Request": {
+        "negative": None,
+        "seed": 0,
+        "batch": 1,
+        "callback": None,
+        "strength": None,
+        "skippable": None,
+        "notices": (),
+    },
+    "ContinuousRequest": {
+        "negative": None,
+        "seed": 0,
+        "batch": 1,
+        "callback": None,
+        "tokens": None,
+        "kept": None,
+        "notices": (),
+    },
 }
-OWNERS = {owner.__name__: owner for owner in (
-    *registry.RULES, *registry.STRUCTURES, *registry.METHODS, Skipping, SamplingParams, ContinuousParams, Request,
-    ContinuousRequest,
-)}
+OWNERS = {
+    owner.__name__: owner
+    for owner in (
+        *registry.RULES,
+        *registry.STRUCTURES,
+        *registry.METHODS,
+        Skipping,
+        SamplingParams,
+        ContinuousParams,
+        Request,
+        ContinuousRequest,
+    )
+}
 
 
 @pytest.mark.parametrize("name", OWNERS)
@@ -87,8 +146,9 @@ def test_defaults_and_legal_values_stay(name):
     for each in fields(OWNERS[name]):
         if each.name in declared:
             legal = declared[each.name]
-            found[each.name] = (each.default, legal.options) if legal.options else (
-                each.default, legal.low, legal.high, legal.exact)
+            found[each.name] = (
+                (each.default, legal.options) if legal.options else (each.default, legal.low, legal.high, legal.exact)
+            )
         elif each.default is not MISSING:
             plain[each.name] = each.default
     assert found == DECLARED.get(name, {}) and plain == PLAIN.get(name, {})
@@ -99,12 +159,15 @@ def test_every_setting_is_part_of_a_report_except_what_a_rule_takes_from_its_met
     assert hidden == {("CoolSD", "steps")}
 
 
-@pytest.mark.parametrize(("legal", "inside", "outside"), [
-    (Setting(2, 5), (2, 3.5, 5), (math.nextafter(2, 1), math.nextafter(5, 6), math.nan, -math.inf, math.inf)),
-    (Setting(0), (0, 1e300), (math.inf, math.nan, -1e-300)),
-    (Setting(), (-1e300, 0, 1e300), (math.inf, -math.inf + math.inf, math.nan)),
-    (Setting(options=("a", "b")), ("a", "b"), ("c", "", None, 1)),
-])
+@pytest.mark.parametrize(
+    ("legal", "inside", "outside"),
+    [
+        (Setting(2, 5), (2, 3.5, 5), (math.nextafter(2, 1), math.nextafter(5, 6), math.nan, -math.inf, math.inf)),
+        (Setting(0), (0, 1e300), (math.inf, math.nan, -1e-300)),
+        (Setting(), (-1e300, 0, 1e300), (math.inf, -math.inf + math.inf, math.nan)),
+        (Setting(options=("a", "b")), ("a", "b"), ("c", "", None, 1)),
+    ],
+)
 def test_both_ends_are_legal_and_nothing_beyond_them(legal, inside, outside):
     assert all(legal.legal(value) for value in inside)
     for value in outside:
@@ -124,9 +187,10 @@ def test_a_check_names_the_setting(owner):
     check_settings(Skipping())
 
 
-@pytest.mark.parametrize(("tree", "drafts", "inner"), [
-    ("eagle_25", (4, 8, 8, 3, 2), (4, 4, 1, 1, 0)), ("lantern_57", (5, 13, 16, 14, 9), (5, 7, 7, 5, 0)),
-])
+@pytest.mark.parametrize(
+    ("tree", "drafts", "inner"),
+    [("eagle_25", (4, 8, 8, 3, 2), (4, 4, 1, 1, 0)), ("lantern_57", (5, 13, 16, 14, 9), (5, 7, 7, 5, 0))],
+)
 def test_the_published_trees_have_their_sizes(tree, drafts, inner):
     shape = shape_of(published(tree))
     assert tuple(len(level.parent) for level in shape) == drafts
@@ -134,11 +198,17 @@ def test_the_published_trees_have_their_sizes(tree, drafts, inner):
     assert Static(tree).size() == (sum(drafts), 5) and sum(drafts) == int(tree[-2:])
 
 
-@pytest.mark.parametrize(("structure", "size", "passes", "expansions"), [
-    (Chain(5), (5, 5), 4, 4), (Chain(1), (1, 1), 0, 0), (Static("eagle_25"), (25, 5), 4, 10),
-    (Static(((0,), (1,), (0, 0))), (3, 2), 1, 1), (Dynamic(5, 10, 58), (58, 5), 4, 40),
-    (Dynamic(1, 4, 3), (3, 1), 0, 0),
-])
+@pytest.mark.parametrize(
+    ("structure", "size", "passes", "expansions"),
+    [
+        (Chain(5), (5, 5), 4, 4),
+        (Chain(1), (1, 1), 0, 0),
+        (Static("eagle_25"), (25, 5), 4, 10),
+        (Static(((0,), (1,), (0, 0))), (3, 2), 1, 1),
+        (Dynamic(5, 10, 58), (58, 5), 4, 40),
+        (Dynamic(1, 4, 3), (3, 1), 0, 0),
+    ],
+)
 def test_what_a_structure_asks_of_the_drafter(structure, size, passes, expansions):
     assert (structure.size(), structure.passes(), structure.expansions()) == (size, passes, expansions)
 
@@ -169,19 +239,43 @@ def test_options_of_a_batch_that_are_not_given():
     found = vars(cli.parser().parse_args(["jobs.csv"]))
     assert (str(found.pop("jobs")), found.pop("workflow").name) == ("jobs.csv", cli.WORKFLOW.name)
     assert found == {
-        "results": None, "out": None, "maps": False, "retry_failed": False, "dry_run": False, "retries": 3,
-        "server": None, "in_flight": 2, "patience": None, "ray": None, "model": "default", "decoder": None,
-        "drafter": None, "method": "sjd", "dtype": "auto", "actors": 1, "cpus": 1, "gpus": 0,
+        "results": None,
+        "out": None,
+        "maps": False,
+        "retry_failed": False,
+        "dry_run": False,
+        "retries": 3,
+        "server": None,
+        "in_flight": 2,
+        "patience": None,
+        "ray": None,
+        "model": "default",
+        "decoder": None,
+        "drafter": None,
+        "method": "sjd",
+        "dtype": "auto",
+        "actors": 1,
+        "cpus": 1,
+        "gpus": 0,
     }
 
 
-@pytest.mark.parametrize(("legal", "illegal"), [
-    ({"nodes": 1024}, {"nodes": 1025}), ({"nodes": 9}, {"nodes": 8}), ({"first": (32, 64)}, {"first": (33, 5)}),
-    ({"first": (1, 1)}, {"first": (0, 5)}), ({"first": (5, 64)}, {"first": (5, 65)}),
-    ({"first": (5, 1)}, {"first": (5, 0)}), ({"depths": (1, 32)}, {"depths": (1, 33)}),
-    ({"depths": (9, 9)}, {"depths": (10, 9)}), ({"depths": (1, 1)}, {"depths": (0, 1)}),
-    ({"widths": (64, 64)}, {"widths": (4, 65)}), ({"widths": (1, 4)}, {"widths": (0, 4)}),
-])
+@pytest.mark.parametrize(
+    ("legal", "illegal"),
+    [
+        ({"nodes": 1024}, {"nodes": 1025}),
+        ({"nodes": 9}, {"nodes": 8}),
+        ({"first": (32, 64)}, {"first": (33, 5)}),
+        ({"first": (1, 1)}, {"first": (0, 5)}),
+        ({"first": (5, 64)}, {"first": (5, 65)}),
+        ({"first": (5, 1)}, {"first": (5, 0)}),
+        ({"depths": (1, 32)}, {"depths": (1, 33)}),
+        ({"depths": (9, 9)}, {"depths": (10, 9)}),
+        ({"depths": (1, 1)}, {"depths": (0, 1)}),
+        ({"widths": (64, 64)}, {"widths": (4, 65)}),
+        ({"widths": (1, 4)}, {"widths": (0, 4)}),
+    ],
+)
 def test_an_adapted_tree_has_both_limits_of_everything(legal, illegal):
     ADTTree(**legal).check()
     with pytest.raises(ValueError, match=next(iter(illegal))):

@@ -24,16 +24,14 @@ from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens
 
 RUNS = 16_000
 MANY = 160_000  # chance explains little then
-LAYOUTS = {
-    "row": (plain(2, 3), 0),
-    "line_ends": (with_line_ends(2, 2), 2),
-    "kept": (with_kept_tokens(2, 3), 0),
-}
+LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
 EXACT = SJD(window=5, initial="uniform")
 METHODS = [
-    *(replace(EXACT, settle=most) for most in (0.1, 0.3, 1.0)), replace(EXACT, settle=0.3, front=2),
-    replace(EXACT, settle=1.0, front=3), replace(EXACT, settle=0.3, rule=TVMetered(0.1)),
+    *(replace(EXACT, settle=most) for most in (0.1, 0.3, 1.0)),
+    replace(EXACT, settle=0.3, front=2),
+    replace(EXACT, settle=1.0, front=3),
+    replace(EXACT, settle=0.3, rule=TVMetered(0.1)),
     replace(EXACT, settle=0.3, rule=TVMetered(0.1), front=2),
 ]
 
@@ -85,6 +83,7 @@ def test_the_more_settles_the_fewer_passes_and_the_more_drift():
 
 def test_settling_by_the_guess_itself_breaks_the_bound(monkeypatch):
     """What settles must not depend on the guess: it would no longer be a sample from q. Here only the last id does."""
+
     def by_the_guess(*given, real=jacobi.next_window):
         window = real(*given)
         return replace(window, settled=window.settled.minimum((window.guess == 2).long().cumprod(1).sum(1)))
@@ -129,8 +128,9 @@ def test_where_the_prefix_does_not_matter_settling_is_exact():
 
 def test_guesses_settle_one_after_the_other():
     exists = torch.tensor([[True, True, True, True, False]]).expand(4, -1)
-    distance = torch.tensor([[0.9, 0.9, 0.1, 0.0, 0.0], [0.9, 0.1, 0.2, 0.1, 0.1], [0.9, 0.3, 0.1, 0.1, 0.1],
-                             [0.9, 0.9, 0.9, 0.9, 0.9]])
+    distance = torch.tensor(
+        [[0.9, 0.9, 0.1, 0.0, 0.0], [0.9, 0.1, 0.2, 0.1, 0.1], [0.9, 0.3, 0.1, 0.1, 0.1], [0.9, 0.9, 0.9, 0.9, 0.9]]
+    )
     count = torch.tensor([2, 1, 1, 5])
     assert settling.settled(distance, torch.tensor(0.2), exists, count).tolist() == [2, 1, 0, 0]
 
@@ -148,10 +148,15 @@ def test_the_trace_tells_of_settling():
     assert judgement(draw(EXACT, batch=4).trace.settings) == "exact"
 
 
-@pytest.mark.parametrize(("method", "words"), [
-    (SJD(settle=-0.1), "settle.*-0.1.*0"), (SJD(settle=1.5), "settle.*1.5.* 1"),
-    *((SJD(reuse=reuse, settle=0.1), f"settle.*{reuse}.*coupled") for reuse in REUSE if reuse != "coupled"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (SJD(settle=-0.1), "settle.*-0.1.*0"),
+        (SJD(settle=1.5), "settle.*1.5.* 1"),
+        *((SJD(reuse=reuse, settle=0.1), f"settle.*{reuse}.*coupled") for reuse in REUSE if reuse != "coupled"),
+    ],
+    ids=str,
+)
 def test_illegal_settings_are_named(method, words):
     with pytest.raises(ValueError, match=words):
         draw(method, batch=1)

@@ -81,9 +81,9 @@ def test_a_truncated_shard_is_named_with_its_size(index, left):
     refused(index, shard.name, f"({shard.stat().st_size} bytes)", "damaged")
 
 
-@pytest.mark.parametrize("name", [
-    "../model.safetensors", "sub/model.safetensors", "/etc/passwd", "..", ".", "", 3, None, *KINDS.values(),
-])
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "sub/model.safetensors", "/etc/passwd", "..", ".", "", 3, None, *KINDS.values()]
+)
 def test_an_index_leads_nowhere_else(index, tmp_path, name):
     """Shards lie beside their index: no path, no folder, not the index itself."""
     save_file(WEIGHTS, tmp_path / "model.safetensors")
@@ -91,9 +91,9 @@ def test_an_index_leads_nowhere_else(index, tmp_path, name):
     refused(index, index, "shard")
 
 
-@pytest.mark.parametrize("content", [
-    "", "{", "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {}}', "\0", "[" * 9999,
-])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {}}', "\0", "[" * 9999]
+)
 def test_an_index_that_is_none(index, content):
     index.write_text(content, encoding="utf-8")
     refused(index, index, "Download")
@@ -127,10 +127,15 @@ def test_a_model_that_lacks_a_shard_says_so_before_anything_else(tmp_path):
 # Of no known family
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    ({"architectures": ["BagelForConditionalGeneration"], "model_type": "bagel"}, "BagelForConditionalGeneration"),
-    ({"model_type": "var"}, "var"), ({}, "part.0.weight"),
-], ids=["architecture", "type", "nothing"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["BagelForConditionalGeneration"], "model_type": "bagel"}, "BagelForConditionalGeneration"),
+        ({"model_type": "var"}, "var"),
+        ({}, "part.0.weight"),
+    ],
+    ids=["architecture", "type", "nothing"],
+)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_the_error_for_an_unknown_architecture_names_what_is_supported(tmp_path, config, message, shards):
     folder = write_folder(tmp_path / "Strange-7B", WEIGHTS, config, shards)
@@ -157,8 +162,9 @@ def test_matrices_of_layers_are_stored_narrow_and_the_rest_is_not(tmp_path):
 def test_files_in_one_byte_load_in_any_precision(tmp_path):
     folder = tiny_chameleon.write(tmp_path, kind="anole")
     file = folder / "model.safetensors"
-    stored = {name: tensor.to(torch.float8_e4m3fn) if tensor.ndim == 2 else tensor
-              for name, tensor in load_file(file).items()}
+    stored = {
+        name: tensor.to(torch.float8_e4m3fn) if tensor.ndim == 2 else tensor for name, tensor in load_file(file).items()
+    }
     save_file(stored, file)
     found = load_model(folder).state_dict()
     name = "model.layers.1.mlp.down_proj.weight"

@@ -81,9 +81,12 @@ def test_prompts(model):
 
 def test_the_unconditional_branch(model):
     state = model.start(model.encode_prompt("a red cup"), None, 2, model.layout(), 0, guided=True)
-    with_prompt, without = words("<|t2i|>A highly realistic image of a red cup" + END), words(
-        "<|t2i|>An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad "
-        "teeth, bad eyes, bad limbs, distortion" + END
+    with_prompt, without = (
+        words("<|t2i|>A highly realistic image of a red cup" + END),
+        words(
+            "<|t2i|>An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad "
+            "teeth, bad eyes, bad limbs, distortion" + END
+        ),
     )
     assert state.cache.lengths.tolist() == [len(with_prompt)] * 2 + [len(without)] * 2
     assert [h.shape for h in state.prefix_hidden] == [(2, len(ids), 32) for ids in (with_prompt, without)]
@@ -157,8 +160,10 @@ def test_without_a_tokenizer(model, tmp_path):
     (path / "tokenizer.json").unlink()
     other = load_model(path)
     ids = other.encode_ids(words("<|t2i|>cup" + END))
-    drawn = [api.sample(m, ids, NextToken(), negative=m.encode_ids([260]), cfg=3.0, temperature=0).tokens.tolist()
-             for m in (model, other)]
+    drawn = [
+        api.sample(m, ids, NextToken(), negative=m.encode_ids([260]), cfg=3.0, temperature=0).tokens.tolist()
+        for m in (model, other)
+    ]
     assert drawn[0] == drawn[1]
     for use in (lambda: other.encode_prompt("cup"), lambda: api.sample(other, ids, NextToken(), cfg=3.0)):
         with pytest.raises(FileNotFoundError, match=r"tokenizer\.json.*Daniel0724/SimpleAR-1\.5B-RL"):

@@ -30,6 +30,7 @@ def passes(toy: ToyModel, decided, guesses, references, threshold: float | None)
 
     threshold None: every guess is resampled (SJD, eq. 6).
     """
+
     def drafted(reference: tuple[int, ...] | None) -> tuple[float, ...]:
         return (1 / VOCAB,) * VOCAB if reference is None else after(toy, reference)
 
@@ -110,8 +111,10 @@ def test_the_sampler_has_this_distribution(threshold):
 
 def test_the_bias_is_as_the_page_says():
     number = r"([\d.]+)"
-    said = re.search(rf"by {number} to {number} at a\s+`threshold` of 0.5 and by {number} to {number}\s+at 0.1",
-                     PAGE.read_text("utf-8"))
+    said = re.search(
+        rf"by {number} to {number} at a\s+`threshold` of 0.5 and by {number} to {number}\s+at 0.1",
+        PAGE.read_text("utf-8"),
+    )
     low, high, low_01, high_01 = map(float, said.groups())
     for threshold, least, most in ((0.5, low, high), (0.1, low_01, high_01)):
         found = [bias(toy, threshold) for toy in TOYS]

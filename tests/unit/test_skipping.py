@@ -89,8 +89,10 @@ def test_paths_by_hand(seed, path, truncate):
 
 def test_every_path_is_equally_likely():
     tree = tree_of_paths(2, 1, 3)
-    ends = [taken(tree, 0, *choose_path(Skipping(truncate=False), tree, torch.tensor([(i + 0.5) / 300])))[-1]
-            for i in range(300)]
+    ends = [
+        taken(tree, 0, *choose_path(Skipping(truncate=False), tree, torch.tensor([(i + 0.5) / 300])))[-1]
+        for i in range(300)
+    ]
     assert {end: ends.count(end) for end in ends} == {2: 100, 3: 100, 6: 100}
     assert taken(tree, 0, *choose_path(Skipping(truncate=False), tree, torch.tensor([1 - 2**-24]))) == [4, 5, 6]
 
@@ -100,8 +102,10 @@ def test_every_path_is_equally_likely():
 
 def similar_by_hand(tree, b: int, codebook: torch.Tensor, decay: float) -> float:
     leaves = leaf_paths(tree, b)
-    compared = [[codebook[t] / codebook[t].norm() if t < len(codebook) else None
-                 for t in tree.token[b, path].tolist()] for path in leaves[::2]]
+    compared = [
+        [codebook[t] / codebook[t].norm() if t < len(codebook) else None for t in tree.token[b, path].tolist()]
+        for path in leaves[::2]
+    ]
     if len(compared) < 2:
         return 0.0
     levels = max(map(len, leaves))
@@ -170,8 +174,10 @@ def test_never_twice_in_a_row(seed, schedule, interval, threshold):
 def test_dynamic_skips_where_paths_are_alike_enough():
     """S of the first image is 0.5 / 1.5, of the second 1; a skip, then a verified round."""
     alone, codebook = tree_of_paths(2, 2, 2), torch.eye(4)[[0, 0, 2, 3, 3, 1, 2]]
-    fields = {name: getattr(alone, name).repeat(2, 1) for name in
-              ("token", "parent", "depth", "rank", "exists", "probability")}
+    fields = {
+        name: getattr(alone, name).repeat(2, 1)
+        for name in ("token", "parent", "depth", "rank", "exists", "probability")
+    }
     fields["token"][1] = 2
     tree = type(alone)(**fields, levels=2, width=3)
     for threshold, expected in ((0.3, (True, True)), (0.5, (False, True)), (1.0001, (False, False))):
@@ -207,16 +213,31 @@ def test_limits_by_hand(seed, truncate, guard, length):
 def test_rounds_may_be_counted_image_by_image():
     tree = random_tree(3, batch=4)
     tree.exists[:, 1] = True
-    decision = decide(Skipping(interval=3, guard=0), tree, None, torch.tensor([3, 4, 5, 6]),
-                      torch.full((4,), 9), 100, torch.zeros(4, dtype=torch.bool))
+    decision = decide(
+        Skipping(interval=3, guard=0),
+        tree,
+        None,
+        torch.tensor([3, 4, 5, 6]),
+        torch.full((4,), 9),
+        100,
+        torch.zeros(4, dtype=torch.bool),
+    )
     assert decision.tolist() == [True, False, False, True]
 
 
-@pytest.mark.parametrize("bad, named", [
-    ({"schedule": "sometimes"}, "schedule"), ({"path": "best"}, "path"), ({"interval": 1}, "interval"),
-    ({"threshold": -0.1}, "threshold"), ({"threshold": math.nan}, "threshold"), ({"decay": 0}, "decay"),
-    ({"decay": 1.1}, "decay"), ({"guard": -1}, "guard"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, named",
+    [
+        ({"schedule": "sometimes"}, "schedule"),
+        ({"path": "best"}, "path"),
+        ({"interval": 1}, "interval"),
+        ({"threshold": -0.1}, "threshold"),
+        ({"threshold": math.nan}, "threshold"),
+        ({"decay": 0}, "decay"),
+        ({"decay": 1.1}, "decay"),
+        ({"guard": -1}, "guard"),
+    ],
+)
 def test_illegal_settings_are_named(bad, named):
     Skipping().check()
     with pytest.raises(ValueError, match=f"^{named} is"):
@@ -232,11 +253,15 @@ def test_comparing_codes_needs_codes():
         run_of(Skipping("dynamic"), tree_of_paths(1), 1)
 
 
-@pytest.mark.parametrize(("changed", "named"), [
-    ({"structure": Chain(0)}, "length"), ({"rule": UniformRSD(0.5)}, "delta"),
-    ({"skipping": Skipping(interval=1)}, "interval"),
-    ({"structure": Chain(2, "block"), "rule": UniformRSD(2)}, "(?i)block"),
-])
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"structure": Chain(0)}, "length"),
+        ({"rule": UniformRSD(0.5)}, "delta"),
+        ({"skipping": Skipping(interval=1)}, "interval"),
+        ({"structure": Chain(2, "block"), "rule": UniformRSD(2)}, "(?i)block"),
+    ],
+)
 def test_every_part_of_a_method_is_checked(changed, named):
     with pytest.raises(ValueError, match=named):
         replace(DraftTree(DRAFTER, Chain(2)), **changed).check(request(MODEL, LAYOUT))
@@ -302,7 +327,7 @@ def test_features_by_hand(seed, kept, width, guided):
         assert hidden.shape == (rows, width, 2)
         for r in range(rows):
             count = int(asked[r % batch])
-            newest = fed[r][-min(count, kept):] if count else []
+            newest = fed[r][-min(count, kept) :] if count else []
             newest += [fed[r][-1]] * (width - len(newest))
             assert torch.equal(hidden[r], torch.stack(newest))
 
@@ -366,10 +391,13 @@ def test_a_pass_is_fed_the_tokens_that_are_not_cached_and_the_drafts(skips):
     assert rounds["width"].tolist() == wanted
 
 
-@pytest.mark.parametrize(("mask", "said"), [
-    (torch.ones(1, 4), "torch.bool"),
-    *((torch.ones(shape) > 0, r"\(1 or 3, 4\)") for shape in ((2, 4), (3, 5), (4,), (3, 4, 1))),
-])
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (torch.ones(1, 4), "torch.bool"),
+        *((torch.ones(shape) > 0, r"\(1 or 3, 4\)") for shape in ((2, 4), (3, 5), (4,), (3, 4, 1))),
+    ],
+)
 def test_masks_that_cannot_be_meant_are_refused(mask, said):
     with pytest.raises(ValueError, match=f"skippable.*{said}"):
         check_skippable(mask, 3, 4, mask.device)

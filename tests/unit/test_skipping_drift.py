@@ -87,11 +87,17 @@ def test_shares_by_hand():
     """Paths of 3, 2 and 1 tokens below one root, of which the second splits in two: leaves 1, 2 and 1."""
     tree = tree_of_paths(3, 2, 1)  # slots 1 2 3, 4 5, 6
     extra = {"token": 7, "parent": 4, "depth": 2, "rank": 1, "exists": True, "probability": 1.0}
-    tree = replace(tree, **{name: torch.cat((getattr(tree, name), torch.tensor([[value]])), dim=1)
-                            for name, value in extra.items()})
+    tree = replace(
+        tree,
+        **{name: torch.cat((getattr(tree, name), torch.tensor([[value]])), dim=1) for name, value in extra.items()},
+    )
     whole = Skipping(truncate=False)
-    for u, path, shares in ((0.1, [1, 2, 3], [1 / 4, 1, 1]), (0.3, [4, 5], [2 / 4, 1 / 2]), (0.6, [6], [1 / 4]),
-                            (0.9, [4, 7], [2 / 4, 1 / 2])):
+    for u, path, shares in (
+        (0.1, [1, 2, 3], [1 / 4, 1, 1]),
+        (0.3, [4, 5], [2 / 4, 1 / 2]),
+        (0.6, [6], [1 / 4]),
+        (0.9, [4, 7], [2 / 4, 1 / 2]),
+    ):
         slots, count = choose_path(whole, tree, torch.tensor([u]))
         assert slots[0, : int(count)].tolist() == path
         assert path_probability(whole, tree, slots)[0, : len(path)].tolist() == pytest.approx(shares)
@@ -100,6 +106,7 @@ def test_shares_by_hand():
 def sampled_trees(drafter: Table, shape: tuple[tuple[int, ...], ...]):
     """Every tree that sampling without replacement can grow in this shape (children of a slot in order), with its
     probability."""
+
     def grown(prefix: tuple[int, ...], path: tuple[int, ...]):
         """Ways to draw the children of a draft, and theirs: nodes as (path, token, q), and the probability."""
         count = sum(len(p) == len(path) + 1 and p[: len(path)] == path for p in shape)
@@ -117,8 +124,10 @@ def sampled_trees(drafter: Table, shape: tuple[tuple[int, ...], ...]):
         nodes = sorted(nodes, key=lambda node: (len(node[0]), node[0]))
         slot = {(): 0} | {path: number for number, (path, _, _) in enumerate(nodes, 1)}
         columns = [
-            [0, *(token for _, token, _ in nodes)], [0, *(slot[path[:-1]] for path, _, _ in nodes)],
-            [0, *(len(path) for path, _, _ in nodes)], [0, *(path[-1] for path, _, _ in nodes)],
+            [0, *(token for _, token, _ in nodes)],
+            [0, *(slot[path[:-1]] for path, _, _ in nodes)],
+            [0, *(len(path) for path, _, _ in nodes)],
+            [0, *(path[-1] for path, _, _ in nodes)],
         ]
         token, parent, depth, rank = (torch.tensor([column]) for column in columns)
         q = torch.tensor([[1.0, *(q for _, _, q in nodes)]])
@@ -134,7 +143,9 @@ def _product(values) -> float:
 
 
 SHAPES = {
-    "chain": ((0,), (0, 0)), "siblings": ((0,), (1,)), "two and one": ((0,), (1,), (0, 0)),
+    "chain": ((0,), (0, 0)),
+    "siblings": ((0,), (1,)),
+    "two and one": ((0,), (1,), (0, 0)),
     "two each": ((0,), (1,), (0, 0), (0, 1), (1, 0)),
 }
 

@@ -16,12 +16,17 @@ from ..support.rounds import begin
 from ..support.tiny import caption_features
 
 STRUCTURES = {
-    "chain": Chain(3), "blocks": Chain(4, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(3, 4, 12),
+    "chain": Chain(3),
+    "blocks": Chain(4, "block"),
+    "static": Static("eagle_25"),
+    "dynamic": Dynamic(3, 4, 12),
     "adt": ADTTree(depths=(1, 4), widths=(1, 4), width_step=1, first=(2, 3), nodes=12),
     "adt sampled": ADTTree(children="sampled", depths=(1, 4), widths=(1, 4), width_step=1, first=(2, 3), nodes=12),
 }
 SKIPS = {
-    "always": None, "uniform": Skipping(interval=2), "stale": Skipping(interval=3, refresh=False),
+    "always": None,
+    "uniform": Skipping(interval=2),
+    "stale": Skipping(interval=3, refresh=False),
     "dynamic": Skipping(schedule="dynamic", threshold=0.0, path="confident", truncate=False),
 }
 
@@ -75,7 +80,8 @@ def test_the_eagle_drafter_knows_the_true_pairs(text_model, text_drafters, struc
             request = run.request
             fresh = text_model.start(request.conditioning, request.negative, 2, request.layout, slack=0, guided=True)
             behind = text_drafters["eagle"].start(
-                fresh, request.conditioning, request.negative, 2, request.layout, 9, True)
+                fresh, request.conditioning, request.negative, 2, request.layout, 9, True
+            )
             begun = behind.cache.lengths.clone()
             before = fresh.prefill.hidden
             out = text_model.step(fresh, run.step.record.image, torch.arange(run.step.length).expand(2, -1))

@@ -26,19 +26,30 @@ from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with
 
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
 STRUCTURES = {
-    "chain": Chain(3), "blocks": Chain(3, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(3, 2, 5),
-    "adaptive": ADTTree(**SMALL), "adaptive, sampled": ADTTree(children="sampled", **SMALL),
+    "chain": Chain(3),
+    "blocks": Chain(3, "block"),
+    "static": Static("eagle_25"),
+    "dynamic": Dynamic(3, 2, 5),
+    "adaptive": ADTTree(**SMALL),
+    "adaptive, sampled": ADTTree(children="sampled", **SMALL),
 }
 ABSURD = {
-    "longest chain": Chain(64), "longest block": Chain(64, "block"), "one draft": Dynamic(32, 64, 1),
-    "everything": Dynamic(8, 64, 1024), "deep": Dynamic(32, 1, 1024),
-    "all siblings": Static(tuple((i,) for i in range(64))), "spine": Static(tuple((0,) * n for n in range(1, 30))),
+    "longest chain": Chain(64),
+    "longest block": Chain(64, "block"),
+    "one draft": Dynamic(32, 64, 1),
+    "everything": Dynamic(8, 64, 1024),
+    "deep": Dynamic(32, 1, 1024),
+    "all siblings": Static(tuple((i,) for i in range(64))),
+    "spine": Static(tuple((0,) * n for n in range(1, 30))),
     "adaptive": ADTTree(depths=(1, 32), widths=(1, 64), first=(32, 64), nodes=1024),
     "adaptive, sampled": ADTTree(children="sampled", depths=(1, 32), widths=(1, 64), first=(32, 64), nodes=1024),
     "adaptive, any": ADTTree("random", depths=(1, 8), widths=(1, 64), depth_step=32, width_step=64, nodes=64),
 }
-SKIPS = {"always": None, "uniform": Skipping(interval=2, guard=0),
-         "stale": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False)}
+SKIPS = {
+    "always": None,
+    "uniform": Skipping(interval=2, guard=0),
+    "stale": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False),
+}
 RULES = [*RELAXED, Lantern(2, 0.9), UniformRSD(5.0), CoolSD(3.0, floor=False), TVMetered(1.0)]
 
 
@@ -96,8 +107,9 @@ def test_images_that_keep_different_tokens_are_single_runs():
                 assert torch.allclose(values[i].double(), single.trace.positions[field][0].double(), atol=1e-6), field
 
 
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_k=1),
-                                    SamplingParams(temperature=0, cfg=3.0)], ids=str)
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0, cfg=3.0)], ids=str
+)
 def test_greedy_drafting_is_greedy_decoding(params):
     layout = plain(2, 3)
     toy = ToyModel(layout)
@@ -184,9 +196,13 @@ def test_caches_hold_whatever_is_fed(text_model, text_drafters, skips, monkeypat
         return opened(self, count, tree_mask, uncommitted)
 
     monkeypatch.setattr(KVCache, "open", measured)
-    sizes = {"blocks": Chain(20, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(5, 8, 12),
-             "adaptive": ADTTree("random", depths=(1, 5), widths=(1, 8), nodes=10),
-             "adaptive, sampled": ADTTree("random", "sampled", depths=(1, 5), widths=(1, 8), nodes=10)}
+    sizes = {
+        "blocks": Chain(20, "block"),
+        "static": Static("eagle_25"),
+        "dynamic": Dynamic(5, 8, 12),
+        "adaptive": ADTTree("random", depths=(1, 5), widths=(1, 8), nodes=10),
+        "adaptive, sampled": ADTTree("random", "sampled", depths=(1, 5), widths=(1, 8), nodes=10),
+    }
     for name, structure in sizes.items():
         for drafter in text_drafters.values():
             run = begin(text_model, DraftTree(drafter, structure, skipping=SKIPS[skips]))
@@ -245,8 +261,9 @@ def test_the_drift_of_skipping_is_not_understated():
 def test_drafts_that_nobody_tested_were_not_refused():
     layout = plain(2, 3)
     toy = ToyModel(layout)
-    method = DraftTree(ToyDrafter(toy, noise=0, stale=True), Static(((0,), (1,), (2,))),
-                       skipping=Skipping(interval=2, guard=0))
+    method = DraftTree(
+        ToyDrafter(toy, noise=0, stale=True), Static(((0,), (1,), (2,))), skipping=Skipping(interval=2, guard=0)
+    )
     summary = method.sample(request(toy, layout, batch=20)).trace.summary()
     assert summary["sources"]["skipped"] and "residual" not in summary["sources"]
     assert summary["acceptance_rate"] == 1

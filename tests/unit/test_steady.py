@@ -91,10 +91,19 @@ def fickle_attention(monkeypatch, forgetful):
     monkeypatch.setattr(steady.F, "scaled_dot_product_attention", attention)
 
 
-@pytest.mark.parametrize(("keys", "half", "full"), [
-    (0, 0, 0), (1, 32, 32), (192, 192, 192), (193, 384, 224), (385, 416, 416), (512, 512, 512), (514, 544, 544),
-    (705, 896, 736),
-])
+@pytest.mark.parametrize(
+    ("keys", "half", "full"),
+    [
+        (0, 0, 0),
+        (1, 32, 32),
+        (192, 192, 192),
+        (193, 384, 224),
+        (385, 416, 416),
+        (512, 512, 512),
+        (514, 544, 544),
+        (705, 896, 736),
+    ],
+)
 def test_lengths_at_which_keys_are_summed_otherwise_are_left_out(fickle_attention, keys, half, full):
     assert steady.reach(keys, torch.bfloat16) == half and steady.reach(keys, torch.float32) == full
 
@@ -102,6 +111,7 @@ def test_lengths_at_which_keys_are_summed_otherwise_are_left_out(fickle_attentio
 @pytest.mark.parametrize(("others", "found"), [((1, 2, 3), 4), ((1, 2, 3, 4), 8), ((1, 5), 8), ((1, 2, 6, 7), 8)])
 def test_the_fewest_queries_of_a_block_are_found_by_trying(monkeypatch, forgetful, others, found):
     """If attention of so many queries (others) sums in another order."""
+
     def attention(q, k, v, attn_mask):
         return torch.full_like(q, 2.0 if q.shape[2] in others else 1.0)
 

@@ -27,17 +27,20 @@ CARDS = 6, 8, 12, 16, 24, 32, 80
 # Lumina-mGPT-7B: 128 + 2432 slots, so caches of 2 x 2560 x 4096 x 32 x 2 x 2 bytes = 2.5 GiB, and matrices of
 # 2 x 2 x 22016 x 4096 bytes = 0.34 GiB.
 MODELS = {
-    "llamagen-xl": ((1.45, 0.75, 0.47), (1.2, 1.2)), "janus-pro-1b": ((2.38, 1.19, 0.72), (1.2, 1.2)),
-    "janus-pro-7b": ((11.50, 5.77, 3.37), (1.2, 1.51)), "lumina-mgpt-7b": ((12.19, 6.13, 3.52), (2.95, 3.29)),
+    "llamagen-xl": ((1.45, 0.75, 0.47), (1.2, 1.2)),
+    "janus-pro-1b": ((2.38, 1.19, 0.72), (1.2, 1.2)),
+    "janus-pro-7b": ((11.50, 5.77, 3.37), (1.2, 1.51)),
+    "lumina-mgpt-7b": ((12.19, 6.13, 3.52), (2.95, 3.29)),
     "emu3-8b": ((13.50, 6.88, 4.16), (2.57, 3.07)),
-}  # fmt: skip
+}
 BF16, INT8, INT4 = None, torch.int8, torch.uint4
 CHOSEN = {  # with Triton, on a card of so many GiB, of which 1 is taken: what fits, else the narrowest
-    "llamagen-xl": (BF16,) * 7, "janus-pro-1b": (BF16,) * 7,
+    "llamagen-xl": (BF16,) * 7,
+    "janus-pro-1b": (BF16,) * 7,
     "janus-pro-7b": (INT4, INT4, INT8, BF16, BF16, BF16, BF16),
     "lumina-mgpt-7b": (INT4, INT4, INT8, INT8, BF16, BF16, BF16),
     "emu3-8b": (INT4, INT4, INT8, INT8, BF16, BF16, BF16),
-}  # fmt: skip
+}
 # Without, in GiB of the GPU's memory. Janus-Pro-7B moves 11.5 in bf16, 9 x 5.77 = 51.9 in int8, 13 / 0.5625 x 3.37 =
 # 77.9 in int4. With 7 free: 11.5 + 16 x 5.7 = 102.7, 51.9 + 16 x 0.28 = 56.4, 77.9; with 11: 11.5 + 16 x 1.7 = 38.7,
 # 51.9, 77.9. Lumina-mGPT with 11: 12.2 + 16 x 4.14 = 78.4, 55.2, 81.3; with 15: 12.2 + 16 x 0.14 = 14.4. Emu3 with 7:
@@ -46,13 +49,15 @@ WITHOUT = CHOSEN | {
     "janus-pro-7b": (INT4, INT8, BF16, BF16, BF16, BF16, BF16),
     "lumina-mgpt-7b": (INT4, INT4, INT8, BF16, BF16, BF16, BF16),
     "emu3-8b": (INT4, INT4, INT8, BF16, BF16, BF16, BF16),
-}  # fmt: skip
+}
 DISCRETE = declared("TINY", continuous=False)
 
 
 def ways_of(weights, beside, dtype=torch.bfloat16, storages=(BF16, INT8, INT4)):
-    return [Way(dtype, each, int(size * GIB), beside[each is not None] * GIB)
-            for each, size in zip(storages, weights, strict=True)]
+    return [
+        Way(dtype, each, int(size * GIB), beside[each is not None] * GIB)
+        for each, size in zip(storages, weights, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("reads_narrow", [True, False])
@@ -77,8 +82,10 @@ def test_never_narrower_than_what_fits_nor_with_more_memory(seed, reads_narrow):
     dtype, own = draw.choice([torch.bfloat16, torch.float16, torch.float32]), draw.choice([None, torch.int8])
     numbers, more, rest, room = (draw.uniform(0.1, 40) for _ in range(4))
     bytes_of = {None: dtype.itemsize, torch.int8: 1, torch.uint4: 0.5625}
-    ways = [Way(dtype, each, int((numbers * bytes_of[each] + more) * GIB), (rest + room * (each is not None)) * GIB)
-            for each in candidates(own, reads_narrow)]
+    ways = [
+        Way(dtype, each, int((numbers * bytes_of[each] + more) * GIB), (rest + room * (each is not None)) * GIB)
+        for each in candidates(own, reads_narrow)
+    ]
     chosen = [ways.index(choose(ways, free * GIB, reads_narrow)) for free in range(0, 300)]
     assert chosen == sorted(chosen, reverse=True) and chosen[-1] == 0
     for free, index in enumerate(chosen):
@@ -105,8 +112,11 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, given=(), named=None):
         result = function(*given, **(named or {}))
         if function.namespace == "aten" and not function.is_view:
-            tensors = [each for each in torch.utils._pytree.tree_leaves((given, named, result))
-                       if isinstance(each, torch.Tensor)]
+            tensors = [
+                each
+                for each in torch.utils._pytree.tree_leaves((given, named, result))
+                if isinstance(each, torch.Tensor)
+            ]
             self.bytes += sum(each.numel() * each.element_size() for each in tensors)
         return result
 
@@ -131,15 +141,26 @@ def test_the_bytes_that_widening_moves_are_those_of_its_operations(storage, dtyp
     assert traffic.bytes == pytest.approx(Way(dtype, storage, size, 0).moved(), rel=0.06)
 
 
-@pytest.mark.parametrize(("free", "reads_narrow", "words"), [
-    (23, True, "auto: bf16, as bf16 needs 16.4 GiB and 23.0 GiB are free"),
-    (11.1, True, "auto: int8 (storage), as bf16 needs 16.4 GiB and 11.1 GiB are free"),
-    (8, True, "auto: int4 (storage), as bf16 needs 16.4 GiB, int8 (storage) needs 10.0 GiB and 8.0 GiB are free. 4 "
-     "bits change images much; int8 (storage) changes them less, but takes more time here"),
-    (14, False, "auto: bf16, as bf16 needs 16.4 GiB and 14.0 GiB are free; 1.1 GiB are copied from main memory in "
-     "every forward pass, which takes less time than to widen narrower weights without Triton"),
-    (15.5, False, "auto: bf16, as bf16 needs 16.4 GiB and 15.5 GiB are free, which is just enough"),
-])
+@pytest.mark.parametrize(
+    ("free", "reads_narrow", "words"),
+    [
+        (23, True, "auto: bf16, as bf16 needs 16.4 GiB and 23.0 GiB are free"),
+        (11.1, True, "auto: int8 (storage), as bf16 needs 16.4 GiB and 11.1 GiB are free"),
+        (
+            8,
+            True,
+            "auto: int4 (storage), as bf16 needs 16.4 GiB, int8 (storage) needs 10.0 GiB and 8.0 GiB are free. 4 "
+            "bits change images much; int8 (storage) changes them less, but takes more time here",
+        ),
+        (
+            14,
+            False,
+            "auto: bf16, as bf16 needs 16.4 GiB and 14.0 GiB are free; 1.1 GiB are copied from main memory in "
+            "every forward pass, which takes less time than to widen narrower weights without Triton",
+        ),
+        (15.5, False, "auto: bf16, as bf16 needs 16.4 GiB and 15.5 GiB are free, which is just enough"),
+    ],
+)
 def test_the_choice_in_words(free, reads_narrow, words):
     ways, free = ways_of(*MODELS["lumina-mgpt-7b"]), free * GIB
     assert reason(ways, choose(ways, free, reads_narrow), free, reads_narrow) == words
@@ -173,8 +194,10 @@ def test_the_choice_is_made_before_any_weight_is_read(family, tmp_path):
         model.offload_embedding()
         there = sum(parameter.numel() * parameter.element_size() for parameter in set(model.parameters()))
         assert asked.pop()[storage] == there and not asked
-        assert precision(model) == {None: "bf16", torch.int8: "bf16, int8 (storage)",
-                                    torch.uint4: "bf16, int4 (storage)"}[storage]
+        assert (
+            precision(model)
+            == {None: "bf16", torch.int8: "bf16, int8 (storage)", torch.uint4: "bf16, int4 (storage)"}[storage]
+        )
 
 
 def test_a_continuous_model_has_no_choice():

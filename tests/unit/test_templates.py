@@ -137,13 +137,17 @@ def test_wires_from_one_column_to_another_do_not_cross(graph):
     """But those of the loader, and of outputs with several wires: three that lead to the same three nodes have to."""
     drawn = [wire for wire in wires(graph) if wire[0]["type"] != LOADER and wire[2]["pos"][0] >= box(wire[0])[2]]
     count = Counter((source["id"], output) for source, output, *_ in wires(graph))
-    lines = [((box(source)[2], socket(source, output)), (target["pos"][0], socket(target, slot)))
-             for source, output, target, slot in drawn if count[source["id"], output] == 1]
+    lines = [
+        ((box(source)[2], socket(source, output)), (target["pos"][0], socket(target, slot)))
+        for source, output, target, slot in drawn
+        if count[source["id"], output] == 1
+    ]
     assert not [pair for pair in itertools.combinations(lines, 2) if cross(*pair)]
 
 
 def cross(first: tuple, second: tuple) -> bool:
     """Whether two straight lines have a point in common, other than an end."""
+
     def side(line: tuple, point: tuple) -> float:
         (x, y), (u, v) = line
         return (u - x) * (point[1] - y) - (v - y) * (point[0] - x)

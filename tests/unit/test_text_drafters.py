@@ -147,14 +147,21 @@ def test_memory_is_what_was_announced(target, drafter, negative):
 # Other drafters' files
 
 
-@pytest.mark.parametrize(("config", "settings", "words"), [
-    ({}, {"vocab_size": 15}, ("vocab_size", "40")), ({"head_norms": 0}, {}, ("norms", "0", "4")),
-    ({"dim": 48}, {}, ("width", "48", "32")), ({}, {"num_key_value_heads": 4}, ("num_key_value_heads", "2")),
-    ({"heads": 2, "head_norms": 2, "kv_heads": 1, "dim": 32}, {}, ("norms",)),
-    ({"head_norms": 4, "kv_heads": 3}, {}, ("32, 24 and 24 channels",)),
-    ({}, {"target": "anole"}, ("anole", "text")), ({}, {"grid": [9, 9]}, ("9, 9",)),
-    ({}, {"rms_norm_eps": 2.0}, ("rms_norm_eps",)),
-], ids=str)
+@pytest.mark.parametrize(
+    ("config", "settings", "words"),
+    [
+        ({}, {"vocab_size": 15}, ("vocab_size", "40")),
+        ({"head_norms": 0}, {}, ("norms", "0", "4")),
+        ({"dim": 48}, {}, ("width", "48", "32")),
+        ({}, {"num_key_value_heads": 4}, ("num_key_value_heads", "2")),
+        ({"heads": 2, "head_norms": 2, "kv_heads": 1, "dim": 32}, {}, ("norms",)),
+        ({"head_norms": 4, "kv_heads": 3}, {}, ("32, 24 and 24 channels",)),
+        ({}, {"target": "anole"}, ("anole", "text")),
+        ({}, {"grid": [9, 9]}, ("9, 9",)),
+        ({}, {"rms_norm_eps": 2.0}, ("rms_norm_eps",)),
+    ],
+    ids=str,
+)
 def test_a_drafter_of_another_model_is_refused(target, tmp_path, config, settings, words):
     block = replace(target.backbone.config, layers=1, attention_norm=False, **config)
     path = write(target, tmp_path, True, block, **settings)
@@ -202,12 +209,17 @@ def test_a_smaller_model_reads_prompts_with_its_own_tokenizer(target, tmp_path):
         assert [x if x is None else x.flatten().tolist() for x in state.own.prefix_features] == wanted
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda m: setattr(m, "grids", m.grids[:2]), ("3 x 2", "3 x 4")),
-    (lambda m: setattr(m.prefix, "words", 44), ("44 words", "40 words")),
-    (lambda m: setattr(m, "word_ids", range(9, 24)), ("from 9 on", "from 8 on")),
-    (lambda m: setattr(m, "vocab", 11), ("image tokens", "11")), (lambda m: setattr(m, "family", "emu3"), ("emu3",)),
-], ids=["grids", "words", "ids", "codes", "family"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m, "grids", m.grids[:2]), ("3 x 2", "3 x 4")),
+        (lambda m: setattr(m.prefix, "words", 44), ("44 words", "40 words")),
+        (lambda m: setattr(m, "word_ids", range(9, 24)), ("from 9 on", "from 8 on")),
+        (lambda m: setattr(m, "vocab", 11), ("image tokens", "11")),
+        (lambda m: setattr(m, "family", "emu3"), ("emu3",)),
+    ],
+    ids=["grids", "words", "ids", "codes", "family"],
+)
 def test_a_smaller_model_of_other_words_is_refused(target, tmp_path, change, words):
     small = text_model(dim=16, layers=1)
     change(small)
@@ -253,8 +265,13 @@ def test_training_sees_what_a_draft_will_see(target, pool, tmp_path):
         for depth, features in enumerate(objective.features(objective.module, batch, 2)):
             assert features.shape == (2 * count, target.layout().length - 1, 32)
             assert torch.allclose(out.hidden[:, 0], features[:, 2 + depth], atol=1e-4)
-            out = drafter.expand(own, batch.tokens[:, 3 + depth, None], places[:, 3:] + depth, out.hidden,
-                                 torch.ones((count, 1, depth + 1), dtype=torch.bool))
+            out = drafter.expand(
+                own,
+                batch.tokens[:, 3 + depth, None],
+                places[:, 3:] + depth,
+                out.hidden,
+                torch.ones((count, 1, depth + 1), dtype=torch.bool),
+            )
 
 
 def test_objectives_are_about_tokens_that_are_sampled(target, pool):
@@ -294,8 +311,21 @@ def test_images_become_sequences_with_their_forced_tokens(tmp_path):
 def test_the_command_line_trains_a_drafter_for_a_language_model(tmp_path, monkeypatch):
     model, prompts = tiny_simplear.write(tmp_path / "model", layers=1), tmp_path / "prompts.txt"
     prompts.write_text("a cup\n", encoding="utf-8")
-    command = ["drafter", "--kind", "eagle", "--model", str(model), "--out", str(tmp_path / "out"), "--prompts",
-               str(prompts), "--samples", "3", "--minutes", "0.005"]
+    command = [
+        "drafter",
+        "--kind",
+        "eagle",
+        "--model",
+        str(model),
+        "--out",
+        str(tmp_path / "out"),
+        "--prompts",
+        str(prompts),
+        "--samples",
+        "3",
+        "--minutes",
+        "0.005",
+    ]
     monkeypatch.setattr("sys.argv", command)
     monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)  # would stay on for all later tests
     command_line.main()
@@ -334,21 +364,42 @@ def test_released_drafters_fit(monkeypatch, family, norms):
     shapes |= {f"{part}{name}_proj.weight": (dim, dim) for name in "qkvo"}
     shapes |= {f"{part}{name}_norm.{kind}": (norms, 128) for name in "qk" for kind in ("weight", "bias")}
     shapes |= {f"layers.0.mlp.{name}_proj.weight": (ffn, dim) for name in ("gate", "up")}
-    shapes |= {"layers.0.mlp.down_proj.weight": (dim, ffn), "layers.0.input_layernorm.weight": (dim,),
-               "layers.0.post_attention_layernorm.weight": (dim,)}  # fmt: skip
+    shapes |= {
+        "layers.0.mlp.down_proj.weight": (dim, ffn),
+        "layers.0.input_layernorm.weight": (dim,),
+        "layers.0.post_attention_layernorm.weight": (dim,),
+    }
     settings = {
-        "architectures": ["ChameleonForConditionalGeneration"], "attention_bias": False, "hidden_act": "silu",
-        "hidden_size": dim, "intermediate_size": ffn, "max_position_embeddings": 4096, "model_type": "chameleon",
-        "num_attention_heads": 32, "num_hidden_layers": 1, "num_key_value_heads": 32, "rms_norm_eps": 1e-5,
-        "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": words,
-    }  # fmt: skip
+        "architectures": ["ChameleonForConditionalGeneration"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 4096,
+        "model_type": "chameleon",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": words,
+    }
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
     with torch.device("meta"):
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
         config = BackboneConfig(dim, 1, 32, ffn, codes + len(specials), head_norms=norms)
         target = DiscreteModel(
-            Backbone(config), TextPrefix(words, dim, null), family, (32, 32), SamplingParams(), None,
-            positions=SequencePositions(), row_ends=len(specials) > 1, endings=1,
+            Backbone(config),
+            TextPrefix(words, dim, null),
+            family,
+            (32, 32),
+            SamplingParams(),
+            None,
+            positions=SequencePositions(),
+            row_ends=len(specials) > 1,
+            endings=1,
             word_ids=(*range(4, 4 + codes), *specials),
         )
     drafter = eagle.load(Checkpoint(tensors, settings, Path("pytorch_model.bin")), target, torch.bfloat16)

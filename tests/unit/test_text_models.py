@@ -84,13 +84,16 @@ def test_positions_are_counted_through_prompt_and_image():
     whole = places.prompt(9, 8, "cpu")
     split = rotation_of(places, 4, 5, (2, 3), 8, "cpu")
     assert torch.allclose(whole.cos, split.cos) and torch.allclose(whole.sin, split.sin) and split.halves
-    angle = (torch.tensor(5.0) * 100.0 ** (-torch.tensor([0.0, 2, 4, 6]) / 8))
+    angle = torch.tensor(5.0) * 100.0 ** (-torch.tensor([0.0, 2, 4, 6]) / 8)
     assert torch.allclose(whole.cos[0, 5], angle.cos()) and torch.allclose(whole.sin[0, 5], angle.sin())
     x = torch.eye(8)[0].view(1, 1, 1, 8)
     ragged = places.image(torch.tensor([[1], [1]]), torch.tensor([3, 7]), (2, 2), 8)
     turned = ragged(x.expand(2, -1, -1, -1))
-    assert torch.allclose(turned[:, 0, 0, [0, 4]], torch.tensor([[4.0, 8.0]]).T.cos() * torch.tensor([1.0, 0])
-                          + torch.tensor([[4.0, 8.0]]).T.sin() * torch.tensor([0, 1.0]))
+    assert torch.allclose(
+        turned[:, 0, 0, [0, 4]],
+        torch.tensor([[4.0, 8.0]]).T.cos() * torch.tensor([1.0, 0])
+        + torch.tensor([[4.0, 8.0]]).T.sin() * torch.tensor([0, 1.0]),
+    )
 
 
 # One token at a time
@@ -155,17 +158,16 @@ def drafters(model):
     return {"small": ModelDrafter(small), "same model": ModelDrafter(model)}
 
 
-TREES = {
-    "chain": Chain(3), "blocks": Chain(4, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(3, 4, 12),
-}  # fmt: skip
-METHODS = {"next": lambda d: NextToken()} | {
-    f"sjd {reuse}": lambda d, r=reuse: SJD(window=5, reuse=r) for reuse in REUSE
-} | {
-    name: lambda d, structure=tree: DraftTree(d["small"], structure) for name, tree in TREES.items()
-} | {
-    "same model": lambda d: DraftTree(d["same model"], Chain(3)),
-    "skipping": lambda d: DraftTree(d["small"], Dynamic(3, 4, 12), skipping=Skipping(interval=2, guard=1)),
-}
+TREES = {"chain": Chain(3), "blocks": Chain(4, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(3, 4, 12)}
+METHODS = (
+    {"next": lambda d: NextToken()}
+    | {f"sjd {reuse}": lambda d, r=reuse: SJD(window=5, reuse=r) for reuse in REUSE}
+    | {name: lambda d, structure=tree: DraftTree(d["small"], structure) for name, tree in TREES.items()}
+    | {
+        "same model": lambda d: DraftTree(d["same model"], Chain(3)),
+        "skipping": lambda d: DraftTree(d["small"], Dynamic(3, 4, 12), skipping=Skipping(interval=2, guard=1)),
+    }
+)
 
 
 class Watched:
@@ -225,9 +227,9 @@ def test_caches_are_those_of_a_fresh_pass(model, drafters, method):
 @pytest.mark.parametrize("initial", INITIAL)
 @torch.inference_mode()
 def test_gumbel_gives_the_next_token_image(model, initial, kept):
-    for window, (prompt, negative, cfg) in zip((4, 9, 14), (
-        ("long", None, 3.0), ("short", "long", 2.0), ("short", None, 1.0),
-    ), strict=True):  # fmt: skip
+    for window, (prompt, negative, cfg) in zip(
+        (4, 9, 14), (("long", None, 3.0), ("short", "long", 2.0), ("short", None, 1.0)), strict=True
+    ):
         asked = request(model, prompt, kept=kept, negative=negative, cfg=cfg, seed=4)
         wanted = NextToken().sample(asked).tokens
         found = SJD(window=window, reuse="gumbel", initial=initial).sample(asked)
@@ -263,9 +265,11 @@ def distribution():
 SMALL = {"dim": 16, "layers": 1, "head_norms": 0, "kv_heads": 4, "qkv_bias": False}
 
 
-@pytest.mark.parametrize("method", [
-    NextToken(), SJD(window=4), DraftTree(ModelDrafter(text_model(codes=3, **SMALL)), Static(((0,), (1,), (0, 0)))),
-], ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize(
+    "method",
+    [NextToken(), SJD(window=4), DraftTree(ModelDrafter(text_model(codes=3, **SMALL)), Static(((0,), (1,), (0, 0))))],
+    ids=lambda method: type(method).__name__,
+)
 @torch.inference_mode()
 def test_images_follow_the_distribution_of_the_model(distribution, method):
     asked, wanted = distribution

@@ -104,7 +104,8 @@ def test_no_other_thread_count_if_results_would_differ(monkeypatch):
     """As with a sum that is divided among threads."""
     product = cpu.linear
     monkeypatch.setattr(
-        cpu, "linear",
+        cpu,
+        "linear",
         lambda layer, x, at_hand=False: product(layer, x) + 1e-3 * torch.get_num_threads() * (len(x) == 34),
     )
     assert not threads.same_products(8, 8, torch.float32, False, 2)
@@ -113,7 +114,8 @@ def test_no_other_thread_count_if_results_would_differ(monkeypatch):
 def test_nor_if_those_of_attention_would(monkeypatch):
     attend = threads.attend
     monkeypatch.setattr(
-        threads, "attend",
+        threads,
+        "attend",
         lambda q, k, v, mask: attend(q, k, v, mask) + 1e-3 * torch.get_num_threads() * (q.shape[2] == 1),
     )
     monkeypatch.setattr(threads, "same_products", lambda *shape: True)
@@ -124,8 +126,11 @@ def test_nor_if_those_of_attention_would(monkeypatch):
 def test_images_are_those_of_one_thread(name, monkeypatch):
     model = api.load_model(find("default"))
     drafter = api.load_drafter(find("default/eagle"), model)
-    method = {"next_token": api.methods.NextToken(), "sjd": api.methods.SJD(window=16),
-              "tree": api.methods.DraftTree(drafter)}[name]
+    method = {
+        "next_token": api.methods.NextToken(),
+        "sjd": api.methods.SJD(window=16),
+        "tree": api.methods.DraftTree(drafter),
+    }[name]
     prompt = model.encode_prompt("red apple, 3d, on a blue background")
     parts = [model, drafter.module] if name == "tree" else [model]
     tried = threads.worth_trying(parts, threads.MOST_ROWS)  # its trials change threads too: before the run's are noted
@@ -145,14 +150,21 @@ def test_products_are_tried_as_the_layers_have_them(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(threads, "same_products", lambda *shape: tried.append(shape) or True)
     monkeypatch.setattr(threads, "same_attention", lambda *kind: tried.append(kind) or True)
-    layers = torch.nn.ModuleList([
-        torch.nn.Linear(4, 5), torch.nn.Linear(4, 5, bias=False), torch.nn.Linear(4, 5),
-        torch.nn.Linear(2, 3, bias=False, dtype=torch.bfloat16),
-    ])
+    layers = torch.nn.ModuleList(
+        [
+            torch.nn.Linear(4, 5),
+            torch.nn.Linear(4, 5, bias=False),
+            torch.nn.Linear(4, 5),
+            torch.nn.Linear(2, 3, bias=False, dtype=torch.bfloat16),
+        ]
+    )
     assert threads.worth_trying([layers, None], threads.MOST_ROWS)
     assert tried == [
-        (4, 5, torch.float32, True, 3), (4, 5, torch.float32, False, 3), (2, 3, torch.bfloat16, False, 3),
-        (torch.float32, 3), (torch.bfloat16, 3),
+        (4, 5, torch.float32, True, 3),
+        (4, 5, torch.float32, False, 3),
+        (2, 3, torch.bfloat16, False, 3),
+        (torch.float32, 3),
+        (torch.bfloat16, 3),
     ]
     assert not threads.worth_trying([layers], threads.MOST_ROWS + 1)
     monkeypatch.setattr(threads, "LARGEST", 20 + 5 + 20 + 20 + 5 + 6)

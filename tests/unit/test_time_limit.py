@@ -28,9 +28,22 @@ def test_a_hang_is_named(where, tmp_path):
     pyproject = Path(__file__).parents[2] / "pyproject.toml"
     limits = ("timeout=1", "faulthandler_timeout=3")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-c", pyproject, "--rootdir", tmp_path, "-p", "no:cacheprovider",
-         *(f"-o{limit}" for limit in limits), tmp_path],
-        capture_output=True, text=True, timeout=PATIENCE,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-c",
+            pyproject,
+            "--rootdir",
+            tmp_path,
+            "-p",
+            "no:cacheprovider",
+            *(f"-o{limit}" for limit in limits),
+            tmp_path,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode != 0
     assert "test_that_hangs" in done.stdout + done.stderr

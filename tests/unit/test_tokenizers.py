@@ -33,8 +33,13 @@ TOKENS = {  # family -> special tokens whose ids its other files state
     "glm-image": ("<|image|>", "<|dit_token_32|>"),
     "simplear": ("<|t2i|>", "<|soi|>"),
 }
-OTHER = {"janus-pro": "<|User|>", "emu3": "<|image end|>", "emu3.5": "<|endoftext|>", "glm-image": "<|endoftext|>",
-         "simplear": "<|sov|>"}  # of the same kind, for an exchange; of the others <reserved08796>
+OTHER = {
+    "janus-pro": "<|User|>",
+    "emu3": "<|image end|>",
+    "emu3.5": "<|endoftext|>",
+    "glm-image": "<|endoftext|>",
+    "simplear": "<|sov|>",
+}  # of the same kind, for an exchange; of the others <reserved08796>
 
 
 def write(family, folder):
@@ -60,6 +65,7 @@ def sources(tmp_path_factory):
 @pytest.fixture
 def copy(sources, tmp_path):
     """(family) -> a copy of its files that a test may change: what is to be loaded, and its tokenizer.json."""
+
     def make(family):
         path, file = sources[family]
         root = next(each for each in file.parents if each.parent.name.startswith("families"))
@@ -111,14 +117,25 @@ def test_nor_in_that_of_t5(tmp_path):
 def opened(tmp_path, **parts):
     """A tokenizer of one token, with parts of its file."""
     file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": None, "decoder": None,
-                                "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}} | parts), "utf-8")
+    file.write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "pre_tokenizer": None,
+                "decoder": None,
+                "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+            }
+            | parts
+        ),
+        "utf-8",
+    )
     return Tokenizer(file, "missing")
 
 
-@pytest.mark.parametrize("step", [
-    {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}, {"type": "Prepend", "prepend": "aa"},
-])
+@pytest.mark.parametrize(
+    "step", [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}, {"type": "Prepend", "prepend": "aa"}]
+)
 def test_a_normalizer_that_makes_gigabytes_of_a_letter_is_refused(tmp_path, step):
     """The library would end the process, or compute for hours."""
     few, many = ({"type": "Sequence", "normalizers": [step] * count} for count in (3, 60))
@@ -130,7 +147,9 @@ def test_a_normalizer_that_makes_gigabytes_of_a_letter_is_refused(tmp_path, step
 def test_what_a_tokenizer_puts_around_a_text_is_not_used(tmp_path):
     """It could be a thousand times the text itself."""
     template = {
-        "type": "TemplateProcessing", "special_tokens": {}, "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 9,
+        "type": "TemplateProcessing",
+        "special_tokens": {},
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 9,
         "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
     }
     assert opened(tmp_path, post_processor=template).ids("aaa") == [0, 0, 0]

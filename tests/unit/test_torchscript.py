@@ -12,6 +12,7 @@ from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # it still reads what there is
 
+
 class Net(nn.Module):
     """Dtypes, buffers, shared modules, views and names of every kind."""
 
@@ -95,6 +96,7 @@ def tensor(content: bytes, offset: int = 0, size: tuple = (2, 2), stride: tuple 
 @pytest.fixture
 def write(tmp_path):
     """Writes an archive around a pickle."""
+
     def archive(pickle: bytes, compression: int = zipfile.ZIP_STORED, **members: bytes) -> Path:
         path = tmp_path / "crafted.jit"
         standard = {"data.pkl": b"\x80\x02" + pickle + b".", "data/0": struct.pack("<4f", 1, 2, 3, 4)}
@@ -102,6 +104,7 @@ def write(tmp_path):
             for member, content in (standard | members).items():
                 file.writestr(f"crafted/{member}", content)
         return path
+
     return archive
 
 
@@ -161,7 +164,7 @@ UNSOUND = {
     "numbers of an unknown kind": (module(x=tensor(storage("QInt8Storage"))), "torch.QInt8Storage"),
     "numbers elsewhere": (module(x=tensor(storage(key="../../0"))), "data/../../0"),
     "numbers that are none": (module(x=tensor(group(text("module"), b"N", b"N", b"N", b"N") + b"Q")), "storage"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("pickle", "message"), UNSOUND.values(), ids=UNSOUND)

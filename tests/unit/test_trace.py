@@ -83,8 +83,17 @@ def test_hand_made_run_has_the_hand_made_numbers():
 
     def commit(first, count, passes, source, depth):
         place = torch.tensor(first)[:, None] + torch.arange(2)
-        record.write(place, torch.arange(2) < torch.tensor(count)[:, None], token, p, finalised_at=passes,
-                     source=torch.tensor(source), depth=torch.tensor(depth), q=0.5, ratio=0.5)
+        record.write(
+            place,
+            torch.arange(2) < torch.tensor(count)[:, None],
+            token,
+            p,
+            finalised_at=passes,
+            source=torch.tensor(source),
+            depth=torch.tensor(depth),
+            q=0.5,
+            ratio=0.5,
+        )
         accepted = torch.tensor([0, count[1] - 1]).clamp(min=0)
         record.round(accepted=accepted, committed=torch.tensor(count), width=2)
 
@@ -93,10 +102,21 @@ def test_hand_made_run_has_the_hand_made_numbers():
     commit([2, 3], [1, 0], 2, [[4, 4], [4, 4]], [[0, 0], [0, 0]])
     trace = record.finish(plain(1, 3), 9, {"method": "by hand"}, 1.23456)
     summary = trace.summary()
-    wanted = {"target_passes": 3, "passes_per_image": [3, 2], "tokens": 6, "images": 2, "seed": 9, "seconds": 1.235,
-              "draft_passes": 0, "accepted_drafts": 1, "acceptance_rate": 0.5, "accepted_length": 6 / 5,
-              "step_compression": 6 / 5, "tv_bound": 0,
-              "sources": {"prefill": 2, "accepted": 1, "residual": 1, "bonus": 2}}
+    wanted = {
+        "target_passes": 3,
+        "passes_per_image": [3, 2],
+        "tokens": 6,
+        "images": 2,
+        "seed": 9,
+        "seconds": 1.235,
+        "draft_passes": 0,
+        "accepted_drafts": 1,
+        "acceptance_rate": 0.5,
+        "accepted_length": 6 / 5,
+        "step_compression": 6 / 5,
+        "tv_bound": 0,
+        "sources": {"prefill": 2, "accepted": 1, "residual": 1, "bonus": 2},
+    }
     assert {key: summary[key] for key in wanted} == wanted
     assert summary["mean_log_p"] == pytest.approx(torch.tensor(0.25).log().item())
     assert trace.grid("finalised_at").tolist() == [[[0, 1, 2]], [[0, 1, 1]]]
@@ -172,12 +192,22 @@ RUNS = {  # a run of every kind of method
     "static tree": lambda: drafted(TREE),
     "dynamic tree, relaxed": lambda: drafted(Dynamic(2, 3, 5), LanternPP(2, 4)),
     "adt tree, metered": lambda: drafted(
-        ADTTree(depths=(1, 3), widths=(1, 3), width_step=1, first=(2, 3), nodes=8), TVMetered(0.3)),
+        ADTTree(depths=(1, 3), widths=(1, 3), width_step=1, first=(2, 3), nodes=8), TVMetered(0.3)
+    ),
     "vvs": lambda: drafted(TREE, UniformRSD(2.0), skipping=Skipping(interval=2, guard=1)),
     "continuous next token": lambda: vectors(ContinuousNextToken()),
-    **{f"continuous, {mode}": lambda mode=mode: vectors(ContinuousSpeculative(
-        ToyHead(2, (3, 3), noise=0.3, bend=0.2, widths=(0.4, 0.35, 0.5)), length=4, prefill=0.2, mode=mode,
-        tolerance=0.5)) for mode in ("block", "prefix", "exact")},
+    **{
+        f"continuous, {mode}": lambda mode=mode: vectors(
+            ContinuousSpeculative(
+                ToyHead(2, (3, 3), noise=0.3, bend=0.2, widths=(0.4, 0.35, 0.5)),
+                length=4,
+                prefill=0.2,
+                mode=mode,
+                tolerance=0.5,
+            )
+        )
+        for mode in ("block", "prefix", "exact")
+    },
 }
 
 
@@ -198,8 +228,11 @@ def test_every_number_is_read_back_bit_for_bit(name, tmp_path, threads):
     for number in (1, 2, 4):
         threads(number)
         assert json.dumps(load_trace(record).report()) == whole
-    sums = {"mean_square_distance": "continuous, " in name, "tv_bound": {"relaxed", "metered", "vvs"} & {*name.split()},
-            "mean_log_p": name != "jacobi" and not trace.continuous}  # Jacobi decoding is greedy: its p are 1
+    sums = {
+        "mean_square_distance": "continuous, " in name,
+        "tv_bound": {"relaxed", "metered", "vvs"} & {*name.split()},
+        "mean_log_p": name != "jacobi" and not trace.continuous,
+    }  # Jacobi decoding is greedy: its p are 1
     assert all(trace.totals[number] for number, expected in sums.items() if expected), "no sum to read back"
 
 
@@ -255,8 +288,10 @@ def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, earlier, tmp_
         judged = positions["depth"] > 0
         wanted = {"mean_square_distance": positions["distance"][judged].double().square().mean().item()}
     else:
-        wanted = {"tv_bound": positions["tv_bound"].double().sum(1).mean().item(),
-                  "mean_log_p": positions["p"].double().log().mean().item()}
+        wanted = {
+            "tv_bound": positions["tv_bound"].double().sum(1).mean().item(),
+            "mean_log_p": positions["p"].double().log().mean().item(),
+        }
     assert {name: totals[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
 
 
@@ -288,16 +323,19 @@ def test_files_of_schema_1_are_read_under_the_names_of_today(name, tmp_path):
     assert header_of(record)["schema"] == "specar.trace/2" and load_trace(record).report() == trace.report()
 
 
-@pytest.mark.parametrize("damage", [
-    lambda header, tensors: header["totals"].update(given=1),
-    lambda header, tensors: header["totals"].update(tv_leak="much"),
-    lambda header, tensors: header.update(totals=None),
-    lambda header, tensors: header.update(totals=["given"]),
-    lambda header, tensors: header.pop("totals"),
-    lambda header, tensors: tensors.pop("positions.tv_leak"),
-    lambda header, tensors: tensors.update({"positions.tv_leak": torch.zeros(2)}),
-    lambda header, tensors: header.update(schema="specar.trace/2"),  # which has other names
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda header, tensors: header["totals"].update(given=1),
+        lambda header, tensors: header["totals"].update(tv_leak="much"),
+        lambda header, tensors: header.update(totals=None),
+        lambda header, tensors: header.update(totals=["given"]),
+        lambda header, tensors: header.pop("totals"),
+        lambda header, tensors: tensors.pop("positions.tv_leak"),
+        lambda header, tensors: tensors.update({"positions.tv_leak": torch.zeros(2)}),
+        lambda header, tensors: header.update(schema="specar.trace/2"),  # which has other names
+    ],
+)
 def test_damaged_files_of_schema_1_are_refused(damage, tmp_path):
     path = DATA / "trace_schema_1.safetensors"
     header, tensors = header_of(path), load_file(path)
@@ -306,10 +344,20 @@ def test_damaged_files_of_schema_1_are_refused(damage, tmp_path):
     refused(tmp_path / "run.safetensors")
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("accepted_drafts", 10**6), ("prefix_tokens", -1), ("prefix_tokens", 0.0), ("sources", {"accepted": 1}),
-    ("tv_bound", "much"), ("acceptance_rate", None), ("mean_log_p", 1), ("passes_per_image", "many"), ("tokens", None),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("accepted_drafts", 10**6),
+        ("prefix_tokens", -1),
+        ("prefix_tokens", 0.0),
+        ("sources", {"accepted": 1}),
+        ("tv_bound", "much"),
+        ("acceptance_rate", None),
+        ("mean_log_p", 1),
+        ("passes_per_image", "many"),
+        ("tokens", None),
+    ],
+)
 def test_totals_that_contradict_the_records_are_refused(name, value, tmp_path):
     _, record = save_trace(trace_of(SJD(window=3)), tmp_path / "run")
     header = header_of(record)

@@ -294,8 +294,10 @@ def test_words_of_another_model_are_refused(tmp_path, captions):
 
 def test_the_bundled_pair_says_what_it_is():
     folder = api.bundled("continuous")
-    meta = {name: open_checkpoint(folder / name).metadata
-            for name in ("model.safetensors", "vae.safetensors", "small/model.safetensors")}
+    meta = {
+        name: open_checkpoint(folder / name).metadata
+        for name in ("model.safetensors", "vae.safetensors", "small/model.safetensors")
+    }
     assert meta["model.safetensors"]["family"] == meta["small/model.safetensors"]["family"] == "mar"
     assert len({json.dumps(m["scale"]) for m in meta.values()}) == 1, "one unit for all three"
     default = open_checkpoint(api.bundled("default") / "text_encoder.safetensors")

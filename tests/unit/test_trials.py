@@ -70,8 +70,14 @@ def test_what_is_said_is_what_was_measured():
     assert any(": b." in line for line in text.splitlines()) and "By hand: a node." in text
     assert "\nThe setting.\nNot tried, as time was up: c.\n" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    assert rows[0] == ["method", "acceptance", "time (ms per token)", "speed (times next token)",
-                       "model passes (per token)", "runs"]
+    assert rows[0] == [
+        "method",
+        "acceptance",
+        "time (ms per token)",
+        "speed (times next token)",
+        "model passes (per token)",
+        "runs",
+    ]
     assert rows[2] == ["a (chosen)", "exact", "5 (4 to 6)", "2.20 (1.67 to 3.00)", "0.50", "3"]
     assert rows[3][2] == "5", "the fastest first"
     assert rows[4] == ["next token", "exact", "11 (10 to 12)", "1.00", "0.50", "3"]
@@ -140,7 +146,7 @@ def test_the_chart_marks_what_was_chosen_and_says_what_was_not_tried():
     assert marked == [True, False, False] and image.shape[1] == WIDTH
     blue = [int((row == EXACT).all(-1).sum()) for row in rows]
     assert blue[0] > 0 and blue[1] > 0 and blue[2] == 0
-    assert (rows[2][:, LABELS :] < 128).any(), "a sentence stands there"
+    assert (rows[2][:, LABELS:] < 128).any(), "a sentence stands there"
 
 
 def test_lines_under_the_bars_reach_from_the_least_to_the_greatest():

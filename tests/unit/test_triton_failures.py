@@ -82,6 +82,7 @@ def test_kernels_run_where_nothing_fails(sample, gpu, caplog):
 
 def test_without_a_compiler(sample, gpu, monkeypatch, caplog):
     """It is missing for every kernel: one is tried, once."""
+
     def no_compiler(*given):
         raise RuntimeError("Failed to find C compiler.")
 

@@ -47,8 +47,11 @@ def test_released_names():
     }
     assert {name: keys.get(name) for name in expected} == expected
     assert not [name for name in keys if "conv_blocks.4.upsample" in name or "conv_blocks.4.downsample" in name]
-    assert not [name for name in keys if ".attn." in name and "encoder.conv_blocks.4" not in name
-                and "decoder.conv_blocks.0" not in name]
+    assert not [
+        name
+        for name in keys
+        if ".attn." in name and "encoder.conv_blocks.4" not in name and "decoder.conv_blocks.0" not in name
+    ]
 
 
 def test_shapes_of_a_round_trip(model):

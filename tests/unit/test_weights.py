@@ -32,16 +32,20 @@ def test_tensors_fill_the_file_in_any_order():
     assert header_of({}, 0) == ([], {})
 
 
-@pytest.mark.parametrize(("tensors", "data", "said"), [
-    ({"a": at(0, 8), "b": at(12, 16)}, 16, "b begins at byte 12 instead of 8"),
-    ({"a": at(0, 8), "b": at(4, 12)}, 12, "b begins at byte 4 instead of 8"),
-    ({"a": at(4, 8)}, 8, "a begins at byte 4 instead of 0"),
-    ({"a": at(0, 8)}, 9, "have 8 bytes, but 9 follow"), ({"a": at(0, 8)}, 7, "have 8 bytes, but 7 follow"),
-    ({"a": at(0, 8, [3])}, 8, "a has 8 bytes instead of 12"),
-    ({"a": at(0, 8, dtype="F33")}, 8, "a has the dtype 'F33'"),
-    *(({"a": at(0, 8) | {"data_offsets": place}}, 8, "a is at the place") for place in ([0, 4, 8], 8, [8])),
-    ({"a": [0, 8]}, 8, "a has the dtype None"),
-])
+@pytest.mark.parametrize(
+    ("tensors", "data", "said"),
+    [
+        ({"a": at(0, 8), "b": at(12, 16)}, 16, "b begins at byte 12 instead of 8"),
+        ({"a": at(0, 8), "b": at(4, 12)}, 12, "b begins at byte 4 instead of 8"),
+        ({"a": at(4, 8)}, 8, "a begins at byte 4 instead of 0"),
+        ({"a": at(0, 8)}, 9, "have 8 bytes, but 9 follow"),
+        ({"a": at(0, 8)}, 7, "have 8 bytes, but 7 follow"),
+        ({"a": at(0, 8, [3])}, 8, "a has 8 bytes instead of 12"),
+        ({"a": at(0, 8, dtype="F33")}, 8, "a has the dtype 'F33'"),
+        *(({"a": at(0, 8) | {"data_offsets": place}}, 8, "a is at the place") for place in ([0, 4, 8], 8, [8])),
+        ({"a": [0, 8]}, 8, "a has the dtype None"),
+    ],
+)
 def test_a_header_that_lies_is_refused(tensors, data, said):
     with pytest.raises(FileError, match=said):
         header_of(tensors, data)
@@ -54,9 +58,10 @@ def test_metadata_is_an_object_of_strings(metadata):
     assert header_of({}, 0, None) == ([], {})
 
 
-@pytest.mark.parametrize(("length", "size", "legal"), [
-    (2, 10, True), (1, 10, False), (3, 10, False), (HEADER, 8 + HEADER, True), (HEADER + 1, 9 + HEADER, False),
-])
+@pytest.mark.parametrize(
+    ("length", "size", "legal"),
+    [(2, 10, True), (1, 10, False), (3, 10, False), (HEADER, 8 + HEADER, True), (HEADER + 1, 9 + HEADER, False)],
+)
 def test_the_length_of_a_header_has_both_limits(length, size, legal):
     file = io.BytesIO(length.to_bytes(8, "little") + b"{}" + b" " * (length - 2))
     if legal:

@@ -21,8 +21,9 @@ def pair():
     own = subjects.subject("default", 2.0, CPU, torch.float32, 0, 0)
     config = own.model.backbone.config
     # A whole multiple of the width, which a small model needs; heads of another width than the bundled model's.
-    shapes = replace(config, dim=2 * config.dim, heads=config.heads, layers=config.layers + 1,
-                     ffn_dim=2 * config.ffn_dim + 64)
+    shapes = replace(
+        config, dim=2 * config.dim, heads=config.heads, layers=config.layers + 1, ffn_dim=2 * config.ffn_dim + 64
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sizes.SIZES, "wide", replace(sizes.SIZES["llamagen-b"], config=shapes))
         return own, subjects.subject("default@wide", 2.0, CPU, torch.float32, 0, 0)
@@ -41,8 +42,9 @@ def test_every_distribution_is_the_same(pair):
     for case in pair:
         logits, step = [], case.model.step
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(case.model, "step", lambda *given, s=step, x=logits, **named: x.append(s(*given, **named))
-                          or x[-1])
+            patch.setattr(
+                case.model, "step", lambda *given, s=step, x=logits, **named: x.append(s(*given, **named)) or x[-1]
+            )
             api.sample(case.model, case.conditioning, api.methods.NextToken(), cfg=2.0, seed=3, layout=ROWS)
         seen[case.name] = torch.cat([out.logits.flatten(0, 1) for out in logits]).log_softmax(-1)
     narrow, wide = seen.values()

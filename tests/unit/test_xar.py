@@ -19,7 +19,8 @@ from ..support.tiny_xar import HEADS, tiny_xar, xar_shapes, xar_weights
 
 PARAMS = ContinuousParams(cfg=3.0, steps=3)
 RELEASED = {  # width, blocks in either half, heads, hidden, millions of parameters, guidance, steps
-    "xAR-B.pth": (768, 8, 12, 2048, 172.6, 2.7, 40), "xAR-L.pth": (1024, 16, 16, 2730, 608.4, 2.3, 50),
+    "xAR-B.pth": (768, 8, 12, 2048, 172.6, 2.7, 40),
+    "xAR-L.pth": (1024, 16, 16, 2730, 608.4, 2.3, 50),
     "xAR-H.pth": (1280, 20, 16, 3413, 1186.0, 2.2, 50),
 }
 
@@ -51,9 +52,16 @@ def predict(model, known, cells, cfg=3.0, temperature=1.0, kind="ddpm", tokens=N
     noise = torch.stack([noise[:, i][:, query[i]] for i in range(batch)], dim=1)
     state = model.start(request(model, batch).conditioning, None, batch, model.grid, guided=cfg != 1)
     return model.predict(
-        state, tokens, order.argsort() < CELL * known[..., None], query, CELL * int(known.max()),
-        torch.full(query.shape, cfg), temperature, noise[0], noise[1:], model.schedule(ContinuousParams(
-            steps=3, kind=kind)),
+        state,
+        tokens,
+        order.argsort() < CELL * known[..., None],
+        query,
+        CELL * int(known.max()),
+        torch.full(query.shape, cfg),
+        temperature,
+        noise[0],
+        noise[1:],
+        model.schedule(ContinuousParams(steps=3, kind=kind)),
     )
 
 
@@ -90,19 +98,22 @@ def spoilt(change):
     return weights
 
 
-@pytest.mark.parametrize(("weights", "metadata", "words"), [
-    (lambda w: w.pop("decoder_blocks.1.attn.proj.bias"), {}, "incomplete"),
-    (lambda w: [w.pop(name) for name in list(w) if "_blocks." in name], {}, "blocks"),
-    (lambda w: w["pred.weight"].view(-1)[0].fill_(math.nan), {}, "NaN"),
-    (lambda w: w.update({"decoder_norm.weight": torch.ones(7)}), {}, r"decoder_norm.*\[7\].*\[32\]"),
-    (lambda w: w.update({"encoder_blocks.0.x": torch.ones(7)}), {}, "1 unknown"),
-    (lambda w: w.update(encoder_pos_embed_learned=torch.ones(1, 64, 32)), {}, "64 tokens.*256"),
-    (lambda w: w.update(encoder_pos_embed_learned=torch.ones(64)), {}, "damaged"),
-    (lambda w: None, {"heads": None}, "width 32.*2 encoder blocks.*released"),
-    (lambda w: None, {"heads": 5}, "5 heads.*width 32"),
-    (lambda w: None, {"defaults": {"steps": 10, "top_k": 3}}, "top_k"),
-    (lambda w: None, {"defaults": {"cfg": 0.5}}, "cfg.*0.5"),
-])
+@pytest.mark.parametrize(
+    ("weights", "metadata", "words"),
+    [
+        (lambda w: w.pop("decoder_blocks.1.attn.proj.bias"), {}, "incomplete"),
+        (lambda w: [w.pop(name) for name in list(w) if "_blocks." in name], {}, "blocks"),
+        (lambda w: w["pred.weight"].view(-1)[0].fill_(math.nan), {}, "NaN"),
+        (lambda w: w.update({"decoder_norm.weight": torch.ones(7)}), {}, r"decoder_norm.*\[7\].*\[32\]"),
+        (lambda w: w.update({"encoder_blocks.0.x": torch.ones(7)}), {}, "1 unknown"),
+        (lambda w: w.update(encoder_pos_embed_learned=torch.ones(1, 64, 32)), {}, "64 tokens.*256"),
+        (lambda w: w.update(encoder_pos_embed_learned=torch.ones(64)), {}, "damaged"),
+        (lambda w: None, {"heads": None}, "width 32.*2 encoder blocks.*released"),
+        (lambda w: None, {"heads": 5}, "5 heads.*width 32"),
+        (lambda w: None, {"defaults": {"steps": 10, "top_k": 3}}, "top_k"),
+        (lambda w: None, {"defaults": {"cfg": 0.5}}, "cfg.*0.5"),
+    ],
+)
 def test_spoilt_files_are_refused_in_words(weights, metadata, words):
     checkpoint = Checkpoint(spoilt(weights), {"heads": HEADS} | metadata, Path("model.pth"))
     with pytest.raises(CheckpointError, match=words):
@@ -201,9 +212,18 @@ def test_the_width_is_that_of_the_last_step(model):
 def test_cells_must_be_asked_for_whole(model):
     state = model.start(model.encode_class(3), None, 1, model.grid, guided=False)
     with pytest.raises(ValueError, match="cells of 64 tokens.* 8 "):
-        model.predict(state, torch.zeros(1, 256, 16), torch.zeros(1, 1, 256, dtype=torch.bool),
-                      torch.arange(8)[None, None], 0, torch.ones(1, 1, 8), 1.0, torch.zeros(1, 1, 8, 16),
-                      torch.zeros(3, 1, 1, 8, 16), Flow.of(3))
+        model.predict(
+            state,
+            torch.zeros(1, 256, 16),
+            torch.zeros(1, 1, 256, dtype=torch.bool),
+            torch.arange(8)[None, None],
+            0,
+            torch.ones(1, 1, 8),
+            1.0,
+            torch.zeros(1, 1, 8, 16),
+            torch.zeros(3, 1, 1, 8, 16),
+            Flow.of(3),
+        )
 
 
 def test_half_precision_computes_the_flow_in_fp32(tmp_path):
@@ -265,8 +285,10 @@ def test_a_target_that_drafts_for_itself_generates_its_own_image(model, plain, l
 def test_a_smaller_model_drafts_and_the_target_judges(model, smaller, plain):
     """An infinite tolerance keeps every draft, none at all gives the target's own cells."""
     loose, strict = (
-        ContinuousSpeculative(smaller, length=3, prefill=0.25, condition=condition, tolerance=tolerance)
-        .sample(request(model, 2)) for tolerance, condition in ((math.inf, "prefix"), (0.0, "drafts"))
+        ContinuousSpeculative(smaller, length=3, prefill=0.25, condition=condition, tolerance=tolerance).sample(
+            request(model, 2)
+        )
+        for tolerance, condition in ((math.inf, "prefix"), (0.0, "drafts"))
     )
     first = model.order[:CELL]
     rest = model.order[CELL : 2 * CELL]
