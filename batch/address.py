@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
-from ..printable import printable
+from ..common.printable import printable
 
 LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 QUERY = re.compile(r"(://[^\s?#]*\?)[^\s'\"]+")

@@ -7,8 +7,8 @@ from typing import Any
 
 import aiohttp
 
-from ..limits import ANSWER_VALUES, NAME, NESTED, SAID, TOTALS, WORD, parse_json
-from ..printable import printable
+from ..common.limits import ANSWER_VALUES, NAME, NESTED, SAID, TOTALS, WORD, parse_json
+from ..common.printable import printable
 
 
 class UnexpectedAnswerError(aiohttp.ClientError):

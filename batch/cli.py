@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ..printable import printable
+from ..common.printable import printable
 from .address import address_of, shown, without_logins
 from .dispatch import FIRST_PATIENCE, PATIENCE, Batch, Options, fetch_missing
 from .jobs import SHOWN, Job, JobsError, RowsError, counted, read_jobs

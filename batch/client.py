@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from ..limits import ANSWER_BYTES, FILE_BYTES
+from ..common.limits import ANSWER_BYTES, FILE_BYTES
 from .answers import UnexpectedAnswerError, body_of, json_of, parsed, part, seen
 
 PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded image

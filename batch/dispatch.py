@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from ..files import FileInUseError, replace
+from ..common.files import FileInUseError, replace
 from .jobs import Job, counted
 from .journal import Journal, naming
 from .maps import MAP, map_of, with_maps

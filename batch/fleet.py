@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import FileInUseError
+from ..common.files import FileInUseError
 from .dispatch import write_whole
 from .jobs import Job, JobsError, counted
 from .journal import Journal

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..limits import CELL, CELLS, COLUMNS, JOBS, LINES, NAME, PROBLEMS, ROW, TABLE, parse_json
-from ..printable import printable
+from ..common.limits import CELL, CELLS, COLUMNS, JOBS, LINES, NAME, PROBLEMS, ROW, TABLE, parse_json
+from ..common.printable import printable
 
 DELIMITERS = ",;\t"
 ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system

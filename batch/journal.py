@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..limits import parse_json
+from ..common.limits import parse_json
 from .address import shown, without_logins
 from .jobs import listed
 

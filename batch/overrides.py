@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..limits import NODES, SETTINGS, parse_json
+from ..common.limits import NODES, SETTINGS, parse_json
 from .jobs import Job, RowsError, Scientific, several
 
 Workflow = dict[str, dict]

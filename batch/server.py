@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from ..limits import ANSWER_BYTES, FILE_BYTES, FILES, NOTICES, REPORTS
+from ..common.limits import ANSWER_BYTES, FILE_BYTES, FILES, NOTICES, REPORTS
 from .address import address_of, shown
 from .answers import (
     UnexpectedAnswerError,

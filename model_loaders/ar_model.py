@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..limits import SIDE, bounded_int
+from ..common.limits import SIDE, bounded_int
 from ..models.backbone import Backbone
 from ..models.cache import KVCache, slots_of
 from ..models.placed import Placed

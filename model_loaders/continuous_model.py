@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..limits import SIDE, bounded_int
+from ..common.limits import SIDE, bounded_int
 from ..models.captured import Graphs, captured_pass, padded_tokens
 from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..files import replace
+from ..common.files import replace
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..limits import LONGEST_MAP, PIXELS
+from ..common.limits import LONGEST_MAP, PIXELS
 from ..samplers.trace import Source, Trace
 from .images import Images, as_bytes, batch_size, check_images
 

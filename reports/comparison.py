@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..limits import QUOTED
-from ..printable import printable
+from ..common.limits import QUOTED
+from ..common.printable import printable
 from ..samplers.trace import Source, Trace
 from .acceptance_map import SOURCES
 from .run_report import exact, labels

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from comfyui_specar.batch import client as comfy_client
 
-from scripts.comfy_server import PACK, ComfyServer
+from tools.comfy_server import PACK, ComfyServer
 from tests.support.patience import PATIENCE
 
 WORKFLOWS = PACK / "workflows"
@@ -62,7 +62,7 @@ def comfyui() -> Path:
     """The ComfyUI tree."""
     path = os.environ.get("COMFYUI_PATH")
     if not path:
-        pytest.fail("COMFYUI_PATH does not name a ComfyUI tree: run scripts/test.sh, which sets everything up")
+        pytest.fail("COMFYUI_PATH does not name a ComfyUI tree: run tools/test.sh, which sets everything up")
     return Path(path)
 
 

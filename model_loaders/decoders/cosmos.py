@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...limits import LEVELS
+from ...common.limits import LEVELS
 from ...models.cosmos import Cosmos, CosmosConfig
 from ..files.checkpoint import SAFETENSORS, TORCHSCRIPT, Checkpoint, open_checkpoint
 from ..files.errors import CheckpointError

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...limits import LAYERS, LEVELS
+from ...common.limits import LAYERS, LEVELS
 from ...models.glm_image_dit import DiT, DiTConfig, denoise
 from ...models.kl_vae import Decoder, KLConfig
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint, open_checkpoint, read_settings, weight_file

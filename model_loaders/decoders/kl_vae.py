@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from ...limits import LEVELS
+from ...common.limits import LEVELS
 from ...models.kl_vae import KLConfig, KLModel
 from ..files.checkpoint import Checkpoint
 from ..files.errors import incomplete_without

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from ...limits import LEVELS
+from ...common.limits import LEVELS
 from ...models.vq import nearest_codes
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError, incomplete_without

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from ...limits import LEVELS
+from ...common.limits import LEVELS
 from ...models.vq import VQConfig, VQModel
 from ..files.checkpoint import Checkpoint
 from ..files.errors import incomplete_without

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...limits import bounded_int
+from ...common.limits import bounded_int
 from ...models.backbone import Backbone
 from ...models.glm_image import PREVIEW, AxisPositions, preview_grid
 from ...models.prefix import TextPrefix

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...limits import bounded_int
+from ...common.limits import bounded_int
 from ...models.captured import Graphs
 from ...models.harmon import Harmon
 from ..ar_model import Conditioning, legal_grid

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...limits import bounded_int
+from ...common.limits import bounded_int
 from ...models.backbone import Backbone, BackboneConfig, join_gates
 from ...models.prefix import CaptionPrefix, ClassPrefix
 from ...samplers.contract import SamplingParams

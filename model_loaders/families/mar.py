@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...limits import bounded_int
+from ...common.limits import bounded_int
 from ...models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
 from ...models.mar import MAR, MARConfig
 from ...samplers.continuous_contract import ContinuousParams

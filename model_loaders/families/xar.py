@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...limits import bounded_int
+from ...common.limits import bounded_int
 from ...models.captured import Graphs
 from ...models.prefix import check_class
 from ...models.xar import CELL, CELLS, GRID, XAR, Flow, XARConfig, cell_order

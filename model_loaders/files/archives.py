@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...limits import CODES, DIMENSIONS, DIRECTORY, LARGEST, PICKLE, FileError, bounded_int, legal_sizes
+from ...common.limits import CODES, DIMENSIONS, DIRECTORY, LARGEST, PICKLE, FileError, bounded_int, legal_sizes
 
 _CODES = frozenset(
     b"".join(

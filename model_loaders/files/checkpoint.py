@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...limits import CONTAINERS, SETTINGS, SHARDS, legal_name, parse_json, shown
+from ...common.limits import CONTAINERS, SETTINGS, SHARDS, legal_name, parse_json, shown
 from . import safetensors_files
 from .errors import CheckpointError, raise_if_out_of_memory
 from .foreign import ADAPTERS, MERGE, refuse_foreign

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...limits import PICKLE, SPREAD, FileError
+from ...common.limits import PICKLE, SPREAD, FileError
 from .archives import BoundedUnpickler, Call, check_keys, check_view, members_of, pickle_in, stored
 
 _ZIP = b"PK\3\4"

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ...limits import HEADER, LARGEST, TENSORS, FileError, bounded_int, legal_name, legal_sizes, parse_json
+from ...common.limits import HEADER, LARGEST, TENSORS, FileError, bounded_int, legal_name, legal_sizes, parse_json
 
 _DTYPES = {
     "BOOL": torch.bool,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ...limits import QUANTISED, FileError, legal_name, parse_json
+from ...common.limits import QUANTISED, FileError, legal_name, parse_json
 from .errors import CheckpointError
 
 MARK = ".comfy_quant"

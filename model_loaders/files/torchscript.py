@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...limits import MODULES, TENSORS, FileError, legal_name
+from ...common.limits import MODULES, TENSORS, FileError, legal_name
 from .archives import BoundedUnpickler, Call, check_view, members_of, pickle_in, stored
 
 _STORAGES = {

@@ -10,8 +10,8 @@ from typing import Any
 
 from safetensors.torch import save
 
-from ...files import replace
-from ...limits import IMAGES, RUN, SIDE, FileError, bounded_int
+from ...common.files import replace
+from ...common.limits import IMAGES, RUN, SIDE, FileError, bounded_int
 from ...samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Source, Trace, derived_totals
 from .checkpoint import open_checkpoint
 from .errors import CheckpointError

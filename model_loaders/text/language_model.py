@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...limits import ADDED, GROWTH, TOKENIZER, FileError
+from ...common.limits import ADDED, GROWTH, TOKENIZER, FileError
 from ...models.backbone import BackboneConfig, join_gates
 from ..files.checkpoint import Checkpoint, read_settings, refuse_large
 from ..files.errors import CheckpointError

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...limits import WORDS, FileError, legal_name
+from ...common.limits import WORDS, FileError, legal_name
 from ..files.checkpoint import CheckpointError, open_checkpoint
 
 SHOWN = 300  # characters of a prompt in a notice

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...limits import PROMPT
+from ...common.limits import PROMPT
 from . import prompt_settings
 from .prompt_encoders import ClassEncoder, PromptEncoder, TextEncoder, WordEncoder, features_of
 

@@ -12,7 +12,7 @@ from unicodedata import normalize
 import torch
 from torch import Tensor, nn
 
-from ...limits import CAPTION
+from ...common.limits import CAPTION
 from ..files.checkpoint import PICKLES, SAFETENSORS, WEIGHT_FILES, Checkpoint, open_checkpoint
 from ..files.checkpoint import weight_file as weights_in
 from ..files.errors import CheckpointError, as_released

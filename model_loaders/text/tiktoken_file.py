@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 
-from ...limits import RANKS
+from ...common.limits import RANKS
 from ..files.checkpoint import refuse_large
 from ..files.errors import CheckpointError
 from .language_model import check_ids

@@ -16,7 +16,7 @@ from comfyui_specar.model_loaders.conditions import VERSION
 from comfyui_specar.model_loaders.files.trace_files import load_trace
 from PIL import Image
 
-from scripts.comfy_server import PACK, ComfyServer
+from tools.comfy_server import PACK, ComfyServer
 from tests.support.patience import PATIENCE
 
 COLOURS = {"red": 0, "green": 1, "blue": 2}

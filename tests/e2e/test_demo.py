@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts import comfy_server
+from tools import comfy_server
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def demo(comfyui: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts/demo.py"), "--comfyui", str(comfyui), *arguments]
+    command = [sys.executable, str(ROOT / "tools/demo.py"), "--comfyui", str(comfyui), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
@@ -40,7 +40,7 @@ def test_demo_leaves_images_map_and_traces_and_prints_the_passes(comfyui):
 
 
 def test_a_terminated_demo_leaves_nothing_behind(comfyui, tmp_path):
-    command = [sys.executable, str(ROOT / "scripts/demo.py"), "--comfyui", str(comfyui), "--serve"]
+    command = [sys.executable, str(ROOT / "tools/demo.py"), "--comfyui", str(comfyui), "--serve"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
     assert run.stdout.readline().startswith("Starting") and run.stdout.readline().startswith("Running")
     assert list(tmp_path.iterdir())
@@ -69,7 +69,7 @@ def test_a_server_of_others_is_not_taken_for_ones_own(comfy, tmp_path, monkeypat
 
 @pytest.fixture
 def demo_module(monkeypatch):
-    """scripts/demo.py"""
+    """tools/demo.py"""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     return importlib.import_module("demo")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts.comfy_server import PACK
+from tools.comfy_server import PACK
 
 from ..support.families import CHANGES, FAMILIES, REFINED, SMALL, Placed
 from ..support.families import WORKFLOWS as ASKED

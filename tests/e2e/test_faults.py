@@ -8,11 +8,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from comfyui_specar.benchmarks.faults import Fault, problem_of
+from comfyui_specar.tools.benchmarks.faults import Fault, problem_of
 from comfyui_specar.model_loaders.files.trace_files import load_trace
 from PIL import Image
 
-from scripts.comfy_server import ComfyServer
+from tools.comfy_server import ComfyServer
 from tests.conftest import Comfy
 from tests.support.patience import PATIENCE
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from benchmarks.gpu import prompts
-from benchmarks.gpu.findings import Findings
+from tools.benchmarks.gpu import prompts
+from tools.benchmarks.gpu.findings import Findings
 from tests.support.patience import PATIENCE
 
 

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from scripts.comfy_server import PACK
+from tools.comfy_server import PACK
 from tests.support.patience import PATIENCE
 
 DOCUMENT = (PACK / "docs/nodes.md").read_text(encoding="utf-8")

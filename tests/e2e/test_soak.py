@@ -1,10 +1,10 @@
-"""Some of what the long run of benchmarks/soak.py looks at: many prompts, two clients, another model each time."""
+"""Some of what the long run of tools/benchmarks/soak.py looks at: many prompts, two clients, another model each time."""
 
 import asyncio
 import itertools
 import statistics
 
-from benchmarks import soak
+from tools.benchmarks import soak
 
 QUICK = ["01 Text to image", "05 Acceptance map", "31 Continuous tokens"]
 GROWTH = 64  # MiB that 16 prompts may add once every workflow has run twice; a kept model or image is 20 or more each

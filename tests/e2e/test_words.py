@@ -7,7 +7,7 @@ import re
 import aiohttp
 import pytest
 
-from scripts.comfy_server import PACK, PACK_FOLDER
+from tools.comfy_server import PACK, PACK_FOLDER
 
 NODES = json.loads((PACK / "locales/en/nodeDefs.json").read_text("utf-8"))
 

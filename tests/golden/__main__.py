@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from comfyui_specar.api import Output
-from comfyui_specar.benchmarks.report import cpu_name
+from comfyui_specar.tools.benchmarks.report import cpu_name
 
 from .cases import cases
 from .record import differences, entry

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 if "COMFYUI_PATH" not in os.environ:
-    raise pytest.UsageError("COMFYUI_PATH does not name a ComfyUI tree: run scripts/test.sh, which sets everything up")
+    raise pytest.UsageError("COMFYUI_PATH does not name a ComfyUI tree: run tools/test.sh, which sets everything up")
 sys.path.insert(0, os.environ["COMFYUI_PATH"])
 
 from comfy.cli_args import args  # noqa: E402

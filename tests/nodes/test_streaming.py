@@ -2,7 +2,7 @@
 
 import pytest
 from comfyui_specar import api
-from comfyui_specar.benchmarks import streaming
+from comfyui_specar.tools.benchmarks import streaming
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken

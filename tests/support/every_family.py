@@ -16,7 +16,7 @@ from comfyui_specar.samplers.methods.jacobi import REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.lantern import Lantern
-from comfyui_specar.training import drafter_export
+from comfyui_specar.tools.training import drafter_export
 from safetensors.torch import load_file, save_file
 
 from .rules import RELAXED

@@ -1,5 +1,5 @@
 """Triton kernels executed on the CPU from what Triton's compiler makes of them, by the package ttsem (see
-scripts/ttsem.sh). It finds accesses out of bounds, reads of memory that nobody wrote, and races between the programs of
+tools/ttsem.sh). It finds accesses out of bounds, reads of memory that nobody wrote, and races between the programs of
 a launch: programs that touch the same bytes, of which one writes them.
 
 Two kinds of access share memory on purpose, and every other one is an error:

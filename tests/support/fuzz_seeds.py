@@ -18,7 +18,7 @@ from tempfile import mkdtemp
 import comfyui_specar
 import torch
 from comfyui_specar import api
-from comfyui_specar.limits import FileError
+from comfyui_specar.common.limits import FileError
 from comfyui_specar.model_loaders.decoders import glm_image
 from comfyui_specar.model_loaders.detect import find_image_decoder, stays_narrow
 from comfyui_specar.model_loaders.families import emu3

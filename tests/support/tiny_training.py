@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 from comfyui_specar.models.vq import VQConfig
-from comfyui_specar.training.data import Images
-from comfyui_specar.training.settings import CPU, STYLES
+from comfyui_specar.tools.training.data import Images
+from comfyui_specar.tools.training.settings import CPU, STYLES
 
 CONCEPTS = {
     "2764": {"label": "red heart", "tags": ["emotion", "love"]},

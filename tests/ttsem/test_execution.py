@@ -1,4 +1,4 @@
-"""What scripts/ttsem.sh must find, on kernels that are broken, and what it must let pass."""
+"""What tools/ttsem.sh must find, on kernels that are broken, and what it must let pass."""
 
 import pytest
 import torch

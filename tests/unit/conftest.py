@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar import files
+from comfyui_specar.common import files
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.samplers.contract import Drafter
-from comfyui_specar.training import loop
+from comfyui_specar.tools.training import loop
 from hypothesis import HealthCheck, settings
 
 from ..support.fixtures import captures_work, on_tape  # noqa: F401

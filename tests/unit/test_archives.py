@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 import torch
-from comfyui_specar.limits import CODES, DIMENSIONS, LAYERS, FileError
+from comfyui_specar.common.limits import CODES, DIMENSIONS, LAYERS, FileError
 from comfyui_specar.model_loaders.files import archives, checkpoint, names, pickles
 from comfyui_specar.model_loaders.files.archives import BoundedUnpickler, check_keys, check_view, members_of, stored
 

@@ -13,7 +13,7 @@ from comfyui_specar.batch import answers, cli, client
 from comfyui_specar.batch.address import HIDDEN, address_of
 from comfyui_specar.batch.answers import UnexpectedAnswerError
 from comfyui_specar.batch.server import Reply, Server, ServerAwayError, entry, files_of, reports_of
-from comfyui_specar.limits import FILES
+from comfyui_specar.common.limits import FILES
 
 
 def unexpected(function, *arguments, match=None):

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from comfyui_specar import files
+from comfyui_specar.common import files
 from comfyui_specar.batch import dispatch, journal, server
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job

@@ -19,7 +19,7 @@ from comfyui_specar.batch.overrides import (
     read_workflow,
     with_overrides,
 )
-from comfyui_specar.limits import CELLS, LINES, NODES
+from comfyui_specar.common.limits import CELLS, LINES, NODES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.benchmarks import plain, profiles, sizes, speed, subjects
-from comfyui_specar.benchmarks.generate import counterpart, generate
-from comfyui_specar.benchmarks.gpu import subjects as gpu_subjects
-from comfyui_specar.benchmarks.passes import Sampler, Staged, Stretch, weights_read
-from comfyui_specar.benchmarks.runs import PROMPTS, chosen, names_of_cases
+from comfyui_specar.tools.benchmarks import plain, profiles, sizes, speed, subjects
+from comfyui_specar.tools.benchmarks.generate import counterpart, generate
+from comfyui_specar.tools.benchmarks.gpu import subjects as gpu_subjects
+from comfyui_specar.tools.benchmarks.passes import Sampler, Staged, Stretch, weights_read
+from comfyui_specar.tools.benchmarks.runs import PROMPTS, chosen, names_of_cases
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.layout import TokenLayout
@@ -219,7 +219,7 @@ def test_without_a_gpu_its_rows_are_not_run(monkeypatch, tmp_path):
 
 
 def test_what_fails_is_written_down_and_the_rest_goes_on(small_world, monkeypatch, tmp_path):
-    monkeypatch.setattr("comfyui_specar.benchmarks.passes.plain_loop", lambda *_: 1 / 0)
+    monkeypatch.setattr("comfyui_specar.tools.benchmarks.passes.plain_loop", lambda *_: 1 / 0)
     measured(
         monkeypatch,
         "--models",

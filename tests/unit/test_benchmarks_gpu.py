@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.benchmarks import calls, report, sizes
-from comfyui_specar.benchmarks.gpu import captures, first, graphs, kernels, passes, stages, subjects
-from comfyui_specar.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, Findings, NotRun
-from comfyui_specar.benchmarks.gpu.page import page
-from comfyui_specar.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
+from comfyui_specar.tools.benchmarks import calls, report, sizes
+from comfyui_specar.tools.benchmarks.gpu import captures, first, graphs, kernels, passes, stages, subjects
+from comfyui_specar.tools.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, Findings, NotRun
+from comfyui_specar.tools.benchmarks.gpu.page import page
+from comfyui_specar.tools.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
 from comfyui_specar.kernels import linear, sampling
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.tests.support.patience import PATIENCE
@@ -330,7 +330,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 importlib.util.find_spec = lambda name, package=None: None if name in ABSENT else known(name, package)
-from benchmarks import gpu
+from tools.benchmarks import gpu
 gpu.main()
 """
 
@@ -353,7 +353,7 @@ def test_a_dry_run_tries_every_stage(tmp_path):
     out = tmp_path / "gpu.json"
     environment = {name: value for name, value in os.environ.items() if name != "COMFYUI_PATH"}
     ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "gpu", "--dry", "--minutes", "60", "--out", str(out)],
+        [sys.executable, "-m", "tools.benchmarks", "gpu", "--dry", "--minutes", "60", "--out", str(out)],
         cwd=stages.ROOT,
         env=environment,
         capture_output=True,

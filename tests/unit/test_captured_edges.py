@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.benchmarks import sizes
+from comfyui_specar.tools.benchmarks import sizes
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model

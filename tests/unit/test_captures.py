@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.benchmarks import sizes
+from comfyui_specar.tools.benchmarks import sizes
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from comfyui_specar.benchmarks import quality_sources
-from comfyui_specar.benchmarks.quality_cases import Prompt
-from comfyui_specar.training import classifier
-from comfyui_specar.training.classifier import LABELS, Classifier, damaged, halved, labels_of, train, views_of
-from comfyui_specar.training.export import half, save
-from comfyui_specar.training.settings import BACKGROUNDS, COMMON_CONCEPTS, Augmentation
-from comfyui_specar.training.views import Scenes
+from comfyui_specar.tools.benchmarks import quality_sources
+from comfyui_specar.tools.benchmarks.quality_cases import Prompt
+from comfyui_specar.tools.training import classifier
+from comfyui_specar.tools.training.classifier import LABELS, Classifier, damaged, halved, labels_of, train, views_of
+from comfyui_specar.tools.training.export import half, save
+from comfyui_specar.tools.training.settings import BACKGROUNDS, COMMON_CONCEPTS, Augmentation
+from comfyui_specar.tools.training.views import Scenes
 
 from ..support.tiny_training import SETTING, images, square
 

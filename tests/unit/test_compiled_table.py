@@ -1,12 +1,12 @@
 """The published table of compiled kernels is that of these sources, and nothing in it is wrong where kernels are used.
 
-After a change of a kernel, write it again: python -m benchmarks.gpu.compile_table
+After a change of a kernel, write it again: python -m tools.benchmarks.gpu.compile_table
 """
 
 import json
 
 import pytest
-from comfyui_specar.benchmarks.gpu import compile_table
+from comfyui_specar.tools.benchmarks.gpu import compile_table
 from comfyui_specar.kernels.dispatch import OLDEST
 
 from ..support.triton_kernels import SHARED
@@ -18,7 +18,7 @@ USED = [pair for pair in compile_table.PAIRS if divmod(int(pair[1]), 10) >= OLDE
 @pytest.mark.parametrize(("version", "arch"), compile_table.PAIRS)
 def test_the_table_was_made_from_these_sources(version, arch):
     made = TABLE["tritons"][version][arch]["sources"]
-    assert made == compile_table.sources(), "kernels have changed: run python -m benchmarks.gpu.compile_table"
+    assert made == compile_table.sources(), "kernels have changed: run python -m tools.benchmarks.gpu.compile_table"
 
 
 @pytest.mark.parametrize(("version", "arch"), USED)

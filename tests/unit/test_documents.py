@@ -16,17 +16,17 @@ from urllib.parse import unquote
 import comfyui_specar
 import pytest
 from cmarkgfm import Options, github_flavored_markdown_to_html
-from comfyui_specar.benchmarks import documents, results_tables, subjects
+from comfyui_specar.tools.benchmarks import documents, results_tables, subjects
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HELP = ROOT / "web/docs"  # ComfyUI's front end resolves paths in help pages from this folder
-DOCUMENTS = [*documents.files(), *ROOT.glob("assets/*/*.md"), *ROOT.glob("benchmarks/*/*.md")]
+DOCUMENTS = [*documents.files(), *ROOT.glob("assets/*/*.md"), *ROOT.glob("tools/benchmarks/*/*.md")]
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^][]|\[[^][]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 OPTION = re.compile(r"--[a-z][a-z-]*")
 OURS = re.compile(
     r"python\S* (?:-m (comfyui_specar\.batch|benchmarks \w+|training[\w.]*)"
-    r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|bash (scripts/\w+\.sh)"
+    r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|bash (tools/\w+\.sh)"
 )
 MARKUP = re.compile(r"\]\(|\*\S|\S\*")  # of a link or of emphasis that was not rendered
 COMMENTED_LINE = re.compile(r"^ *<!--.*?-->(?!\n)", re.MULTILINE)  # it begins a block of HTML: not rendered
@@ -111,7 +111,7 @@ def test_markup_that_is_not_rendered_is_noticed(broken):
     assert unrendered(broken)
 
 
-@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+@pytest.mark.parametrize("readme", ["README.md", "docs/README.zh-CN.md"])
 def test_the_line_to_clone_has_the_address_of_the_pack(readme):
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     address = re.search(r'^Repository = "(.+?)"', project, re.MULTILINE)[1]
@@ -122,14 +122,14 @@ def test_the_line_to_clone_has_the_address_of_the_pack(readme):
 @pytest.mark.parametrize("file", documents.files(), ids=name)
 def test_tables_and_numbers_are_those_of_the_results(file):
     text = file.read_text(encoding="utf-8")
-    assert documents.written(text) == text, "run: python -m benchmarks documents"
+    assert documents.written(text) == text, "run: python -m tools.benchmarks documents"
 
 
 def test_every_table_is_in_a_document_and_generated_files_are_those_of_the_results():
     texts = "".join(file.read_text(encoding="utf-8") for file in documents.files())
     assert {found[1] for found in documents.TABLE.findall(texts)} == documents.TABLES.keys()
     for file, content in documents.generated().items():
-        assert file.read_text(encoding="utf-8") == content, "run: python -m benchmarks documents"
+        assert file.read_text(encoding="utf-8") == content, "run: python -m tools.benchmarks documents"
     for file in (documents.QUALITY_CHART, documents.SHIPPED):
         assert file.exists() == (file in documents.generated())
 
@@ -253,9 +253,9 @@ def test_commands_have_the_options_and_files_that_documents_use(what, command, c
     words = shlex.split(command.replace("\\", "/"))
     assert [word for word in words if OUR_FILE.fullmatch(word) and not (ROOT / word).exists()] == []
     used = {word for word in words if OPTION.fullmatch(word)}
-    if what == "scripts/demo.sh":
-        known = set(OPTION.findall((ROOT / "scripts/demo.py").read_text(encoding="utf-8")))
-    elif what.startswith("scripts/"):  # test.sh hands its options to pytest
+    if what == "tools/demo.sh":
+        known = set(OPTION.findall((ROOT / "tools/demo.py").read_text(encoding="utf-8")))
+    elif what.startswith("tools/"):  # test.sh hands its options to pytest
         known = {"--write-contract"}
     else:
         known = options_of(what, capsys, monkeypatch) | {"--help"}
@@ -276,9 +276,9 @@ def test_the_table_that_is_shown_is_that_of_the_file():
 
 
 def test_the_table_of_a_speed_report_is_printed_again(tmp_path, capsys, monkeypatch):
-    from comfyui_specar.benchmarks import speed
+    from comfyui_specar.tools.benchmarks import speed
 
-    report = shutil.copy(ROOT / "benchmarks/results/speed-cpu.json", tmp_path)
+    report = shutil.copy(ROOT / "tools/benchmarks/results/speed-cpu.json", tmp_path)
     monkeypatch.setattr(sys, "argv", ["speed", "--show", report])
     speed.main()
     assert "| next_token |" in capsys.readouterr().out

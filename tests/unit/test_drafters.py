@@ -9,10 +9,10 @@ from comfyui_specar.kernels.attention import added
 from comfyui_specar.model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models.backbone import HeadNorm, Rotation
-from comfyui_specar.training import drafter as command_line
-from comfyui_specar.training import drafter_export
-from comfyui_specar.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
-from comfyui_specar.training.drafter_training import (
+from comfyui_specar.tools.training import drafter as command_line
+from comfyui_specar.tools.training import drafter_export
+from comfyui_specar.tools.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
+from comfyui_specar.tools.training.drafter_training import (
     EagleObjective,
     SmallObjective,
     draft_mask,

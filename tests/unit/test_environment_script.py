@@ -1,4 +1,4 @@
-"""scripts/environment.sh on a machine that has nothing yet, with a pip that needs no network."""
+"""tools/environment.sh on a machine that has nothing yet, with a pip that needs no network."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def checkout(tmp_path):
     """A copy of what the script reads, in a folder with a space in its name."""
     folder = tmp_path / "a checkout"
     (folder / "scripts").mkdir(parents=True)
-    for name in ("scripts/environment.sh", "requirements-dev.txt", "pyproject.toml"):
+    for name in ("tools/environment.sh", "tools/requirements-dev.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     (tmp_path / "stub/pip").mkdir(parents=True)
     (tmp_path / "stub/pip/__init__.py").write_text("", encoding="utf-8")
@@ -42,7 +42,7 @@ def source(checkout, **variables):
     """Sources the script and returns PYTHON and COMFYUI_PATH. Nothing may be written to stderr."""
     root = checkout.parent
     found = {"PATH": os.environ["PATH"], "HOME": str(root), "PYTHONPATH": str(root / "stub"), **variables}
-    script = 'set -euo pipefail; source "$0/scripts/environment.sh" >&3; echo "$PYTHON"; echo "$COMFYUI_PATH"'
+    script = 'set -euo pipefail; source "$0/tools/environment.sh" >&3; echo "$PYTHON"; echo "$COMFYUI_PATH"'
     run = subprocess.run(
         ["bash", "-c", f"exec 3>/dev/null; {script}", checkout], env=found, capture_output=True, encoding="utf-8"
     )

@@ -1,6 +1,6 @@
 """Files that went wrong, by accident and on purpose: a loader works, or says what is wrong with which file.
 
-What ran for long is in benchmarks/results/fuzz.json (python -m benchmarks fuzz); here are a few cases of every kind,
+What ran for long is in tools/benchmarks/results/fuzz.json (python -m tools.benchmarks fuzz); here are a few cases of every kind,
 and each that once was a defect.
 """
 
@@ -17,8 +17,8 @@ import pytest
 import tokenizers
 import torch
 from comfyui_specar import api
-from comfyui_specar.benchmarks import fuzz as long_run
-from comfyui_specar.limits import FileError
+from comfyui_specar.tools.benchmarks import fuzz as long_run
+from comfyui_specar.common.limits import FileError
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, use_mmap
 from comfyui_specar.model_loaders.text.language_model import Tokenizer
 from comfyui_specar.tests.support.patience import PATIENCE
@@ -334,7 +334,7 @@ def test_messages_have_an_end():
 def test_the_long_run_reports_what_came_of_every_case(tmp_path):
     """Of files that need little to be imported."""
     out = tmp_path / "fuzz.json"
-    command = [sys.executable, "-m", "benchmarks", "fuzz", "--cases", "12", "--only", "trace", "--out", str(out)]
+    command = [sys.executable, "-m", "tools.benchmarks", "fuzz", "--cases", "12", "--only", "trace", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     report = json.loads(out.read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,7 +3,7 @@
 import numpy as np
 from comfyui_specar import api
 
-from scripts import hero
+from tools import hero
 
 from ..support.tiny import llamagen
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from comfyui_specar.benchmarks import resampling
-from comfyui_specar.benchmarks.image_metrics import (
+from comfyui_specar.tools.benchmarks import resampling
+from comfyui_specar.tools.benchmarks.image_metrics import (
     entropy,
     frechet_distance,
     kernel,
@@ -13,7 +13,7 @@ from comfyui_specar.benchmarks.image_metrics import (
     kernel_terms,
     precision_recall,
 )
-from comfyui_specar.benchmarks.resampling import bootstrap, exchange_test, jackknife, paired_test, rejected
+from comfyui_specar.tools.benchmarks.resampling import bootstrap, exchange_test, jackknife, paired_test, rejected
 
 
 @pytest.fixture(autouse=True)

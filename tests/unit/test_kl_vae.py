@@ -6,7 +6,7 @@ from comfyui_specar import api
 from comfyui_specar.model_loaders.decoders import kl_vae
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
-from comfyui_specar.training.contact_sheet import border_colour
+from comfyui_specar.tools.training.contact_sheet import border_colour
 from safetensors.torch import save_file
 
 TINY = KLConfig(channels=4, ch_mult=(1, 2), base_channels=32, num_res_blocks=1)

@@ -1,12 +1,12 @@
 """A ratchet: launches of a pass, counted without a GPU, may only become fewer.
 
-Who saves some writes it down, so that they stay saved: python -m benchmarks launches
+Who saves some writes it down, so that they stay saved: python -m tools.benchmarks launches
 """
 
 import json
 
 import pytest
-from comfyui_specar.benchmarks import launches
+from comfyui_specar.tools.benchmarks import launches
 
 TABLE = json.loads(launches.TABLE.read_text(encoding="utf-8"))
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comfyui_specar import limits
+from comfyui_specar.common import limits
 from comfyui_specar.batch.jobs import JobsError, read_jobs
-from comfyui_specar.benchmarks import fuzz
-from comfyui_specar.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
+from comfyui_specar.tools.benchmarks import fuzz
+from comfyui_specar.common.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
 from comfyui_specar.model_loaders.ar_model import legal_grid
 from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.model_loaders.families import harmon, llamagen, mar, xar
@@ -22,7 +22,7 @@ from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_
 from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
 from comfyui_specar.model_loaders.text import language_model, t5
 from comfyui_specar.model_loaders.text.tiktoken_file import read_ranks
-from comfyui_specar.printable import printable
+from comfyui_specar.common.printable import printable
 from comfyui_specar.reports import acceptance_map, comparison, run_report
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
 from hypothesis import HealthCheck, given, settings

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from comfyui_specar.benchmarks.loading import language_model, write
+from comfyui_specar.tools.benchmarks.loading import language_model, write
 
 SHAPES = language_model("model.", 512, 1536, 4, 256, 16384, biased=True)
 CONFIG = {
@@ -28,7 +28,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 import comfyui_specar as specar, torch
-from comfyui_specar.benchmarks.loading import watch
+from comfyui_specar.tools.benchmarks.loading import watch
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, use_mmap
 
 torch.set_num_threads(1)

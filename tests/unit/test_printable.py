@@ -3,7 +3,7 @@
 import unicodedata
 
 import pytest
-from comfyui_specar.printable import printable
+from comfyui_specar.common.printable import printable
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import comfyui_specar as specar
 import pytest
 import torch
-from comfyui_specar.benchmarks import (
+from comfyui_specar.tools.benchmarks import (
     quality,
     quality_draw,
     quality_map,
@@ -17,8 +17,8 @@ from comfyui_specar.benchmarks import (
     resampling,
     results_tables,
 )
-from comfyui_specar.benchmarks.feature_spaces import FOLDER, Spaces
-from comfyui_specar.benchmarks.quality_cases import (
+from comfyui_specar.tools.benchmarks.feature_spaces import FOLDER, Spaces
+from comfyui_specar.tools.benchmarks.quality_cases import (
     FLOOR,
     PROMPTS,
     Prompt,
@@ -27,12 +27,12 @@ from comfyui_specar.benchmarks.quality_cases import (
     first_seed,
     prompts,
 )
-from comfyui_specar.benchmarks.quality_draw import Drawn, draw, origin, read
-from comfyui_specar.benchmarks.quality_measure import Measurement, check, log_probs, right
-from comfyui_specar.benchmarks.quality_model import ModelUnderTest
-from comfyui_specar.benchmarks.runs import Case
+from comfyui_specar.tools.benchmarks.quality_draw import Drawn, draw, origin, read
+from comfyui_specar.tools.benchmarks.quality_measure import Measurement, check, log_probs, right
+from comfyui_specar.tools.benchmarks.quality_model import ModelUnderTest
+from comfyui_specar.tools.benchmarks.runs import Case
 from comfyui_specar.samplers.contract import Output
-from comfyui_specar.training.classifier import LABELS
+from comfyui_specar.tools.training.classifier import LABELS
 
 from ..support.closeness import fp64
 

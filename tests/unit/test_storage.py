@@ -6,7 +6,7 @@ from pathlib import Path
 import comfyui_specar as specar
 import pytest
 import torch
-from comfyui_specar.benchmarks import automatic
+from comfyui_specar.tools.benchmarks import automatic
 from comfyui_specar.kernels import linear
 from comfyui_specar.model_loaders.conditions import precision
 from comfyui_specar.model_loaders.detect import load_model

@@ -24,10 +24,10 @@ from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine.session import Session
 from comfyui_specar.samplers.methods.speculative import DraftTree, SpeculativeRun
-from comfyui_specar.training import drafter as command_line
-from comfyui_specar.training import drafter_export
-from comfyui_specar.training.drafter_data import Pool, from_folder, own_samples
-from comfyui_specar.training.drafter_training import EagleObjective, SmallObjective, overlap
+from comfyui_specar.tools.training import drafter as command_line
+from comfyui_specar.tools.training import drafter_export
+from comfyui_specar.tools.training.drafter_data import Pool, from_folder, own_samples
+from comfyui_specar.tools.training.drafter_training import EagleObjective, SmallObjective, overlap
 from PIL import Image
 from safetensors.torch import load_file, save_file
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.benchmarks.report import find
+from comfyui_specar.tools.benchmarks.report import find
 from comfyui_specar.kernels import cpu, threads
 from torch import nn
 

@@ -4,7 +4,7 @@ import json
 import queue
 
 import pytest
-from comfyui_specar.benchmarks import throughput
+from comfyui_specar.tools.benchmarks import throughput
 
 
 def test_a_row_counts_all_processes_and_the_table_has_every_layout(capsys):

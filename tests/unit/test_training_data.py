@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.models.vq import VQModel
-from comfyui_specar.training import export, resume
-from comfyui_specar.training.autoregressive import Batches, TextToImage
-from comfyui_specar.training.captions import Captions
-from comfyui_specar.training.data import augment, recolour
-from comfyui_specar.training.loop import rate
-from comfyui_specar.training.muon import orthogonalise
-from comfyui_specar.training.settings import BACKGROUNDS, COLOURS, PLACES, STYLES, Augmentation
+from comfyui_specar.tools.training import export, resume
+from comfyui_specar.tools.training.autoregressive import Batches, TextToImage
+from comfyui_specar.tools.training.captions import Captions
+from comfyui_specar.tools.training.data import augment, recolour
+from comfyui_specar.tools.training.loop import rate
+from comfyui_specar.tools.training.muon import orthogonalise
+from comfyui_specar.tools.training.settings import BACKGROUNDS, COLOURS, PLACES, STYLES, Augmentation
 
 from ..support.tiny_training import CONCEPTS, SETTING, images, square
 

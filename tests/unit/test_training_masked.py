@@ -12,11 +12,11 @@ from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.vq import VQConfig, VQModel
-from comfyui_specar.training import continuous_export, kl_vae, masked, resume, sharpen, tokenizer
-from comfyui_specar.training.captions import Captions
-from comfyui_specar.training.export import save
-from comfyui_specar.training.settings import CPU, MaskedSetting
-from comfyui_specar.training.views import Scenes
+from comfyui_specar.tools.training import continuous_export, kl_vae, masked, resume, sharpen, tokenizer
+from comfyui_specar.tools.training.captions import Captions
+from comfyui_specar.tools.training.export import save
+from comfyui_specar.tools.training.settings import CPU, MaskedSetting
+from comfyui_specar.tools.training.views import Scenes
 
 from ..support.tiny_training import CONCEPTS, SETTING, images
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Every kernel, and every one at the sizes of released models; `bash scripts/ttsem.sh` also runs the slow cases.
+# Every kernel, and every one at the sizes of released models; `bash tools/ttsem.sh` also runs the slow cases.
 QUICK = (
     "tests/ttsem",
     *(
@@ -21,7 +21,7 @@ QUICK = (
 @pytest.mark.ttsem
 def test_kernels_from_compiled_code_have_no_access_out_of_bounds_and_no_race():
     run = subprocess.run(
-        ["bash", "scripts/ttsem.sh", "-q", *QUICK],
+        ["bash", "tools/ttsem.sh", "-q", *QUICK],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.limits import HEADER, QUANTISED, FileError
+from comfyui_specar.common.limits import HEADER, QUANTISED, FileError
 from comfyui_specar.model_loaders.files import safetensors_files, scaled, weights
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.benchmarks import sizes, subjects
-from comfyui_specar.benchmarks.passes import Stretch
-from comfyui_specar.benchmarks.widen import config_of
+from comfyui_specar.tools.benchmarks import sizes, subjects
+from comfyui_specar.tools.benchmarks.passes import Stretch
+from comfyui_specar.tools.benchmarks.widen import config_of
 from comfyui_specar.samplers.layout import TokenLayout
 
 CPU = torch.device("cpu")

@@ -1,6 +1,0 @@
-#!/usr/bin/env bash
-# Draws the README's animation and the contact sheets, and in a real ComfyUI and Chromium the help pages' images and the
-# templates' thumbnails: bash scripts/pictures.sh [--help]
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec "$PYTHON" "$SPECAR_ROOT/scripts/pictures.py" --comfyui "$COMFYUI_PATH" "$@"

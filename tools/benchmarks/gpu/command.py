@@ -1,0 +1,85 @@
+"""The command line: all stages, or (in the processes that this starts) one of them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from ..report import commit, write
+from . import __doc__ as about
+from .findings import Findings, NotRun
+from .page import page
+from .stages import FAILED, ROOT, STAGES, in_turn
+
+SCHEMA = "specar.gpu/1"
+RESULTS = ROOT / "tools/benchmarks/results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks gpu", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10, help="time for all stages together (3, 10 or 25)")
+    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], help="run only these stages")
+    parser.add_argument(
+        "--dry", action="store_true", help="run on the CPU with tiny models (always if there is no GPU)"
+    )
+    parser.add_argument(
+        "--generate", action="store_true", help="also measure generate of transformers, which is compiled"
+    )
+    parser.add_argument("--out", type=Path, help="JSON report, with its page next to it (default: tools/benchmarks/results/)")
+    for name, kind in (("--stage", str), ("--into", Path), ("--seconds", float)):  # of the processes of the stages
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stage:
+        one_stage(options)
+    else:
+        sys.exit(all_stages(options))
+
+
+def all_stages(options: argparse.Namespace) -> str | None:
+    """Run the stages, and write the report after each. Returns what failed."""
+    here = torch.cuda.is_available()
+    dry = options.dry or not here
+    device = torch.cuda.get_device_name() if here and not dry else "dry run"
+    if dry and not options.dry:
+        print("There is no CUDA device, so this is a dry run: nothing in it was measured on a GPU.", flush=True)
+    out = options.out or RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+    report = {
+        "schema": SCHEMA,
+        "device": device,
+        "dry": dry,
+        "minutes": options.minutes,
+        "commit": commit(),
+        "stages": [],
+    }
+    stages = tuple(stage for stage in STAGES if not options.only or stage.name in options.only)
+    arguments = ["--generate"] if options.generate else []
+    with tempfile.TemporaryDirectory() as folder:
+        for entry in in_turn(stages, 60 * options.minutes, Path(folder), arguments, dry):
+            report["stages"].append(entry)
+            write(report, out)
+            out.with_suffix(".md").write_text(page(report), encoding="utf-8")
+            print(f"{entry['title']:46} {entry['verdict']:8} {entry['seconds']:6.1f} s  {entry['why']}", flush=True)
+    print(f"Report: {out.with_suffix('.md')}")
+    failed = [entry["title"] for entry in report["stages"] if entry["verdict"] == FAILED]
+    return f"Failed: {failed[0]}. Repair that before anything is timed." if failed else None
+
+
+def one_stage(options: argparse.Namespace) -> None:
+    """Run one stage in this process."""
+    [stage] = [stage for stage in STAGES if stage.name == options.stage]
+    module, function = stage.where.split(".")
+    findings = Findings(options.into, options.seconds, options.dry)
+    try:
+        run = getattr(import_module(f".{module}", __package__), function)
+        run(findings, generate=options.generate)
+    except NotRun as reason:
+        findings.not_run(stage.title, str(reason))
+    findings.save()

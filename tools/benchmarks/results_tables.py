@@ -1,0 +1,410 @@
+"""What tools/benchmarks/results say, as tables in Markdown; documents.py puts them into README and docs."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache
+from math import nan
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from .published import CONDITIONS, PUBLISHED
+
+RESULTS = Path(__file__).parent / "results"
+REUSE = {
+    "coupled": "SJD, coupled",
+    "gumbel": "SJD, same seed",
+    "resample": "SJD, redraw",
+    "threshold_exact": "SJD++ reuse (exact)",
+    "threshold_paper": "SJD++ reuse (paper)",
+}
+
+PAIRED = (
+    "EAGLE-1, 57 drafts",
+    "EAGLE-2",
+    "LANTERN++ k 10, lambda 2",
+    "Cool-SD delta 1.1",
+    "Cool-SD delta 2",
+    "VVS every 4th, EAGLE-1",
+)  # the first is what the others are compared with
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
+NAMES = {"next_token": "next token", "TV-metered": "TV budget", "UniformRSD": "Uniform Relaxation", "w32": "window 32"}
+
+
+@cache
+def results(name: str) -> dict[str, Any]:
+    """A report of tools/benchmarks/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def cases(report: str, guidance: float) -> dict[str, dict[str, Any]]:
+    """The methods that ``python -m tools.benchmarks methods`` measured at a guidance, by name; the first is next token."""
+    run = next(run for run in results(report)["runs"] if run["cfg"] == guidance)
+    return {row["name"]: row for row in run["methods"]}
+
+
+def drift(row: dict[str, Any]) -> float | None:
+    """The drift bound per token of an image (None: not known). Earlier reports call it tv_leak, and say 0 of SJD++."""
+    bound = row.get("tv_bound", row.get("tv_leak"))
+    return None if bound is None or "threshold_paper" in row["name"] else bound / tokens(row)
+
+
+def tokens(row: dict[str, Any]) -> int:
+    """The tokens of an image."""
+    return round(row["passes"] * row["step_compression"])
+
+
+def said(name: str) -> str:
+    """A measured case in words."""
+    jacobi = re.match(r"(?:sjd|SJD) (\w+),? ?w?(\d+)?", name)
+    if not name.startswith("sjd ") or not jacobi:
+        for short, words in NAMES.items():
+            name = name.replace(short, words)
+        return name
+    return name.replace(jacobi[0], f"{REUSE[jacobi[1]]}, window {jacobi[2]}").replace(" init ", ", first draft token ")
+
+
+def grid(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
+    """A table in Markdown, without the columns that have no entries."""
+    filled = [i for i in range(len(head)) if any(row[i] not in ("", None) for row in rows)]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(line[i]) for i in filled) + " |" for line in lines)
+
+
+def over_prompts(report: str, each: Sequence[float]) -> float:
+    """Standard error of a mean over a report's images, which come prompt by prompt: that of the prompts' means, as
+    images of a prompt are alike."""
+    prompts = len(results(report)["prompts"])
+    seeds = len(each) // prompts
+    means = [statistics.fmean(each[at : at + seeds]) for at in range(0, len(each), seeds)]
+    return statistics.stdev(means) / prompts**0.5
+
+
+def passes(guidance: float) -> str:
+    """Everything that was measured of all methods at a guidance."""
+    measured, rows = cases("default-cpu", guidance), []
+    for row in measured.values():
+        bound = drift(row)
+        rows.append(
+            (
+                said(row["name"]),
+                "unknown" if bound is None else f"{bound:.2f}" if bound else "exact",
+                f"{row['passes']:.0f} ± {over_prompts('default-cpu', row['passes_each']):.0f}",
+                round(row["draft_passes"]) or "",
+                f"{row['acceptance_rate']:.0%}" if row["acceptance_rate"] else "",
+            )
+        )
+    return grid(("method", "drift per token", "passes", "draft passes", "accepted"), rows)
+
+
+def paired(guidance: float) -> str:
+    """Differences of passes, image by image, from the EAGLE-1 tree."""
+    measured, rows = cases("default-cpu", guidance), []
+    base = measured[PAIRED[0]]["passes_each"]
+    for name in PAIRED:
+        apart = [own - other for own, other in zip(measured[name]["passes_each"], base, strict=True)]
+        error = over_prompts("default-cpu", apart)
+        rows.append(
+            (
+                said(name),
+                f"{measured[name]['passes']:.0f}",
+                f"{statistics.fmean(apart):+.1f} ± {error:.1f}" if error else "",
+            )
+        )
+    return grid(("method", "passes", "difference"), rows)
+
+
+def measured_speed(name: str, guidance: float, report: str) -> dict[str, Any]:
+    """What a speed report has of a model at a guidance."""
+    return next(m for m in results(report)["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance))
+
+
+def times(name: str, guidance: float, report: str, passes: Mapping[str, float]) -> dict[str, float]:
+    """Time of an image relative to next token's, calculated for these mean ``passes``: a round's cost, which is the
+    same for all prompts, times the passes over next token's. By case, NaN where one of them was not measured."""
+    rows = measured_speed(name, guidance, report)["rows"]
+    return defaultdict(
+        lambda: nan,
+        {
+            row["name"]: passes[row["name"]] / passes["next_token"] / row["ms_over"]["next_token"]
+            for row in rows
+            if row["name"] in passes
+        },
+    )
+
+
+def speed(name: str, guidance: float, report: str) -> str:
+    """Seconds, passes, and a round's milliseconds and cost; how much faster a method is, and how much of the passes
+    that it saves becomes time."""
+    rows = []
+    for row in measured_speed(name, guidance, report)["rows"]:
+        cost, faster = 1 / row["ms_over"]["next_token"], row["seconds_over"]["next_token"]
+        fewer = 256 / row["pictures_passes"]
+        rows.append(
+            (
+                said(row["name"]),
+                f"{row['seconds']['median']:.3g}",
+                round(row["pictures_passes"]),
+                f"{row['pass_ms']['median']:.3g}",
+                f"{cost:.2f}",
+                f"{faster:.2f}",
+                f"{faster / fewer:.2f}",
+            )
+        )
+    return grid(("method", "seconds", "passes", "ms per round", "cost of a round", "times faster", "quotient"), rows)
+
+
+def baselines(*reports: str) -> str:
+    """Next token in seconds per image, and the time of what users run today over it, for every model of the reports."""
+    models = [model for report in reports for model in results(report)["models"]]
+    others = [row["name"] for row in models[0]["rows"] if row["name"] != "next_token"]
+    rows = []
+    for model in sorted(models, key=itemgetter("parameters")):
+        own = next(row for row in model["rows"] if row["name"] == "next_token")
+        size = model["name"].partition("@")[2] or "itself"
+        rows.append(
+            (
+                f"{size} ({model['parameters'] / 1e6:.0f} M)",
+                SHORT[model["dtype"]],
+                f"{model['settings']['cfg']:g}",
+                f"{own['seconds']['median']:.2f}",
+                *(f"{own['seconds_over'][other]:.2f}" for other in others),
+            )
+        )
+    return grid(("bundled model, widened to", "precision", "guidance", "next token, s", *others), rows)
+
+
+def throughput(layout: str) -> str:
+    """Machine seconds per image, from prompt to pixels, by batch size."""
+    rows = [row for row in results("throughput-cpu")["rows"] if row["layout"] == layout]
+    names, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "batch"))
+    found = {(row["method"], row["batch"]): f"{row['seconds_per_picture']:.2f}" for row in rows}
+    return grid(("batch size", *map(said, names)), [(n, *(found.get((name, n), "") for name in names)) for n in sizes])
+
+
+def batches(name: str, guidance: float, report: str) -> str:
+    """Seconds per image by batch size, where the batches of a speed report are whole images."""
+    rows = measured_speed(name, guidance, report)["batches"]
+    methods = [*rows[0]["seconds"]]
+    return grid(
+        ("batch size", *map(said, methods)),
+        [
+            (row["pictures"], *(f"{row['seconds'][method]['median'] / row['pictures']:.2f}" for method in methods))
+            for row in rows
+        ],
+    )
+
+
+def passes_of_batches(name: str, guidance: float, report: str) -> str:
+    """Milliseconds of a pass by batch size, and over next token's."""
+    rows = measured_speed(name, guidance, report)["batches"]
+    base, *others = rows[0]["ms"]
+
+    def cell(row: dict[str, Any], method: str) -> str:
+        spent = row["ms"][method]["median"]
+        return f"{spent:.0f} ({spent / row['ms'][base]['median']:.1f})"
+
+    return grid(
+        ("batch size", *(f"{said(method)}, ms" for method in (base, *others))),
+        [
+            (row["pictures"], f"{row['ms'][base]['median']:.0f}", *(cell(row, method) for method in others))
+            for row in rows
+        ],
+    )
+
+
+def loading() -> str:
+    """Seconds and memory until there is a model and until there is a token, by size and precision."""
+    rows = []
+    for name, model in results("loading-cpu")["models"].items():
+        for cold, warm in zip(model["runs"][::2], model["runs"][1::2], strict=True):
+            precision = SHORT[cold["dtype"]] + (f", stored in {SHORT[cold['storage']]}" if cold["storage"] else "")
+            rows.append(
+                (
+                    f"{name}, {model['bytes'] / 1e9:.1f} GB",
+                    precision,
+                    f"{cold['seconds']:.0f}",
+                    f"{warm['seconds']:.0f}",
+                    f"{cold['first token']:.1f}",
+                    *(f"{cold[kind] / 1e9:.1f}" for kind in ("weights", "anonymous peak", "file-backed peak")),
+                )
+            )
+    return grid(
+        (
+            "checkpoint",
+            "precision",
+            "load, s",
+            "again, s",
+            "first token, s",
+            "weights, GB",
+            "own memory, GB",
+            "mapped file, GB",
+        ),
+        rows,
+    )
+
+
+def find_fastest() -> str:
+    """What Find Fastest takes of the time that it is asked for."""
+    rows = []
+    for run in results("find-fastest-cpu")["runs"]:
+        ran = [trial for trial in run["trials"] if trial["ms_per_token"]]
+        token = statistics.median(run["trials"][0]["ms_per_token"]) / 1000
+        rows.append(
+            (
+                run["model"],
+                SHORT[run["dtype"]],
+                f"{token * run['image_tokens']:.0f}",
+                run["asked"],
+                f"{run['took']:.0f}",
+                f"{run['trial_tokens']} of {run['image_tokens']}",
+                f"{len(ran)} of {len(run['trials'])}",
+            )
+        )
+    return grid(
+        (
+            "shapes",
+            "precision",
+            "a next-token image, s",
+            "asked for, s",
+            "took, s",
+            "tokens of a trial",
+            "methods measured",
+        ),
+        rows,
+    )
+
+
+def continuous() -> str:
+    """All cases of the continuous pair."""
+    rows = []
+    for case in results("continuous-cpu")["cases"]:
+        drafts = case["draft_passes"]
+        rows.append(
+            (
+                case["name"],
+                f"{case['target_passes']:.0f}",
+                f"{drafts:.0f}" if drafts else "",
+                f"{case['acceptance_rate']:.0%}" if drafts else "",
+                f"{case['wall_ratio_alone']:.1f}x",
+                f"{case['wall_ratio_of_8']:.1f}x",
+                f"{case['psnr_to_target']:.0f}",
+            )
+        )
+    return grid(("case", "passes", "draft passes", "accepted", "1 image", "8 images", "dB"), rows)
+
+
+def continuous_paper() -> str:
+    """Blocks of the continuous pair beside the paper's."""
+    report, again = (
+        {case["name"]: case for case in results(name)["cases"]} for name in ("continuous-cpu", "continuous-cpu-again")
+    )
+    paper, rows = results("continuous-cpu")["paper"], []
+    for length in paper["acceptance"]:
+        own, second = report[f"block of {length}"], again[f"block of {length}"]
+        rows.append(
+            (
+                length,
+                f"{own['acceptance_rate']:.0%} ({paper['acceptance'][length]:.0%})",
+                f"{own['mean_square_distance']:.2f} ({paper['distance_aligned'][length]:.2f})",
+                *(
+                    f"{own[key]:.1f}x, {second[key]:.1f}x ({paper[f'speed_at_batch_{n}'][length]:.2f}x)"
+                    for n, key in ((1, "wall_ratio_alone"), (8, "wall_ratio_of_8"))
+                ),
+            )
+        )
+    return grid(("draft length", "accepted", "squared distance", "1 image", "8 images"), rows)
+
+
+def determinism() -> str:
+    ways = results("determinism-cpu")["ways"].items()
+    return grid(("repeated", "images", "equal"), [(way, found["pictures"], found["same"]) for way, found in ways])
+
+
+def same_seed() -> str:
+    rows = [
+        (report["machine"]["processor"].replace("(R)", ""), dtype, said(case), found["images"], found["same images"])
+        for report in map(results, ("same-seed-cpu", "same-seed-cpu-amd"))
+        for dtype, cases_ in report["dtypes"].items()
+        for case, found in cases_.items()
+    ]
+    return grid(("processor", "dtype", "method", "images", "equal"), rows)
+
+
+def storage() -> str:
+    rows = [
+        (case, f"{found['mean']:.4f}", f"{found['99 %']:.3f}", f"{found['top 1']:.1%}")
+        for case, found in results("storage-cpu")["cases"].items()
+    ]
+    return grid(("stored", "change, mean", "99 % of tokens", "same most likely token"), rows)
+
+
+def streaming() -> str:
+    """Copies of a model of which half is streamed, by method."""
+    rows = []
+    for loaded in results("streaming-cpu")["loaded"]:
+        first = loaded["rows"][0]
+        rows += [
+            (
+                loaded["dtype"],
+                row["method"],
+                f"{row['passes']:.0f}",
+                f"{row['copied'] / 2**30:.2f}",
+                f"{row['seconds, calculated'] * 1000:.0f}",
+                f"{first['passes'] / row['passes']:.2f}",
+                f"{first['copied'] / row['copied']:.2f}",
+            )
+            for row in loaded["rows"]
+        ]
+    return grid(
+        (
+            "dtype",
+            "method",
+            "forward passes",
+            "GiB copied",
+            "ms at 25 GB/s, calculated",
+            "fewer passes",
+            "fewer copies",
+        ),
+        rows,
+    )
+
+
+def faults() -> str:
+    """Damaged files, invalid prompts and a long run."""
+    fuzz, prompts, soak = results("fuzz"), results("faults"), results("soak")
+    rss = soak["memory_mib"]["rss"]
+    rows = (
+        (
+            "damaged and hostile files",
+            fuzz["cases"],
+            f"{fuzz['outcomes']['loaded']} could be loaded, the others gave "
+            f"an error; {fuzz['executed']} ran code, {fuzz['deaths']} ended the process",
+        ),
+        (
+            "prompts with an invalid input",
+            prompts["spoiled_prompts"],
+            f"{len(prompts['defects'])} defects; the server "
+            + ("stayed up" if prompts["server_alive_at_the_end"] else "went down"),
+        ),
+        (
+            f"prompts over {soak['workflows']} workflows",
+            soak["prompts"],
+            f"{soak['outcomes']['success']} completed; "
+            f"server memory from {rss['first']:.0f} to {rss['last']:.0f} MiB, at most {rss['largest']:.0f}",
+        ),
+    )
+    return grid(("what", "how many", "result"), rows)
+
+
+def published(method: str) -> str:
+    """The papers' numbers on a method's page, and under which conditions they were measured."""
+    own = [row for row in PUBLISHED if row.method == method]
+    rows = [(row.what, row.model, row.fewer, row.faster, row.source) for row in own]
+    sources = [f"* **{source}**: {CONDITIONS[source]}" for source in dict.fromkeys(row.source for row in own)]
+    return "\n".join([grid(("what", "model", "fewer passes", "faster", "source"), rows), "", *sources])

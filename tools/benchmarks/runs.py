@@ -1,0 +1,183 @@
+"""One measured comparison: the same prompts and seeds through several methods in one process."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import comfyui_specar as specar
+import torch
+from comfyui_specar.samplers.drafts.guesses import INITIAL
+from comfyui_specar.samplers.methods.jacobi import REUSE
+from comfyui_specar.tools.training.settings import BACKGROUNDS
+
+from .results_tables import said
+
+PROMPTS = (
+    "heart, 3d, on a blue background",
+    "cat, noto, on a yellow background",
+    "rocket, flat, on a black background",
+    "pizza, 3d, on a white background",
+    "tree, noto, on a teal background",
+    "robot, flat, on a pink background",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named sampling method."""
+
+    name: str
+    method: Any
+
+
+def cases(windows: Sequence[int]) -> list[Case]:
+    """Next-token, then every SJD variant: all reuse modes, front drafts, settling and AR Sampler's relaxed choice per
+    window, all initialisations at the first window."""
+    sjd = specar.methods.SJD
+    listed = [Case("next_token", specar.methods.NextToken())]
+    for window in windows:
+        for reuse in REUSE:
+            listed.append(Case(f"sjd {reuse} w{window}", sjd(window=window, reuse=reuse)))
+        for front in (4, 8):
+            listed.append(Case(f"sjd coupled w{window}, {front} front drafts", sjd(window=window, front=front)))
+        listed.append(Case(f"sjd coupled w{window}, settling 0.05", sjd(window=window, settle=0.05)))
+        rule = specar.rules.TVMetered(0.1)  # "fastest, may drift"
+        listed.append(Case(f"SJD coupled, TV budget 0.1, w{window}", sjd(window=window, rule=rule)))
+    for initial in INITIAL[1:]:  # the others use the first
+        listed.append(Case(f"sjd coupled w{windows[0]} init {initial}", sjd(window=windows[0], initial=initial)))
+    return listed
+
+
+def names_of_cases() -> list[str]:
+    """Of both lists, with the windows that reports have."""
+    return [case.name for case in (*cases((16, 32)), *drafter_cases(None, None))]
+
+
+def chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names of cases that are wanted, which may also be those of the documents' tables. Exits with all names where
+    one is neither."""
+    names = {said(name): name for name in known} | {name: name for name in known}
+    if unknown := [name for name in wanted if name not in names]:
+        sys.exit(f"error: there is no method {', '.join(unknown)}; choose from: {'; '.join(known)}")
+    return [names[name] for name in wanted]
+
+
+def drafter_cases(eagle, small) -> list[Case]:
+    """Every method and rule that needs a drafter, each on the structure of its paper unless named otherwise."""
+    m, s, r = specar.methods, specar.structures, specar.rules
+    tree, top_k = s.Static("lantern_57"), s.Dynamic()
+    adt_sampled = {"children": "sampled", "widths": (1, 13), "width_step": 3, "first": (5, 7)}
+    return [
+        Case("chain of 5, small model", m.DraftTree(small, s.Chain(5))),
+        Case("chain of 5, small model, blocks", m.DraftTree(small, s.Chain(5, "block"))),
+        Case("static tree, small model", m.DraftTree(small, tree)),
+        Case("chain of 5", m.DraftTree(eagle, s.Chain(5))),
+        Case("chain of 5, blocks", m.DraftTree(eagle, s.Chain(5, "block"))),
+        Case("EAGLE-1, 25 drafts", m.DraftTree(eagle, s.Static("eagle_25"))),
+        Case("EAGLE-1, 57 drafts", m.DraftTree(eagle, tree)),
+        Case("EAGLE-2", m.DraftTree(eagle, top_k)),
+        Case("ADT-Tree", m.ADTTree(eagle)),
+        Case("ADT-Tree, sampled", m.ADTTree(eagle, **adt_sampled)),
+        Case("LANTERN delta 0.1", m.Lantern(eagle, delta=0.1)),
+        Case("LANTERN delta 0.3", m.Lantern(eagle, delta=0.3)),
+        Case("ADT-Tree, LANTERN delta 0.3", m.ADTTree(eagle, r.Lantern(delta=0.3))),
+        Case("LANTERN++ k 10, lambda 2", m.LanternPP(eagle)),
+        Case("UniformRSD delta 1.1", m.DraftTree(eagle, tree, r.UniformRSD(1.1))),
+        Case("UniformRSD delta 2", m.DraftTree(eagle, tree, r.UniformRSD(2.0))),
+        Case("Cool-SD delta 1.1", m.CoolSD(eagle, tree, delta=1.1)),
+        Case("Cool-SD delta 2", m.CoolSD(eagle, tree, delta=2.0)),
+        Case("grouped", m.DraftTree(eagle, tree, r.Grouped())),
+        Case("TV-metered 0.05", m.DraftTree(eagle, tree, r.TVMetered(0.05))),
+        Case("VVS every 4th, LANTERN delta 0.3", m.VVS(eagle, rule=r.Lantern(delta=0.3), interval=4)),
+        Case(
+            "VVS dynamic 0.7, LANTERN delta 0.3",
+            m.VVS(eagle, rule=r.Lantern(delta=0.3), schedule="dynamic", threshold=0.7),
+        ),
+        Case("VVS every 4th, EAGLE-1", m.VVS(eagle, tree, r.Exact(), interval=4, path="first")),
+        Case("VVS every 3rd, Cool-SD delta 1.1", m.VVS(eagle, tree, r.CoolSD(), interval=3, path="first")),
+        Case("SJD coupled, Cool-SD delta 2, w32", m.SJD(window=32, rule=r.CoolSD(2.0))),
+    ]
+
+
+def measure(model, vae, case: Case, prompts: Sequence[str], seeds: int, **parameters: Any) -> dict[str, Any]:
+    """Means over prompts x seeds of passes and statistics, and the median seconds an image takes."""
+    length = model.layout().length
+    seconds, tokens, summaries, backgrounds = [], [], [], []
+    for number, prompt in enumerate(prompts):
+        conditioning = model.encode_prompt(prompt)
+        for seed in range(seeds):
+            begun = time.perf_counter()
+            out = specar.sample(model, conditioning, case.method, seed=1000 * number + seed, **parameters)
+            seconds.append(time.perf_counter() - begun)
+            summaries.append(out.trace.summary())
+            tokens.append(out.tokens.flatten())
+            backgrounds.append(right_background(vae.decode(out.latent)[0], prompt))
+    mean = {
+        name: statistics.fmean(s[name] for s in summaries)
+        for name in ("draft_passes", "acceptance_rate", "accepted_length", "mean_log_p")
+    }
+    bounds = [s["tv_bound"] for s in summaries]  # of one method: all known or none
+    mean["tv_bound"] = None if None in bounds else statistics.fmean(bounds)
+    passes = [s["target_passes"] for s in summaries]
+    generated = sum(s["tokens"] for s in summaries)
+    return {
+        "name": case.name,
+        "passes": statistics.fmean(passes),
+        "passes_each": passes,  # prompt by prompt, seed by seed: methods can be compared in pairs
+        "passes_std_error": statistics.stdev(passes) / len(passes) ** 0.5 if len(passes) > 1 else 0.0,
+        "step_compression": length / statistics.fmean(passes),
+        "tokens_per_verification": generated / (sum(passes) - len(passes)),  # TPF: the prompt's pass is none
+        "skipped_tokens": statistics.fmean(s["sources"].get("skipped", 0) for s in summaries),
+        **mean,
+        "right_backgrounds": statistics.fmean(backgrounds),
+        "seconds": statistics.median(seconds),
+        "tokens": torch.stack(tokens),
+    }
+
+
+def right_background(image: torch.Tensor, prompt: str) -> bool:
+    """Is the median colour of the border of an image [H, W, 3] (0..1) nearest to the prompt's background?"""
+    border = torch.cat((image[0], image[-1], image[:, 0], image[:, -1])) * 255
+    colour = border.median(0).values
+    nearest = min(BACKGROUNDS, key=lambda name: float((colour - torch.tensor(BACKGROUNDS[name])).norm()))
+    return f"{nearest} background" in prompt
+
+
+def histogram_distance(a: torch.Tensor, b: torch.Tensor, vocab: int) -> float:
+    """Total variation between the token histograms of two sets of images [n, S]."""
+    count = [torch.bincount(x.flatten(), minlength=vocab).double() for x in (a, b)]
+    return float((count[0] / count[0].sum() - count[1] / count[1].sum()).abs().sum() / 2)
+
+
+def compare(
+    model,
+    vae,
+    listed: Sequence[Case],
+    prompts: Sequence[str],
+    seeds: int,
+    say: Callable[[str], None],
+    **parameters: Any,
+) -> list[dict[str, Any]]:
+    """Rows of all cases, the first being the baseline of the ratios."""
+    measure(model, vae, listed[0], prompts[:1], 1, **parameters)  # warm up
+    rows = []
+    for case in listed:
+        row = measure(model, vae, case, prompts, seeds, **parameters)
+        if rows:
+            row["same_pictures"] = float((row["tokens"] == rows[0]["tokens"]).all(-1).double().mean())
+            row["histogram_tv"] = histogram_distance(row["tokens"], rows[0]["tokens"], model.vocab)
+        row["passes_ratio"] = (rows[0] if rows else row)["passes"] / row["passes"]
+        row["wall_ratio"] = (rows[0] if rows else row)["seconds"] / row["seconds"]
+        rows.append(row)
+        bound = "unknown" if row["tv_bound"] is None else f"{row['tv_bound']:6.2f}"
+        say(
+            f"{row['name']:36s} passes {row['passes']:6.1f} ({row['passes_ratio']:.2f}x) + {row['draft_passes']:5.0f}  "
+            f"{row['seconds']:6.2f} s ({row['wall_ratio']:.2f}x)  TV bound {bound}  "
+            f"log p {row['mean_log_p']:.3f}  backgrounds {row['right_backgrounds']:.2f}"
+        )
+    return [{key: value for key, value in row.items() if key != "tokens"} for row in rows]

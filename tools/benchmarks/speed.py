@@ -1,0 +1,388 @@
+"""Measure the cost of a forward pass, and compare it with its lower bound.
+
+    python -m tools.benchmarks speed                    # CPU: the bundled model, also at LlamaGen-B's size
+    python -m tools.benchmarks speed --device cuda      # LlamaGen-XL, Janus-Pro-1B, Lumina-mGPT-7B in bf16, kernels, a trace
+    python -m tools.benchmarks speed --show FILE.json   # print (and write beside it) the table of an earlier run
+
+All methods run on the same weights, prompt and filters in one process and take turns (A B C A B C ...), after a
+warm-up. ``default`` is the bundled model, and ``default@llamagen-b`` the same widened to LlamaGen-B's shapes (see
+widen.py): they generate whole images, the second at the cost of the larger model. The others have released shapes and
+random weights: they generate ``--tokens`` tokens in the middle of an image (on a CPU only the first ``--passes`` passes
+of them), and only the cost of a pass is measured on them. The number of passes that a method needs is taken from the
+bundled model. Images need more passes for one prompt than for another: ``--prompts 6`` takes those of ``methods``.
+
+Parts of a report (--parts): methods (every method compared with the baselines), widths (a pass by its number of
+tokens), sizes (a pass by the size of the image, at its start, middle and end), batches (a pass by images), kernels and
+trace (GPU only: Triton kernels compared with their torch references; synchronisations). What could not run is listed
+with the reason. The report is written after every step, so a run may be stopped at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_specar.kernels.graphs import Graphs
+from comfyui_specar.samplers.layout import TokenLayout
+
+from . import profiles
+from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read, with_memory
+from .report import commit, machine, spread, versions, write
+from .runs import PROMPTS, chosen, names_of_cases
+from .sizes import SIZES
+from .subjects import BASE, CURVES, METHODS, ONLY_BASELINES, SMALL, Subject, subject
+from .tables import row_of, table
+
+SCHEMA = "specar.speed/1"
+PARTS = ("methods", "widths", "sizes", "batches", "kernels", "trace")
+MODELS = {
+    "cpu": ["default", "default@llamagen-b", "llamagen-b:int8", "janus-small", "chameleon-small", "emu3-small"],
+    "cuda": [
+        "default",
+        "llamagen-xl",
+        "lumina-mgpt-7b",
+        "janus-pro-1b",
+        "llamagen-xl:int8",
+        "llamagen-xl:fp8",
+        "lumina-mgpt-7b:int8",
+        "lumina-mgpt-7b:fp8",
+    ],
+}
+TOKENS = {"cpu": 64, "cuda": 1024}  # that random weights generate
+PASSES = {"cpu": 10, "cuda": 0}  # after which they are stopped (a GPU would lose its graphs by it)
+WIDTHS = (1, 5, 9, 17, 33, 58)
+SIDES = (16, 24, 32, 48, 64)
+BATCHES = (1, 4, 16)
+CURVE_TOKENS = 64
+
+
+class Report:
+    """What was measured so far, in a file; and whether there is time for more."""
+
+    def __init__(self, about: dict[str, Any], out: Path | None, seconds: float):
+        self.content = about | {"models": [], "not_run": {}}
+        self.out, self.ends = out, time.perf_counter() + seconds
+
+    @property
+    def in_time(self) -> bool:
+        return time.perf_counter() < self.ends
+
+    def save(self) -> None:
+        if self.out:
+            write(self.content, self.out)
+
+    def missing(self, what: str, why: str) -> None:
+        self.content["not_run"][what] = why
+        self.save()
+
+    @contextmanager
+    def going_on(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong with one thing (memory, a driver, a compiler) is written down, and the others go on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.missing(what, f"failed: {type(error).__name__}: {str(error)[:300]}")
+
+
+# Parts
+
+
+def methods(case: Subject, names: list[str], entry: dict, options, report: Report, passes: dict[str, float]) -> None:
+    """Every method and the baselines, in turns. ``passes``: those of the bundled model by method (filled by it)."""
+    device, memory, contestants = case.model.device, {}, []
+    asked = case.conditionings(PROMPTS[: options.prompts])
+    entry["prompts"] = len(asked)
+    for contestant in (*(case.sampler(name) for name in names), *case.baselines()):
+        with report.going_on(f"{case.name}: {contestant.name}"):
+            for _ in range(options.warm_up - 1):
+                contestant(0)
+            _, memory[contestant.name] = with_memory(lambda run=contestant: run(0), device)
+            contestants.append(contestant)
+    runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
+    for seed in range(1, options.repetitions + 1):
+        if seed > 1 and not report.in_time:
+            report.missing(f"{case.name}: repetitions {seed} to {options.repetitions}", "out of time")
+            break
+        for conditioning in asked:
+            for contestant in contestants:
+                runs[contestant.name].append(contestant.asked(conditioning)(seed))
+        entry["rows"] = [row_of(name, runs, memory[name], BASE, len(asked)) for name in runs]
+        for row in entry["rows"]:
+            row |= beside_the_floor(case, row, entry["copy_bytes_per_second"])
+            if not entry["random_weights"]:
+                passes[row["name"]] = row["passes"] + 1  # and that of the prompt
+            row["pictures_passes"] = passes.get(row["name"])
+        report.save()
+    short = Stretch.middle(case.stretch.layout, CURVE_TOKENS)
+    for row in entry["rows"]:
+        if row["name"] not in names or not report.in_time:
+            continue
+        with report.going_on(f"{case.name}: shares of {row['name']}"):
+            worked = profiles.work(lambda span, name=row["name"]: case.sampler(name, short, span=span), device)
+            row["shares"] = profiles.shares(row["shares"], worked, row["pass_ms"]["median"])
+            report.save()
+
+
+def beside_the_floor(case: Subject, row: dict[str, Any], bytes_per_second: float) -> dict[str, Any]:
+    """What a pass must move, how long copying that much takes, and what share of a pass that is."""
+    drafter = case.drafter(row["name"])
+    moved = bytes_of_a_pass(
+        case.model, drafter, case.stretch, case.prompt, case.rows, row["draft_passes"] / row["passes"]
+    )
+    floor = 1e3 * moved / bytes_per_second
+    return {"bytes": int(moved), "floor_ms": round(floor, 4), "of_floor": round(floor / row["pass_ms"]["median"], 4)}
+
+
+def repeated(graphs: Graphs, width: int, step: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
+    """A function that computes step(*inputs), captured after its first call. Its state is the inputs and results."""
+    state = inputs, None
+
+    def run() -> Any:
+        nonlocal state
+        state = graphs(width, lambda given: (given[0], step(*given[0])), state)
+        return state[1]
+
+    return run
+
+
+def widths(case: Subject, options) -> list[dict[str, Any]]:
+    """Passes of the model alone with 1 to 58 tokens in the middle of an image, in turns."""
+    model, layout = case.model, case.stretch.layout
+    middle = layout.length // 2
+    with torch.inference_mode():
+        state = model.start(case.conditioning, None, 1, layout.to(model.device), max(WIDTHS), case.rows == 2)
+        model.commit(state, torch.full((1,), middle, dtype=torch.int64, device=model.device))
+        graphs, runs = Graphs(model.device), {}
+        for width in WIDTHS:
+            model.set_attention_length(state, middle + width)
+            step, inputs = chain(model, state, width, middle)
+            runs[width] = repeated(graphs, width, step, inputs)
+            timed(runs[width], model.device, 3)
+        found = {width: [] for width in WIDTHS}
+        for _ in range(5 * options.repetitions):
+            for width in WIDTHS:
+                model.set_attention_length(state, middle + width)
+                found[width] += timed(runs[width], model.device, 1)
+    narrow = spread(found[WIDTHS[0]])["median"]
+    return [
+        {"tokens": width, "ms": (ms := spread(found[width])), "ratio": round(ms["median"] / narrow, 3)}
+        for width in WIDTHS
+    ]
+
+
+def curve(case: Subject, stretches: list[tuple[dict, Stretch, int]], options, report: Report) -> Iterator[dict]:
+    """Milliseconds of a pass of CURVES' methods on each (what it is, stretch, batch)."""
+    for about, stretch, batch in stretches:
+        if not report.in_time:
+            what = ", ".join(f"{key} {value}" for key, value in about.items())
+            report.missing(f"{case.name}: {what}", "out of time")
+            continue
+        contestants = [case.sampler(name, stretch, batch) for name in CURVES]
+        for contestant in contestants:
+            contestant(0)
+        runs = {name: [] for name in CURVES}
+        for seed in range(1, max(options.repetitions // 2, 1) + 1):
+            for contestant in contestants:
+                runs[contestant.name].append(contestant(seed))
+        yield about | {
+            "ms": {name: spread([run.pass_ms for run in runs[name]]) for name in CURVES},
+            "seconds": {name: spread([run.seconds for run in runs[name]]) for name in CURVES},
+        }
+
+
+def image_sizes(case: Subject, options, report: Report) -> Iterator[dict]:
+    """A pass at the start, in the middle and at the end of square images of 256 to 4096 tokens."""
+    stretches, tokens = [], CURVE_TOKENS
+    for side in SIDES:
+        layout = TokenLayout.plain(side, side)
+        for place, behind in (("start", 0), ("middle", (layout.length - tokens) // 2), ("end", layout.length - tokens)):
+            stretches.append(({"tokens": layout.length, "place": place}, Stretch(layout, behind, tokens), 1))
+    return curve(case, stretches, options, report)
+
+
+def batches(case: Subject, options, report: Report) -> Iterator[dict]:
+    """A pass of 1, 4 and 16 images (whole ones of the bundled model)."""
+    stretch = case.stretch if case.whole else Stretch.middle(case.stretch.layout, CURVE_TOKENS)
+    found = curve(case, [({"pictures": batch}, stretch, batch) for batch in BATCHES], options, report)
+    for entry in found:
+        yield entry | {"whole": case.whole}
+
+
+def measure(name: str, cfg: float | None, options, report: Report, passes: dict[str, float], full: bool) -> None:
+    """All parts of one model, or (not ``full``) only some methods beside the baselines."""
+    device = torch.device(options.device)
+    case = subject(name, cfg, device, getattr(torch, options.dtype), options.tokens, options.passes)
+    weights = weights_read(case.model.backbone)
+    entry: dict[str, Any] = {
+        "name": name,
+        "dtype": options.dtype,
+        "parameters": sum(p.numel() for p in case.model.backbone.parameters()),
+        "weights_read": weights,
+        "copy_bytes_per_second": int(bandwidth(device, weights)),
+        "settings": asdict(case.params),
+        "random_weights": not case.whole,
+        "picture_tokens": case.stretch.layout.length,
+        "drawn": {"behind": case.stretch.behind, "tokens": case.stretch.tokens},
+    }
+    report.content["models"].append(entry)
+    listed = [n for n in (*METHODS, *SMALL) if n in case.cases(lambda _: None)]
+    full = full and not case.narrow
+    if options.methods and not case.narrow:
+        listed = [BASE, *(n for n in case.cases(lambda _: None) if n in options.methods and n != BASE)]
+    elif not full:
+        listed = list(CURVES)
+    if name in ONLY_BASELINES:
+        listed = [BASE]
+    if "methods" in options.parts:
+        methods(case, listed, entry, options, report, passes)
+    if name in ONLY_BASELINES or not full:
+        return
+    if "widths" in options.parts:
+        entry["widths"] = widths(case, options)
+        report.save()
+    for part, found in (("sizes", image_sizes), ("batches", batches)):
+        if part in options.parts and (part != "sizes" or entry["random_weights"]):
+            entry[part] = []
+            for point in found(case, options, report):
+                entry[part].append(point)
+                report.save()
+    if device.type == "cuda":
+        only_on_a_gpu(case, listed, entry, options, report)
+
+
+def only_on_a_gpu(case: Subject, names: list[str], entry: dict, options, report: Report) -> None:
+    """Synchronisations of every method, and the kernels they call."""
+    device, short = case.model.device, Stretch.middle(case.stretch.layout, CURVE_TOKENS)
+    if "trace" in options.parts:
+        entry["trace"] = []
+        for name in names:
+            with report.going_on(f"{case.name}: trace of {name}"):
+                entry["trace"].append({"name": name} | profiles.synchronisations(case.sampler(name, short), device))
+                report.save()
+    if "kernels" in options.parts:
+        entry["kernels"] = profiles.kernels((case.sampler(name, short) for name in names), device)
+        report.save()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--dtype", help="precision (default: float32 on a CPU, bfloat16 on a GPU)")
+    parser.add_argument(
+        "--models", nargs="+", help=f"default, a size ({', '.join(SIZES)}), or default@size; append :int8 or :fp8"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        help="names, also those of the documents' tables; a wrong one lists all (default: one of each kind)",
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the report (default: all)"
+    )
+    parser.add_argument(
+        "--cfg",
+        type=float,
+        nargs="+",
+        default=[1.0, 2.0],
+        help="guidance scales of the bundled model; all methods run at the last, a few (or those of "
+        "--methods) at the others",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=1,
+        choices=range(1, len(PROMPTS) + 1),
+        help="prompts of the bundled model, in turns; every repetition runs all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, help="tokens to generate with random weights (default: 64 on a CPU, 1024 on a GPU)"
+    )
+    parser.add_argument(
+        "--passes", type=int, help="passes after which these stop (default: 10 on a CPU; 0, no limit, on a GPU)"
+    )
+    parser.add_argument("--warm-up", type=int, default=1, help="untimed runs (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed runs (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=20, help="start no new measurement after this time")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
+    parser.add_argument("--note", help="remark to store in the report")
+    parser.add_argument("--out", type=Path, help="JSON report to write, with its table next to it")
+    parser.add_argument("--show", type=Path, help="print the table of this report and write it beside it")
+    options = parser.parse_args()
+    if options.show:
+        show(options.show)
+        return
+    options.methods = chosen(options.methods or (), names_of_cases())
+    run(options)
+
+
+def show(path: Path) -> None:
+    """Print the table of a report, and write it beside it."""
+    text = table(json.loads(path.read_text(encoding="utf-8")))
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def run(options) -> None:
+    """Measure what the options ask for."""
+    device = torch.device(options.device)
+    options.dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    options.tokens = options.tokens or TOKENS[device.type]
+    options.passes = PASSES[device.type] if options.passes is None else options.passes
+    options.models = options.models or MODELS[device.type]
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    here = device.type != "cuda" or torch.cuda.is_available()
+    report = Report(
+        {
+            "schema": SCHEMA,
+            "machine": machine(device) if here else {"gpu": None},
+            "versions": versions(),
+            "commit": commit(),
+            "note": options.note,
+            "device": options.device,
+            "warm_up": options.warm_up,
+            "repetitions": options.repetitions,
+        },
+        options.out,
+        60 * options.minutes,
+    )
+    passes: dict[str, float] = {}
+    if not here:
+        for name in options.models:
+            report.missing(name, "no CUDA GPU on this machine")
+        for part in ("kernels", "trace"):
+            report.missing(part, "no CUDA GPU on this machine")
+    else:
+        for name in options.models:
+            guidances = [None] if name.partition(":")[0] in SIZES else options.cfg
+            for cfg in guidances:
+                if not report.in_time:
+                    report.missing(name, "out of time")
+                    continue
+                print(f"{name}{'' if cfg is None else f', guidance {cfg:g}'} ...", flush=True)
+                with report.going_on(name):
+                    measure(name, cfg, options, report, passes, full=cfg == guidances[-1])
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    report.save()
+    if options.out:
+        show(options.out)
+    else:
+        print(table(report.content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""Makes the images of the documentation: the README's animation, the contact sheets of the bundled models' cards, and,
+in a real ComfyUI, one per help page and a thumbnail per template.
+
+Run it again when models, nodes or workflows have changed (with tools/pictures.sh), for all of them or those given.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import hero
+import thumbnails
+from comfy_server import PACK, ComfyServer, ServerError
+from comfyui_specar.tools.training import contact_sheet
+from frontend import Frontend, FrontendError
+from PIL import Image
+
+DOCS = PACK / "web/docs"
+WORKFLOWS = PACK / "workflows"
+LOG = PACK / "output/pictures.log"
+MOST_BYTES = 40 * 1024
+QUALITY = 88  # of thumbnails
+DECODER = "vq_default.safetensors"  # the bundled model's decoder under another name, for Load AR Image Decoder
+
+CHECKPOINT, DRAFTER, LATENT = "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecAREmptyLatent"
+MAP, SAMPLER = "SpecARAcceptanceMap", "SpecARSampler"
+TREE, SJD = "SpecARDraftTreeSampler", "SpecARSJDSampler"
+TEXT, DECODE, SAVE, PREVIEW = "CLIPTextEncode", "VAEDecode", "SaveImage", "PreviewImage"
+COLUMN = 350  # distance between columns of nodes
+
+
+@dataclass
+class Scene:
+    """A help page's image: a shipped workflow, changes to it, and the nodes that are shown.
+
+    `shown`: name -> place, see Frontend.arrange; `added`: new nodes and their widgets;
+    `values`: other widgets; `wires`: (from, output, to, input); `prepare` makes other changes before the run.
+    """
+
+    workflow: str
+    shown: dict[str, tuple]
+    added: dict[str, dict] = field(default_factory=dict)
+    values: dict[str, dict] = field(default_factory=dict)
+    wires: tuple[tuple[str, str, str, str], ...] = ()
+    run: bool = True
+    prepare: Callable[[Frontend], None] = lambda page: None
+
+    def draw(self, page: Frontend) -> bytes:
+        page.load(json.loads((WORKFLOWS / f"{self.workflow}.json").read_text(encoding="utf-8")))
+        for name in self.added:
+            page.add(name)
+        for name, values in {**self.added, **self.values}.items():
+            page.set(name, **values)
+        for wire in self.wires:
+            page.connect(*wire)
+        self.prepare(page)
+        if self.run:
+            page.run()
+        return page.photograph(self.shown)
+
+
+def sampler(workflow: str, kind: str) -> Scene:
+    """A sampler beside its image and acceptance map."""
+    return Scene(workflow, {kind: (0, 0, 330), SAVE: (0, None, 330, 240), MAP: (COLUMN, 0, 330, 700)})
+
+
+def rule(
+    kind: str,
+    metric: str = "accepted by relaxation",
+    workflow: str = "21 Draft tree (EAGLE)",
+    target: str = TREE,
+    **values: object,
+) -> Scene:
+    """A rule beside the map of tokens that it accepted by relaxation."""
+    shown = {kind: (0, 0, 300), target: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 680)}
+    return Scene(
+        workflow,
+        shown,
+        added={kind: values},
+        values={MAP: {"metric": metric}},
+        wires=((kind, "AR_RULE", target, "rule"),),
+    )
+
+
+def read_saved_trace(page: Frontend) -> None:
+    """Saves a trace first, then has Load Trace read it."""
+    page.run()
+    page.add("SpecARLoadTrace")
+    page.page.evaluate("() => app.refreshComboInNodes()")
+    page.page.wait_for_timeout(1000)
+    names = page.page.evaluate("() => find('SpecARLoadTrace').widgets[0].options.values")
+    page.set("SpecARLoadTrace", trace_name=next(name for name in names if name.startswith("specar/trace")))
+    page.connect("SpecARLoadTrace", "AR_TRACE", MAP, "trace")
+
+
+SCENES = {
+    CHECKPOINT: Scene(
+        "05 Acceptance map",
+        {
+            CHECKPOINT: (0, 0, 320),
+            TEXT: (370, 0, 300, 110),
+            LATENT: (370, 160, 300),
+            SJD: (720, 0, 0),
+            DECODE: (720, 160, 0),
+        },
+        run=False,
+    ),
+    DRAFTER: Scene(
+        "21 Draft tree (EAGLE)", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False
+    ),
+    "SpecARLoadImageDecoder": Scene(
+        "01 Text to image",
+        {"SpecARLoadImageDecoder": (0, 0, 300), SAMPLER: (0, 110, 0), DECODE: (350, 0, 200), SAVE: (600, 0, 270, 235)},
+        added={"SpecARLoadImageDecoder": {"decoder_name": DECODER}},
+        wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),),
+    ),
+    LATENT: Scene(
+        "04 Four images at once",
+        {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SAMPLER: (240, 180, 0), SAVE: (550, 0, 330, 340)},
+    ),
+    "SpecARContinuePicture": Scene(
+        "13 Continue an image",
+        {
+            PREVIEW: (0, 0, 300, 240),
+            "SpecARContinuePicture": (0, None, 300),
+            "RepeatLatentBatch": (0, None, 0),
+            SAVE: (COLUMN, 0, 360, 400),
+        },
+    ),
+    "SpecARDecodeGLMImage": Scene(
+        "51 GLM-Image (download)",
+        {
+            CHECKPOINT: (0, 0, 320),
+            TEXT: (370, 0, 300, 110),
+            LATENT: (370, 160, 300),
+            SJD: (720, 0, 0),
+            "SpecARDecodeGLMImage": (720, 60, 300),
+        },
+        run=False,
+    ),
+    "SpecARModelInfo": Scene(
+        "05 Acceptance map",
+        {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 560, 240)},
+        added={"SpecARModelInfo": {}},
+        wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),),
+    ),
+    SAMPLER: Scene("01 Text to image", {SAMPLER: (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
+    "SpecARNextTokenSampler": Scene(
+        "01 Text to image",
+        {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)},
+        added={
+            "SpecARNextTokenSampler": {
+                "seed": 2,
+                "control_after_generate": "fixed",
+                "cfg": 2,
+                "temperature": 0.9,
+                "top_k": 0,
+                "top_p": 0.9,
+            }
+        },
+        wires=(
+            (CHECKPOINT, "AR_MODEL", "SpecARNextTokenSampler", "model"),
+            (TEXT, "CONDITIONING", "SpecARNextTokenSampler", "positive"),
+            (LATENT, "LATENT", "SpecARNextTokenSampler", "latent_image"),
+            ("SpecARNextTokenSampler", "LATENT", DECODE, "samples"),
+        ),
+    ),
+    SJD: sampler("05 Acceptance map", SJD),
+    TREE: sampler("21 Draft tree (EAGLE)", TREE),
+    "SpecARLanternSampler": sampler("23 LANTERN", "SpecARLanternSampler"),
+    "SpecARCoolSDSampler": sampler("24 Cool-SD", "SpecARCoolSDSampler"),
+    "SpecARADTTreeSampler": sampler("25 ADT-Tree", "SpecARADTTreeSampler"),
+    "SpecARVVSSampler": sampler("26 VVS", "SpecARVVSSampler"),
+    "SpecARContinuousNextTokenSampler": Scene(
+        "33 Continuous, all methods", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}
+    ),
+    "SpecARContinuousSampler": sampler("31 Continuous tokens", "SpecARContinuousSampler"),
+    "SpecARMethodSampler": Scene(
+        "07 Find the fastest method",
+        {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, 60, 330), SAVE: (COLUMN, 0, 270, 240)},
+    ),
+    "SpecARRuleExact": rule("SpecARRuleExact", "source"),
+    "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
+    "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
+    "SpecARRuleCoolSD": Scene(
+        "15 Exact inside a mask",
+        {
+            "MaskPreview": (0, 0, 300, 220),
+            "SpecARRuleCoolSD": (0, None, 300),
+            TREE: (0, None, 0),
+            SAVE: (0, 580, 300, 240),
+            MAP: (COLUMN, 0, 330, 700),
+        },
+    ),
+    "SpecAREntropyTemperature": Scene(
+        "01 Text to image",
+        {"SpecAREntropyTemperature": (0, 0, 300), SAMPLER: (COLUMN, 0, 300), SAVE: (2 * COLUMN, 0, 240, 235)},
+        added={"SpecAREntropyTemperature": {"strength": 1, "decay": 1}},
+        wires=(
+            (CHECKPOINT, "AR_MODEL", "SpecAREntropyTemperature", "model"),
+            ("SpecAREntropyTemperature", "AR_MODEL", SAMPLER, "model"),
+        ),
+    ),
+    MAP: Scene("05 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
+    "SpecARTimeline": Scene(
+        "06 Watch it being decoded",
+        {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
+        added={PREVIEW: {}},
+        values={"SpecARTimeline": {"frames": 12, "hold": 0}},
+        wires=(("SpecARTimeline", "frames", PREVIEW, "images"),),
+    ),
+    "SpecARFindFastest": Scene(
+        "07 Find the fastest method",
+        {"SpecARFindFastest": (0, 0, 480, 900)},
+        values={"SpecARFindFastest": {"seconds": 120}},
+    ),
+    "SpecARCompareTraces": Scene("27 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
+    "SpecARSaveTrace": Scene("05 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
+    "SpecARLoadTrace": Scene(
+        "05 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)}, prepare=read_saved_trace
+    ),
+}
+for _page in DOCS.glob("SpecARRule*"):
+    SCENES.setdefault(_page.name, rule(_page.name))
+
+WITHOUT_COMFYUI: dict[str, tuple[Path, Callable[[Path], object]]] = {"hero": (PACK / "assets/hero.webp", hero.draw)}
+for _model in ("default", "continuous"):
+    _folder = PACK / "assets" / _model
+    WITHOUT_COMFYUI[f"sheet_{_model}"] = (_folder / "contact_sheet.jpg", partial(contact_sheet.draw, _folder))
+
+
+def as_webp(png: bytes) -> bytes:
+    """Encoded within MOST_BYTES, as sharp as possible. Raises FrontendError if it would be unreadable."""
+    whole = Image.open(io.BytesIO(png)).convert("RGB")
+    for scale, quality in itertools.product((1, 0.75, 0.6, 0.5), (80, 70, 60, 50)):
+        image = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.LANCZOS)
+        image.save(file := io.BytesIO(), "WEBP", quality=quality, method=6)
+        if file.tell() <= MOST_BYTES:
+            return file.getvalue()
+    raise FrontendError(f"{whole.width} x {whole.height} pixels do not fit into {MOST_BYTES} bytes")
+
+
+def save(name: str, image: Image.Image | bytes) -> None:
+    """Saves a node's encoded image, or a workflow's thumbnail."""
+    if isinstance(image, bytes):
+        file = DOCS / name / "picture.webp"
+        file.write_bytes(image)
+    else:
+        file = WORKFLOWS / f"{name}.jpg"
+        image.save(file, quality=QUALITY)
+    report(file)
+
+
+def report(file: Path) -> None:
+    print(f"{file.relative_to(PACK)}: {Image.open(file).size}, {file.stat().st_size // 1024} KB", flush=True)
+
+
+def draw_without_comfyui(names: list[str]) -> None:
+    for name in names:
+        file, make = WITHOUT_COMFYUI[name]
+        make(file)
+        report(file)
+
+
+def draw(url: str, names: list[str]) -> None:
+    """Runs on a server first, then in its page (whose event loop excludes that of a client)."""
+    for name in names:
+        if name not in SCENES and thumbnails.draws(name):
+            save(name, thumbnails.result(url, WORKFLOWS / f"{name}.json"))
+    with Frontend(url) as page:
+        for name in names:
+            if name in SCENES:
+                save(name, as_webp(SCENES[name].draw(page)))
+            elif not thumbnails.draws(name):
+                save(name, thumbnails.card(page, WORKFLOWS / f"{name}.json"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="pictures.sh", description=__doc__)
+    workflows = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a node's id, a workflow's name, "
+        f"{', '.join(WITHOUT_COMFYUI)}, help (all nodes) or thumbnails (all workflows); default: all",
+    )
+    parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    groups = {"help": list(SCENES), "thumbnails": workflows}
+    names = [each for name in arguments.names or [*WITHOUT_COMFYUI, *groups] for each in groups.get(name, [name])]
+    if unknown := set(names) - set(SCENES) - set(workflows) - set(WITHOUT_COMFYUI):
+        parser.error(f"no node or workflow is called {', '.join(sorted(unknown))}")
+    # First: a server would disturb the seconds that the animation shows.
+    draw_without_comfyui([name for name in names if name in WITHOUT_COMFYUI])
+    if not (names := [name for name in names if name not in WITHOUT_COMFYUI]):
+        return 0
+    try:
+        # Without previews: the last one would stay on a sampler.
+        with ComfyServer(arguments.comfyui, LOG, previews="none") as server:
+            vae = server.base / "models/vae"
+            vae.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PACK / "assets/default/vq.safetensors", vae / DECODER)
+            draw(server.url, names)
+    except (ServerError, FrontendError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

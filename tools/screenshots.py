@@ -1,0 +1,114 @@
+"""Makes the screenshots of docs/getting-started.md in a real ComfyUI: its page as a person sees it.
+
+Run it again (with tools/screenshots.sh, COMFYUI_PATH naming the newest ComfyUI) when the front end, the nodes or the
+templates have changed.
+"""
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError
+from frontend import SHARPNESS, Frontend, FrontendError
+from PIL import Image
+
+SCREENSHOTS = PACK / "docs/pictures/screenshots"
+WORKFLOWS = PACK / "workflows"
+LOG = PACK / "output/screenshots.log"
+VIEW = {"width": 1400, "height": 860}
+QUALITY = 82
+FIRST = min(path.stem for path in WORKFLOWS.glob("*.json"))
+NO_NEWS = "div:has(> div > i[class*=rocket]) { display: none }"  # a banner of the front end's own
+ZOOM = 0.7  # at which the letters of nodes can be read
+FROM_GROUP = """([title, zoom]) => {
+    const [x, y] = app.graph._groups.find(group => group.title === title).pos, { ds } = app.canvas;
+    ds.scale = zoom;
+    ds.offset = [80 / zoom - x, 130 / zoom - y];
+    app.canvas.setDirty(true, true);
+}"""
+PLAIN = {
+    "Comfy.Minimap.Visible": False,
+    "Comfy.Graph.CanvasInfo": False,  # nothing over the graph
+    "Comfy.OnboardingCoachmarks.Seen": ["appMode", "firstRun"],
+}
+HAS_APP_MODE = "() => app.extensionManager.command.commands.some(({ id }) => id === 'Comfy.ToggleLinear')"
+
+
+def browse(page: Frontend) -> None:
+    """The dialog of templates, at this pack's."""
+    page.page.set_viewport_size(VIEW)
+    page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates'); }")
+    dialog = page.page.get_by_role("dialog")
+    dialog.get_by_text(PACK_FOLDER).first.click()
+    dialog.get_by_text(FIRST, exact=True).first.wait_for()
+    page.page.wait_for_timeout(3000)  # for thumbnails
+
+
+def after_run(workflow: str, group: str = "", zoom: float = ZOOM, **size: int) -> Callable[[Frontend], None]:
+    """A template after one run: as it opens, or from the left edge of a group on, large enough to read. size: other
+    widths and heights of the page than those of VIEW."""
+
+    def draw(page: Frontend) -> None:
+        page.page.set_viewport_size(VIEW | size)
+        page.load(json.loads((WORKFLOWS / f"{workflow}.json").read_text(encoding="utf-8")), workflow)
+        page.run()
+        if group:
+            page.page.evaluate(FROM_GROUP, [group, zoom])
+        else:
+            page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+        page.page.wait_for_timeout(1000)
+
+    return draw
+
+
+def as_app(page: Frontend) -> None:
+    """The first template in app mode, after a run."""
+    if not page.page.evaluate(HAS_APP_MODE):
+        raise FrontendError("this front end has no app mode; set COMFYUI_PATH to a newer ComfyUI")
+    page.page.keyboard.press("Escape")  # closes the dialog of templates
+    after_run(FIRST)(page)
+    page.page.evaluate("() => app.extensionManager.command.execute('Comfy.ToggleLinear')")
+    page.page.locator("#linearCenterPanel img").first.wait_for()
+    page.page.wait_for_timeout(1000)
+
+
+SHOTS: dict[str, Callable[[Frontend], None]] = {
+    "first-image": after_run("01 Text to image"),
+    "same-image": after_run("02 Same image, fewer passes", "One token per pass", 0.68, width=1230, height=1060),
+    "acceptance-map": after_run("05 Acceptance map", "2 Prompt and size"),
+    "templates": browse,  # its dialog stays open
+    "app-mode": as_app,  # last: the page stays in it
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="screenshots.sh", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(SHOTS)}")
+    parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(SHOTS):
+        parser.error(f"no screenshot is called {', '.join(sorted(unknown))}")
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    try:
+        # Without previews: the last one would stay on a sampler.
+        with ComfyServer(arguments.comfyui, LOG, previews="none") as server, Frontend(server.url) as page:
+            for setting, value in PLAIN.items():
+                page.page.evaluate("setting => app.extensionManager.setting.set(...setting)", [setting, value])
+            page.page.add_style_tag(content=NO_NEWS)
+            for name in [name for name in SHOTS if name in (arguments.names or SHOTS)]:
+                SHOTS[name](page)
+                file = SCREENSHOTS / f"{name}.webp"
+                image = Image.open(io.BytesIO(page.page.screenshot())).convert("RGB")
+                image.reduce(SHARPNESS).save(file, quality=QUALITY, method=6)
+                print(f"{file.relative_to(PACK)}: {file.stat().st_size // 1024} KB", flush=True)
+    except (ServerError, FrontendError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
