@@ -23,7 +23,8 @@ def padded_rows(count: int) -> int:
 
 
 def padded_tokens(count: int, length: int) -> int:
-    """The tokens that a captured pass reads where ``count`` of ``length`` are known: a multiple of ``length`` / PARTS."""
+    """The tokens that a captured pass reads where ``count`` of ``length`` are known: a multiple of ``length`` /
+    PARTS."""
     part = -(-length // PARTS)
     return min(length, max(1, -(-count // part)) * part)
 
@@ -34,7 +35,8 @@ def with_rows(tensor: Tensor, count: int) -> Tensor:
 
 
 def captured_step(graphs: Graphs | None, settings: Hashable, step: Callable[[T], T], state: T) -> T:
-    """step(state), captured by ``graphs`` if there are any. settings: what differs besides shapes, the module included."""
+    """step(state), captured by ``graphs`` if there are any. settings: what differs besides shapes, the module
+    included."""
     return step(state) if graphs is None else graphs((settings, *sizes_of(leaves(state))), step, state)
 
 

@@ -15,7 +15,8 @@ from .placed import Placed
 
 
 class Eagle(Placed):
-    """``config`` describes the one block and the token table; ``bias`` is that of the layer joining token and feature."""
+    """``config`` describes the one block and the token table; ``bias`` is that of the layer joining token and
+    feature."""
 
     def __init__(self, config: BackboneConfig, bias: bool = True, operations=nn):
         super().__init__()

@@ -37,29 +37,29 @@ class LoadCheckpoint(io.ComfyNode):
                         "model_name",
                         options=folders.model_choices(),
                         default=folders.BUNDLED,
-                        tooltip="A model that ships with this pack (default: token ids; continuous: vectors), or a file or "
-                        "Hugging Face folder in models/ar_models. Its image decoder is searched for next to it and in "
-                        "models/vae.",
+                        tooltip="A model that ships with this pack (default: token ids; continuous: vectors), or a "
+                        "file or Hugging Face folder in models/ar_models. Its image decoder is searched for next to it "
+                        "and in models/vae.",
                     ),
                     io.Combo.Input(
                         "dtype",
                         options=list(models.DTYPES),
                         default="auto",
-                        tooltip="Precision of the weights. auto: on GPU bf16 (or fp16) if model and run fit in its memory, "
-                        "else int8, else int4 (storage); on CPU fp32, or bf16 for large models if the processor is faster "
-                        "in it. Lower precision halves memory and changes the image of a seed. fp8 and int8 (storage): the "
-                        "large matrices are stored in 8 bits, half the memory of bf16, and computed as in auto. int8 has "
-                        "the smaller rounding error. int8 (storage and KV cache): keys and values too, for long images. "
-                        "int4 (storage): in 4 bits, a bit more than a quarter, with a much larger error, for weights that "
-                        "do not fit otherwise.",
+                        tooltip="Precision of the weights. auto: on GPU bf16 (or fp16) if model and run fit in its "
+                        "memory, else int8, else int4 (storage); on CPU fp32, or bf16 for large models if the "
+                        "processor is faster in it. Lower precision halves memory and changes the image of a seed. fp8 "
+                        "and int8 (storage): the large matrices are stored in 8 bits, half the memory of bf16, and "
+                        "computed as in auto. int8 has the smaller rounding error. int8 (storage and KV cache): keys "
+                        "and values too, for long images. int4 (storage): in 4 bits, a bit more than a quarter, with a "
+                        "much larger error, for weights that do not fit otherwise.",
                     ),
                     io.Combo.Input(
                         "grid",
                         options=list(GRIDS),
                         default="auto",
-                        tooltip="Tokens per side of the image if Empty AR Latent sets no size. Needed only for LlamaGen "
-                        "files whose name does not tell it: 16 for 256, 24 for 384, 32 for 512 pixels. Other models accept "
-                        "only their own values (Lumina-mGPT 768: 48; SimpleAR 1024: 64; Emu3 720: 90).",
+                        tooltip="Tokens per side of the image if Empty AR Latent sets no size. Needed only for "
+                        "LlamaGen files whose name does not tell it: 16 for 256, 24 for 384, 32 for 512 pixels. Other "
+                        "models accept only their own values (Lumina-mGPT 768: 48; SimpleAR 1024: 64; Emu3 720: 90).",
                     ),
                 ],
                 "grid",

@@ -1,7 +1,7 @@
 """What a setting does to images, as measured on the bundled model.
 
-quality.json is written by ``python -m tools.benchmarks documents`` from the quality report. It has nothing of what was not
-measured, and does not exist before there is a report.
+quality.json is written by ``python -m tools.benchmarks documents`` from the quality report. It has nothing of what was
+not measured, and does not exist before there is a report.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from comfyui_specar.batch import client as comfy_client
 
-from tools.comfy_server import PACK, ComfyServer
 from tests.support.patience import PATIENCE
+from tools.comfy_server import PACK, ComfyServer
 
 WORKFLOWS = PACK / "workflows"
 DYNAMIC_VRAM = Path(__file__).parent / "custom_nodes/simulated_dynamic_vram"  # as on an NVIDIA card

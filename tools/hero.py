@@ -12,10 +12,10 @@ import comfyui_specar as specar
 import numpy as np
 import torch
 from comfyui_specar.api import Output
-from comfyui_specar.tools.benchmarks.report import cpu_name
 from comfyui_specar.reports import acceptance_map as maps
 from comfyui_specar.reports.timeline_frames import draw_frames
 from comfyui_specar.samplers.trace import Source
+from comfyui_specar.tools.benchmarks.report import cpu_name
 from PIL import Image, ImageDraw, ImageFont
 
 MOST_BYTES = 2_000_000

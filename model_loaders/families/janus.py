@@ -104,8 +104,8 @@ def load(
     tokenizer = Tokenizer(
         find_tokenizer(path, (folder,), search),
         (
-            f"{folder} reads prompts through tokenizer.json, which was not found. Put that of deepseek-ai/{folder} into "
-            f"the folder {path.parent}."
+            f"{folder} reads prompts through tokenizer.json, which was not found. Put that of deepseek-ai/{folder} "
+            f"into the folder {path.parent}."
         ),
         stated_ids(checkpoint),
         words,

@@ -14,7 +14,10 @@ from html.entities import html5
 from html.parser import HTMLParser
 from urllib.parse import unquote_plus
 
-_DASHES = "-\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u301c\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d"
+_DASHES = (
+    "-\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40"
+    "\u301c\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d"
+)
 _FILES = "(?:png|jpe?g|bmp|webp|eps|pdf|apk|mp4)"
 _DOMAINS = "(?:com|co|ru|net|org|edu|gov|it)"
 

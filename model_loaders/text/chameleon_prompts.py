@@ -89,8 +89,8 @@ def open_tokenizer(
     return Tokenizer(
         find_tokenizer(path, folders, search),
         (
-            f"{name} reads prompts through tokenizer.json, which was not found. Put the one of {source} into the folder "
-            f"{path.parent}."
+            f"{name} reads prompts through tokenizer.json, which was not found. Put the one of {source} into the "
+            f"folder {path.parent}."
         ),
         {token: words.ids[token] for token in tokens if token in words.ids},
     )

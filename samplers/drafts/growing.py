@@ -45,7 +45,8 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Root:
-    """The root of every tree: the last decided token [B], the number decided [B], and the drafter's StepOut after it."""
+    """The root of every tree: the last decided token [B], the number decided [B], and the drafter's StepOut after
+    it."""
 
     token: Tensor
     committed: Tensor

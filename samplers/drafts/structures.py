@@ -77,7 +77,8 @@ class Structure(ABC):
     def learn(
         self, history: Any, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor, update: Tensor
     ) -> Any:
-        """The memory after a round. All [B]: tokens decided before and after it, accepted drafts, images to ``update``."""
+        """The memory after a round. All [B]: tokens decided before and after it, accepted drafts, images to
+        ``update``."""
 
 
 class _Fixed(Structure):

@@ -74,7 +74,8 @@ class DraftTree(Method):
 
     @property
     def max_drafter_inputs(self) -> int:
-        """The most tokens that the drafter observes after a round: new ones, and with ``refresh`` those before again."""
+        """The most tokens that the drafter observes after a round: new ones, and with ``refresh`` those before
+        again."""
         return 2 * self.structure.size()[1] + 1
 
     def check(self, request: Request) -> None:

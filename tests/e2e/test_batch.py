@@ -16,8 +16,8 @@ from comfyui_specar.model_loaders.conditions import VERSION
 from comfyui_specar.model_loaders.files.trace_files import load_trace
 from PIL import Image
 
-from tools.comfy_server import PACK, ComfyServer
 from tests.support.patience import PATIENCE
+from tools.comfy_server import PACK, ComfyServer
 
 COLOURS = {"red": 0, "green": 1, "blue": 2}
 JOBS = [

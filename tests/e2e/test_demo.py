@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import comfy_server
 from tests.support.patience import PATIENCE
+from tools import comfy_server
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +70,7 @@ def test_a_server_of_others_is_not_taken_for_ones_own(comfy, tmp_path, monkeypat
 @pytest.fixture
 def demo_module(monkeypatch):
     """tools/demo.py"""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "tools")
     return importlib.import_module("demo")
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from comfyui_specar.tools.benchmarks.faults import Fault, problem_of
 from comfyui_specar.model_loaders.files.trace_files import load_trace
+from comfyui_specar.tools.benchmarks.faults import Fault, problem_of
 from PIL import Image
 
-from tools.comfy_server import ComfyServer
 from tests.conftest import Comfy
 from tests.support.patience import PATIENCE
+from tools.comfy_server import ComfyServer
 
 SPOILED = [  # node, input, value, and what the answer says
     ("SpecARSJDSampler", "window", math.nan, "window"),

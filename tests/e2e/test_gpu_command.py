@@ -2,9 +2,9 @@
 
 import asyncio
 
+from tests.support.patience import PATIENCE
 from tools.benchmarks.gpu import prompts
 from tools.benchmarks.gpu.findings import Findings
-from tests.support.patience import PATIENCE
 
 
 def test_prompts_generate_the_same_after_unloading_and_after_another_model(comfy):

@@ -4,8 +4,8 @@ import re
 import subprocess
 import sys
 
-from tools.comfy_server import PACK
 from tests.support.patience import PATIENCE
+from tools.comfy_server import PACK
 
 DOCUMENT = (PACK / "docs/nodes.md").read_text(encoding="utf-8")
 

@@ -1,4 +1,5 @@
-"""Some of what the long run of tools/benchmarks/soak.py looks at: many prompts, two clients, another model each time."""
+"""Some of what the long run of tools/benchmarks/soak.py looks at: many prompts, two clients, another model each
+time."""
 
 import asyncio
 import itertools

@@ -17,7 +17,7 @@ from .mutations import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / ".cache/mutants.json"  # {test: [seconds, {file: a bit for each line, in hexadecimal}]}
-OTHERS = tuple(f"{ROOT}/{folder}" for folder in ("tests", ".", "benchmarks", "scripts", "training"))
+OTHERS = tuple(f"{ROOT}/{folder}" for folder in ("tests", ".", "tools"))
 SLOWEST = 5  # seconds of the processor; slower tests are left out
 CASES = 2  # seconds for the cases of a parametrised test
 # What is read by an import, and so by no test's lines.

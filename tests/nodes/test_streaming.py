@@ -2,10 +2,10 @@
 
 import pytest
 from comfyui_specar import api
-from comfyui_specar.tools.benchmarks import streaming
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.tools.benchmarks import streaming
 
 METHODS = {"next token": NextToken(), "SJD": SJD(window=6), "wider": SJD(window=12)}
 LINES = ("red apple", "red apple on a blue background")

@@ -23,7 +23,8 @@ DIM, HEADS, HIDDEN, CLASSES = 32, 4, 85, 1000
 def xar_shapes(
     dim: int = DIM, blocks: int = 2, hidden: int = HIDDEN, buffers: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a released xAR file with ``blocks`` in either half; its ``buffers`` with 64 channels a head."""
+    """Names and shapes of a released xAR file with ``blocks`` in either half; its ``buffers`` with 64 channels a
+    head."""
     shapes = {
         "class_emb.weight": (CLASSES + 1, dim),
         "time_embed.mlp.0.weight": (dim, 256),

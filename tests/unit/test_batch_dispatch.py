@@ -10,12 +10,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from comfyui_specar.common import files
 from comfyui_specar.batch import dispatch, journal, server
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.overrides import fingerprint, with_overrides
+from comfyui_specar.common import files
 from comfyui_specar.tests.support.fake_comfy import FakeComfy, until, without_limits
 from comfyui_specar.tests.support.patience import PATIENCE
 from hypothesis import HealthCheck, given, settings

@@ -12,7 +12,6 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 from aiohttp import web
-from comfyui_specar.common import limits
 from comfyui_specar.batch import answers, cli, client, dispatch, server
 from comfyui_specar.batch.address import address_of, shown, without_logins
 from comfyui_specar.batch.answers import said
@@ -20,6 +19,7 @@ from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.overrides import with_overrides
+from comfyui_specar.common import limits
 from comfyui_specar.common.printable import printable
 from comfyui_specar.tests.support.fake_comfy import FakeComfy, until, without_limits
 from comfyui_specar.tests.support.patience import PATIENCE

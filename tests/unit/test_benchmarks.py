@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.models.positions import SequencePositions
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.tools.benchmarks import plain, profiles, sizes, speed, subjects
 from comfyui_specar.tools.benchmarks.generate import counterpart, generate
 from comfyui_specar.tools.benchmarks.gpu import subjects as gpu_subjects
 from comfyui_specar.tools.benchmarks.passes import Sampler, Staged, Stretch, weights_read
 from comfyui_specar.tools.benchmarks.runs import PROMPTS, chosen, names_of_cases
-from comfyui_specar.models.positions import SequencePositions
-from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.layout import TokenLayout
 
 CPU = torch.device("cpu")
 

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comfyui_specar.kernels import linear, sampling
+from comfyui_specar.samplers.methods import jacobi
+from comfyui_specar.tests.support.patience import PATIENCE
 from comfyui_specar.tools.benchmarks import calls, report, sizes
 from comfyui_specar.tools.benchmarks.gpu import captures, first, graphs, kernels, passes, stages, subjects
 from comfyui_specar.tools.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, Findings, NotRun
 from comfyui_specar.tools.benchmarks.gpu.page import page
 from comfyui_specar.tools.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
-from comfyui_specar.kernels import linear, sampling
-from comfyui_specar.samplers.methods import jacobi
-from comfyui_specar.tests.support.patience import PATIENCE
 
 CPU = torch.device("cpu")
 NOTHING = {"summary": "all well", "rows": [], "failures": [], "warnings": [], "not_run": {}, "at": None}

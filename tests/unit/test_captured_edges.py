@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.tools.benchmarks import sizes
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
@@ -19,6 +18,7 @@ from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
+from comfyui_specar.tools.benchmarks import sizes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..support.tiny import write_llamagen

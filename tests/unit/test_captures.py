@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.tools.benchmarks import sizes
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
@@ -14,6 +13,7 @@ from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.tools.benchmarks import sizes
 
 ADT = ADTTree(depths=(1, 4), widths=(2, 16), width_step=3, nodes=16)
 CPU = torch.device("cpu")

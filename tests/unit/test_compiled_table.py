@@ -6,8 +6,8 @@ After a change of a kernel, write it again: python -m tools.benchmarks.gpu.compi
 import json
 
 import pytest
-from comfyui_specar.tools.benchmarks.gpu import compile_table
 from comfyui_specar.kernels.dispatch import OLDEST
+from comfyui_specar.tools.benchmarks.gpu import compile_table
 
 from ..support.triton_kernels import SHARED
 

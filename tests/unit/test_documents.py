@@ -25,12 +25,12 @@ CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^][]|\[[^][]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 OPTION = re.compile(r"--[a-z][a-z-]*")
 OURS = re.compile(
-    r"python\S* (?:-m (comfyui_specar\.batch|benchmarks \w+|training[\w.]*)"
+    r"python\S* (?:-m (comfyui_specar\.batch|tools\.benchmarks \w+|tools\.training[\w.]*)"
     r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|bash (tools/\w+\.sh)"
 )
 MARKUP = re.compile(r"\]\(|\*\S|\S\*")  # of a link or of emphasis that was not rendered
 COMMENTED_LINE = re.compile(r"^ *<!--.*?-->(?!\n)", re.MULTILINE)  # it begins a block of HTML: not rendered
-OUR_FILE = re.compile(r"(workflows|docs|tests|scripts)/[\w./ ,()-]+")
+OUR_FILE = re.compile(r"(workflows|docs|tests|tools)/[\w./ ,()-]+")
 
 
 def name(path: Path) -> str:
@@ -237,10 +237,10 @@ def options_of(what: str, capsys, monkeypatch) -> set[str]:
     """The options that a command's --help names."""
     if "batch" in what:
         from comfyui_specar.batch import cli as module
-    elif what.startswith("benchmarks "):
+    elif what.startswith("tools.benchmarks "):
         module = import_module(f"comfyui_specar.{what.replace(' ', '.')}")
     else:
-        module = import_module(f"comfyui_specar.{what}" + (".__main__" if what == "training" else ""))
+        module = import_module(f"comfyui_specar.{what}" + (".__main__" if what == "tools.training" else ""))
     monkeypatch.setattr(sys, "argv", [what, "--help"])
     with pytest.raises(SystemExit) as ended:
         module.main()

@@ -29,7 +29,7 @@ if command == "download":
 def checkout(tmp_path):
     """A copy of what the script reads, in a folder with a space in its name."""
     folder = tmp_path / "a checkout"
-    (folder / "scripts").mkdir(parents=True)
+    (folder / "tools").mkdir(parents=True)
     for name in ("tools/environment.sh", "tools/requirements-dev.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     (tmp_path / "stub/pip").mkdir(parents=True)

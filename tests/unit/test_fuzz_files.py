@@ -1,7 +1,7 @@
 """Files that went wrong, by accident and on purpose: a loader works, or says what is wrong with which file.
 
-What ran for long is in tools/benchmarks/results/fuzz.json (python -m tools.benchmarks fuzz); here are a few cases of every kind,
-and each that once was a defect.
+What ran for long is in tools/benchmarks/results/fuzz.json (python -m tools.benchmarks fuzz); here are a few cases of
+every kind, and each that once was a defect.
 """
 
 import argparse
@@ -17,11 +17,11 @@ import pytest
 import tokenizers
 import torch
 from comfyui_specar import api
-from comfyui_specar.tools.benchmarks import fuzz as long_run
 from comfyui_specar.common.limits import FileError
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, use_mmap
 from comfyui_specar.model_loaders.text.language_model import Tokenizer
 from comfyui_specar.tests.support.patience import PATIENCE
+from comfyui_specar.tools.benchmarks import fuzz as long_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open

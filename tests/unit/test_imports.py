@@ -18,12 +18,9 @@ OWN = {  # package -> modules of the pack it may import (a package, or one modul
     "kernels": set(),
     "models": {"kernels"},
     "samplers": {"kernels"},
-    "files": set(),
-    "limits": {"printable"},
-    "printable": set(),
+    "common": set(),
     "model_loaders": {
-        "files",
-        "limits",
+        "common",
         "models",
         "samplers.continuous_contract",
         "samplers.contract",
@@ -32,14 +29,12 @@ OWN = {  # package -> modules of the pack it may import (a package, or one modul
         "samplers.trace",
     },
     "api": {"model_loaders", "samplers", "reports"},
-    "reports": {"limits", "printable", "samplers.registry", "samplers.trace"},
-    "nodes": {"limits", "model_loaders", "samplers", "kernels", "reports"},
+    "reports": {"common", "samplers.registry", "samplers.trace"},
+    "nodes": {"common", "model_loaders", "samplers", "kernels", "reports"},
     "batch": {
         "api",
-        "files",
-        "limits",
+        "common",
         "model_loaders.conditions",
-        "printable",
         "samplers.contract",
         "samplers.registry",
         "samplers.settings",
@@ -53,9 +48,7 @@ FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
     "api": {"torch"},
     "reports": {"torch", "numpy", "PIL"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
-    "files": set(),
-    "limits": set(),
-    "printable": set(),
+    "common": set(),
     "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/fleet.py alone
 }
 
@@ -112,7 +105,7 @@ def test_nothing_imports_what_is_not_shipped_to_run():
     for package in OWN:
         for path in sources(package):
             names = {top(name) for _, name in imports(path)}
-            assert not names & {"training", "benchmarks", "scripts", "tests", "comfyui_specar"}, path
+            assert not names & {"tools", "tests", "comfyui_specar"}, path
 
 
 def test_every_package_is_listed_for_installation():

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.common import limits
 from comfyui_specar.batch.jobs import JobsError, read_jobs
-from comfyui_specar.tools.benchmarks import fuzz
+from comfyui_specar.common import limits
 from comfyui_specar.common.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
+from comfyui_specar.common.printable import printable
 from comfyui_specar.model_loaders.ar_model import legal_grid
 from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.model_loaders.families import harmon, llamagen, mar, xar
@@ -22,9 +22,9 @@ from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_
 from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
 from comfyui_specar.model_loaders.text import language_model, t5
 from comfyui_specar.model_loaders.text.tiktoken_file import read_ranks
-from comfyui_specar.common.printable import printable
 from comfyui_specar.reports import acceptance_map, comparison, run_report
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
+from comfyui_specar.tools.benchmarks import fuzz
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -463,7 +463,7 @@ def test_every_limit_says_why():
 
 
 def test_no_other_module_of_the_readers_has_a_limit_of_its_own():
-    root = Path(limits.__file__).parent
+    root = Path(limits.__file__).parent.parent
     for folder in ("model_loaders/files", "model_loaders/text"):
         for file in (root / folder).glob("*.py"):
             text = file.read_text(encoding="utf-8")

@@ -204,7 +204,8 @@ def test_the_device_refuses(error, message, run):
 
 @torch.inference_mode()
 def test_the_device_computes():
-    """Views share memory, what is written in place is seen, and operators made of others come to what they are made of."""
+    """Views share memory, what is written in place is seen, and operators made of others come to what they are made
+    of."""
     with metal() as device:
         x = FLOATS.clone().to(DEVICE)
         view = x[:, 1:]

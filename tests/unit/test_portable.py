@@ -14,8 +14,8 @@ import pytest
 from ..support import other_systems
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
-PACK = ("api", "batch", "files", "kernels", "model_loaders", "models", "nodes", "samplers")
-FOLDERS = (*PACK, "benchmarks", "scripts", "tests", "training")
+PACK = ("api", "batch", "common", "kernels", "model_loaders", "models", "nodes", "samplers")
+FOLDERS = (*PACK, "tests", "tools")
 OLDEST = (3, 10)
 NEWER = {  # module -> names that it does not have in Python 3.10
     "asyncio": {"Barrier", "Runner", "TaskGroup", "timeout", "timeout_at"},

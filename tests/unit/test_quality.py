@@ -6,6 +6,7 @@ from dataclasses import replace
 import comfyui_specar as specar
 import pytest
 import torch
+from comfyui_specar.samplers.contract import Output
 from comfyui_specar.tools.benchmarks import (
     quality,
     quality_draw,
@@ -31,7 +32,6 @@ from comfyui_specar.tools.benchmarks.quality_draw import Drawn, draw, origin, re
 from comfyui_specar.tools.benchmarks.quality_measure import Measurement, check, log_probs, right
 from comfyui_specar.tools.benchmarks.quality_model import ModelUnderTest
 from comfyui_specar.tools.benchmarks.runs import Case
-from comfyui_specar.samplers.contract import Output
 from comfyui_specar.tools.training.classifier import LABELS
 
 from ..support.closeness import fp64

@@ -5,13 +5,13 @@ import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from comfyui_specar.reports import quality as reports_quality
+from comfyui_specar.reports.quality import quality_of
 from comfyui_specar.tools.benchmarks import documents, quality_tables, results_tables
 from comfyui_specar.tools.benchmarks import size_chart as sizes
 from comfyui_specar.tools.benchmarks.published import SCORES
 from comfyui_specar.tools.benchmarks.quality_cases import discrete_cases
 from comfyui_specar.tools.benchmarks.quality_chart import LETTER, Box, Panel, Point, front, quality_chart
-from comfyui_specar.reports import quality as reports_quality
-from comfyui_specar.reports.quality import quality_of
 
 from ..support import quality_report
 

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 from comfyui_specar.common.limits import DIMENSIONS, NAME, FileError
-from comfyui_specar.model_loaders.files import safetensors_files
 from comfyui_specar.common.printable import printable
+from comfyui_specar.model_loaders.files import safetensors_files
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open

@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.tools.benchmarks.report import find
 from comfyui_specar.kernels import cpu, threads
+from comfyui_specar.tools.benchmarks.report import find
 from torch import nn
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.tools.benchmarks import sizes, subjects
 from comfyui_specar.tools.benchmarks.passes import Stretch
 from comfyui_specar.tools.benchmarks.widen import config_of
-from comfyui_specar.samplers.layout import TokenLayout
 
 CPU = torch.device("cpu")
 ROWS = TokenLayout.plain(2, 16)  # an image's first tokens

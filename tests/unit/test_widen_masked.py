@@ -3,8 +3,8 @@
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.tools.benchmarks.widen_masked import SIZES, Shapes, shapes_for, widen
 from comfyui_specar.model_loaders.detect import load_drafter
+from comfyui_specar.tools.benchmarks.widen_masked import SIZES, Shapes, shapes_for, widen
 
 
 @pytest.fixture(scope="module")

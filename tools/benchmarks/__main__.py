@@ -22,7 +22,8 @@
                 what the node Find Fastest costs on models of released sizes (ComfyUI: COMFYUI_PATH)
     documents   writes the tables of the documents from the published reports
 
-python -m tools.benchmarks WHAT --help explains the options. Reports are JSON; published ones are in tools/benchmarks/results/.
+python -m tools.benchmarks WHAT --help explains the options. Reports are JSON; published ones are in
+tools/benchmarks/results/.
 """
 
 from __future__ import annotations

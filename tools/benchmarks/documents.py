@@ -122,7 +122,8 @@ CHINESE = {
     "no, drift bound unknown": "否，偏移上界未知",
     "no, drift bound {:.2f} per token": "否，每个token的偏移上界{:.2f}",
     "no, drift measured {:.2f} per token (not limited in advance)": "否，测得每个token偏移{:.2f}（事先没有限制）",
-    SETTINGS: "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32（在CPU上用fp32时自动取16）；"
+    SETTINGS: "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，"
+    "SJD的窗口为32（在CPU上用fp32时自动取16）；"
     "前向次数是{prompts}个提示词的{images}张图像的平均值。时间以逐token为1：按这些前向次数和每一轮（一次前向，连同草稿和采样）的代价计算，"
     "后者在放大到LlamaGen-B和-L大小（8700万和{millions}00万参数，图像相同）的同一模型上、以bf16用{processors}的"
     "{threads}个线程测得，-L、前端草稿和TV预算只用后者测量。VVS取最先抽取的路径。",
@@ -420,7 +421,9 @@ def files() -> list[Path]:
 
 def main() -> None:
     argparse.ArgumentParser(
-        prog="python -m tools.benchmarks documents", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks documents",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
     for file in files():
         file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")

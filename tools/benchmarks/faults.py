@@ -277,7 +277,9 @@ def bundled() -> dict[str, dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=15, help="duration (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the changes (default: %(default)s)")

@@ -1,6 +1,7 @@
 """Measure what the node Find Fastest costs on models of released sizes.
 
-    COMFYUI_PATH=/path/to/ComfyUI python -m tools.benchmarks find_fastest [--models NAMES] [--seconds 60] [--out FILE.json]
+    COMFYUI_PATH=/path/to/ComfyUI python -m tools.benchmarks find_fastest [--models NAMES]
+        [--seconds 60] [--out FILE.json]
 
 With the node's defaults and without a drafter. The models have random weights, so a pass costs what it costs there, but
 acceptance, and with it the choice, says nothing about trained ones.

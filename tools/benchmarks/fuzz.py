@@ -283,7 +283,9 @@ def run(options: argparse.Namespace, folder: str) -> Tally:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks fuzz",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=20, help="duration (default: %(default)s)")
     parser.add_argument("--cases", type=int, help="run this many cases instead, without a time limit")

@@ -294,7 +294,9 @@ def table() -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks launches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks launches",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--case", choices=CASES, help="count only this entry, and list its launches by operation")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Measure time and memory to load checkpoints of released sizes.
 
-    python -m tools.benchmarks loading [--models janus-pro-1b simplear-1.5b] [--folder /tmp] [--out tools/benchmarks/results/X.json]
-    python -m tools.benchmarks loading --models janus-pro-7b --cases bfloat16 float8_e4m3fn    # 15 GB; fp32 would need 28
+    python -m tools.benchmarks loading [--models janus-pro-1b simplear-1.5b] [--folder /tmp] [--out FILE.json]
+    python -m tools.benchmarks loading --models janus-pro-7b --cases bfloat16 float8_e4m3fn  # 15 GB; fp32 needs 28
 
 Writes a checkpoint with the names and shapes of the released model and random bf16 weights, in two shards, to a
 temporary folder. A separate process loads it twice, the first time with the file dropped from the page cache (as far as
@@ -220,7 +220,9 @@ def runs(folder: Path, threads: int, cases: Sequence[str]) -> Iterator[dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks loading", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks loading",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--models",

@@ -19,7 +19,9 @@ from .runs import PROMPTS, cases, chosen, compare, drafter_cases
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks methods", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks methods",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="default", help="name of a bundled model, or a file or folder")
     parser.add_argument(

@@ -140,7 +140,9 @@ def measure(model: Any, conditioning: Any, how: str, method: Callable[..., Any])
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks previews", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks previews",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"

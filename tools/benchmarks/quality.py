@@ -1,10 +1,10 @@
 """Measure what every method's images are worth: likelihood, prompt agreement, distances between sets of images.
 
     python -m tools.benchmarks quality [--models default continuous] [--images 512] [--only NAMES] [--out FILE]
-    python -m tools.benchmarks quality --parts draw                  # the images only: hours, can be stopped and goes on
-    python -m tools.benchmarks quality --parts measure --out FILE    # of the images drawn so far: minutes
-    python -m tools.benchmarks quality --map --out FILE              # sampling parameters: guidance, temperature, filters
-    python -m tools.benchmarks quality --sheet FILE                  # some of the images drawn so far, as a picture
+    python -m tools.benchmarks quality --parts draw        # the images only: hours, can be stopped and goes on
+    python -m tools.benchmarks quality --parts measure --out FILE  # of the images drawn so far: minutes
+    python -m tools.benchmarks quality --map --out FILE    # sampling parameters: guidance, temperature, filters
+    python -m tools.benchmarks quality --sheet FILE        # some of the images drawn so far, as a picture
 
 All methods get the same prompts, each image with its own seed, at temperature 1 without filters (continuous models:
 with their own settings). A second set of next-token images, with other seeds, shows what differs by chance: no method
@@ -44,7 +44,9 @@ ALARM_RATE = 0.01  # probability that the check fails although every lossless me
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="bundled models (default: both)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: both)")

@@ -1,4 +1,5 @@
-"""Reports of ``python -m tools.benchmarks quality``, which grow: rows of another run, or machine, join those of a file."""
+"""Reports of ``python -m tools.benchmarks quality``, which grow: rows of another run, or machine, join those of a
+file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Source images that the prompts of ``python -m tools.benchmarks quality`` describe: their features, and what they show.
+"""Source images that the prompts of ``python -m tools.benchmarks quality`` describe: their features, and what they
+show.
 
     python -m tools.benchmarks.quality_sources [--cache DIR]
 
@@ -43,7 +44,9 @@ def read(spaces: Spaces, count: int) -> dict[str, Tensor]:
     classifier's."""
     with safe_open(FILE, "pt") as stored:
         if stored.metadata()["classifier"] != spaces.checksum:
-            raise ValueError(f"{FILE} was written with another classifier: run python -m tools.benchmarks.quality_sources.")
+            raise ValueError(
+                f"{FILE} was written with another classifier: run python -m tools.benchmarks.quality_sources."
+            )
         return {name: stored.get_tensor(name)[:count] for name in (*spaces.names, "shown")}
 
 

@@ -1,5 +1,5 @@
-"""What the report of ``python -m tools.benchmarks quality`` says, as tables in Markdown. All of them work with a report that
-has some of the cases, or with none."""
+"""What the report of ``python -m tools.benchmarks quality`` says, as tables in Markdown. All of them work with a report
+that has some of the cases, or with none."""
 
 from __future__ import annotations
 

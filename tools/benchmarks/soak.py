@@ -32,8 +32,8 @@ import torch
 from comfyui_specar.batch.client import get_json, run_prompt, view
 from PIL import Image
 
-from tools.comfy_server import PACK, ComfyServer
 from tests.support.families import CHANGES, FAMILIES, REFINED, SMALL
+from tools.comfy_server import PACK, ComfyServer
 
 from .report import commit, machine, versions, write
 
@@ -67,7 +67,9 @@ class Seen:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--prompts", type=int, default=500, help="number of prompts (default: %(default)s)")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Measure the cost of a forward pass, and compare it with its lower bound.
 
     python -m tools.benchmarks speed                    # CPU: the bundled model, also at LlamaGen-B's size
-    python -m tools.benchmarks speed --device cuda      # LlamaGen-XL, Janus-Pro-1B, Lumina-mGPT-7B in bf16, kernels, a trace
-    python -m tools.benchmarks speed --show FILE.json   # print (and write beside it) the table of an earlier run
+    python -m tools.benchmarks speed --device cuda  # LlamaGen-XL, Janus-Pro-1B, Lumina-mGPT-7B in bf16, kernels
+    python -m tools.benchmarks speed --show FILE.json  # print (and write beside it) the table of an earlier run
 
 All methods run on the same weights, prompt and filters in one process and take turns (A B C A B C ...), after a
 warm-up. ``default`` is the bundled model, and ``default@llamagen-b`` the same widened to LlamaGen-B's shapes (see
@@ -276,7 +276,9 @@ def only_on_a_gpu(case: Subject, names: list[str], entry: dict, options, report:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--dtype", help="precision (default: float32 on a CPU, bfloat16 on a GPU)")

@@ -1,6 +1,6 @@
 """Measure how storing weights, or keys and values, in fewer bits changes a model's predictions.
 
-    python -m tools.benchmarks storage [--model default] [--pictures 2] [--out tools/benchmarks/results/storage-cpu.json]
+    python -m tools.benchmarks storage [--model default] [--pictures 2] [--out FILE.json]
 
 The model generates images in fp32. For each token, the distribution that it predicts from the previous ones
 (temperature 1, no guidance) is compared with that of the model with other weights, another cache or another precision:
@@ -38,7 +38,9 @@ CASES = {  # name -> dtype that is computed in, storage of the large matrices, w
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks storage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks storage",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--model", default="default", help="name of a bundled model, or a file or folder of a text model"

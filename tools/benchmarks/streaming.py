@@ -1,6 +1,6 @@
 """Count the bytes of weights that an image costs if half of them are streamed from main memory.
 
-    COMFYUI_PATH=/path/to/ComfyUI python -m tools.benchmarks streaming [--out tools/benchmarks/results/streaming-cpu.json]
+    COMFYUI_PATH=/path/to/ComfyUI python -m tools.benchmarks streaming [--out FILE.json]
 
 The bundled model is loaded partially, as ComfyUI loads a model that does not fit, and generates images on a CPU. There
 nothing has to be copied; what a GPU would have to is counted whenever a layer is used whose weights were left in main
@@ -113,7 +113,9 @@ def measure(choice: str, dtype: str, prompts: tuple[str, ...] = PROMPTS) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks streaming", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.benchmarks streaming",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()

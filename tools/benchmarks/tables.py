@@ -13,19 +13,21 @@ from .runs import PROMPTS
 OTHERS = ("generate, static cache", "generate, dynamic cache", "plain loop")
 LEGEND = "\n".join(
     (
-        "* **ms per pass**: median, and in brackets least and quartiles; a round of a drafter's method counts as one pass. "
-        "The prompt's pass is left out.",
+        "* **ms per pass**: median, and in brackets least and quartiles; a round of a drafter's method counts as one "
+        "pass. The prompt's pass is left out.",
         "* **model, drafter, sampling, host**: shares of a pass: the model's and the drafter's passes, the sampler's "
         "arithmetic, and Python between torch's operations (on a GPU: the time in which the device has nothing to do).",
-        "* **floor**: weights and cache that a pass must read (with those of the drafter's passes), over the bandwidth of "
-        "copying on this machine; wide passes also have to compute, which on a CPU takes longer than reading.",
-        "* **cost**: a pass over a pass of next-token, the median of neighbouring runs; **fewer passes**: of next-token "
-        "over those of the method, which with random weights are those of the bundled model (at the highest guidance "
-        "measured); **faster** is one over the other, measured for whole images of the bundled model and predicted "
-        "elsewhere. **quotient**: *faster* over *fewer passes*, the share of the saved passes that is saved time.",
+        "* **floor**: weights and cache that a pass must read (with those of the drafter's passes), over the "
+        "bandwidth of copying on this machine; wide passes also have to compute, which on a CPU takes longer than "
+        "reading.",
+        "* **cost**: a pass over a pass of next-token, the median of neighbouring runs; **fewer passes**: of "
+        "next-token over those of the method, which with random weights are those of the bundled model (at the "
+        "highest guidance measured); **faster** is one over the other, measured for whole images of the bundled model "
+        "and predicted elsewhere. **quotient**: *faster* over *fewer passes*, the share of the saved passes that is "
+        "saved time.",
         "* With several prompts, *cost* and the time of an image relative to next-token's are their means.",
-        "* **x static, x dynamic, x loop**: milliseconds per pass of `generate` of transformers with static and dynamic "
-        "cache, and of a plain loop like the published ones, over ours.",
+        "* **x static, x dynamic, x loop**: milliseconds per pass of `generate` of transformers with static and "
+        "dynamic cache, and of a plain loop like the published ones, over ours.",
     )
 )
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attention import added
-from ..models.backbone import Backbone, BackboneConfig
-from ..models.positions import GridPositions, rotation_of
-from ..models.prefix import CaptionPrefix
-from ..models.vq import VQModel
+from ...kernels.attention import added
+from ...models.backbone import Backbone, BackboneConfig
+from ...models.positions import GridPositions, rotation_of
+from ...models.prefix import CaptionPrefix
+from ...models.vq import VQModel
 from . import resume
 from .captions import Captions
 from .data import Images

@@ -1,9 +1,9 @@
 """``python -m tools.training.classifier``: train the small network that says what an image shows.
 
-A measuring tool of ``python -m tools.benchmarks quality``, not a part of any model: it names the subject, the style and the
-background of an image, and its features are one of the spaces in which sets of images are compared. It is trained on
-newly composed views of the source images, of which one (image, background) pair in twenty is held out. Training takes a
-fixed number of steps from a fixed seed.
+A measuring tool of ``python -m tools.benchmarks quality``, not a part of any model: it names the subject, the style and
+the background of an image, and its features are one of the spaces in which sets of images are compared. It is trained
+on newly composed views of the source images, of which one (image, background) pair in twenty is held out. Training
+takes a fixed number of steps from a fixed seed.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def held_out_accuracy(
 
 
 def decoded(name: str) -> Callable[[Tensor], Tensor]:
-    """Pixels [B, 3, H, W] in [-1, 1] as the image decoder of a bundled model shows them at best: encoded and decoded."""
+    """Pixels [B, 3, H, W] in [-1, 1] as the image decoder of a bundled model shows them at best: encoded and
+    decoded."""
     decoder = load_image_decoder(bundled(name))
 
     def change(pixels: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .. import api
-from ..model_loaders.continuous_model import ContinuousBase
+from ... import api
+from ...model_loaders.continuous_model import ContinuousBase
 from .settings import BACKGROUNDS, COMMON_CONCEPTS, IMAGE_SIZE, STYLES
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,5 @@
-"""``python -m tools.training.continuous``: train the bundled pair of continuous models: KL autoencoder, MAR, MAR drafter."""
+"""``python -m tools.training.continuous``: train the bundled pair of continuous models: KL autoencoder, MAR, MAR
+drafter."""
 
 import argparse
 import logging

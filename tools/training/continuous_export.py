@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..models.kl_vae import KLModel
+from ...models.kl_vae import KLModel
 from . import masked
 from .export import half, save
 from .settings import MaskedSetting, Setting

@@ -15,10 +15,10 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ..model_loaders.ar_model import DiscreteModel
-from ..model_loaders.decoders.image_decoder import ImageDecoder
-from ..samplers.contract import Request
-from ..samplers.methods.next_token import NextToken
+from ...model_loaders.ar_model import DiscreteModel
+from ...model_loaders.decoders.image_decoder import ImageDecoder
+from ...samplers.contract import Request
+from ...samplers.methods.next_token import NextToken
 from .autoregressive import Batches
 from .captions import Captions
 from .data import load_images

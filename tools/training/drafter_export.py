@@ -7,10 +7,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ..model_loaders.ar_model import DiscreteModel
-from ..models.backbone import split_gates
-from ..models.eagle import Eagle
-from ..models.prefix import CaptionPrefix
+from ...model_loaders.ar_model import DiscreteModel
+from ...models.backbone import split_gates
+from ...models.eagle import Eagle
+from ...models.prefix import CaptionPrefix
 from .export import half, save
 
 

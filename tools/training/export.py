@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..models.backbone import split_gates
+from ...models.backbone import split_gates
 from . import autoregressive, tokenizer
 from .captions import COLOUR_SYNONYMS, STOP_WORDS, Captions
 from .settings import BACKGROUNDS, IMAGE_SIZE, Setting

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..models.kl_vae import KLModel
-from ..models.vq import VQModel
+from ...models.kl_vae import KLModel
+from ...models.vq import VQModel
 from . import resume, sharpen
 from .data import Images, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate

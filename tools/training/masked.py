@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..model_loaders.files.checkpoint import open_checkpoint
-from ..models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
-from ..models.kl_vae import KLModel
-from ..models.mar import MAR, MARConfig
+from ...model_loaders.files.checkpoint import open_checkpoint
+from ...models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
+from ...models.kl_vae import KLModel
+from ...models.mar import MAR, MARConfig
 from . import resume
 from .captions import Captions
 from .data import Images

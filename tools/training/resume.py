@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..model_loaders.families import llamagen, mar
-from ..model_loaders.files.checkpoint import open_checkpoint
-from ..model_loaders.files.names import renamed
-from ..models.backbone import join_gates
+from ...model_loaders.families import llamagen, mar
+from ...model_loaders.files.checkpoint import open_checkpoint
+from ...model_loaders.files.names import renamed
+from ...models.backbone import join_gates
 from .captions import Captions
 
 

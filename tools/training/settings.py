@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..models.kl_vae import KLConfig
-from ..models.vq import VQConfig
-from ..samplers.continuous_contract import ContinuousParams
+from ...models.kl_vae import KLConfig
+from ...models.vq import VQConfig
+from ...samplers.continuous_contract import ContinuousParams
 
 IMAGE_SIZE = 256
 STYLES = ("3d", "noto", "flat")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.vq import VQModel
+from ...models.vq import VQModel
 from . import resume, sharpen
 from .data import Images, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate

@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument(
         "--generate", action="store_true", help="also measure generate of transformers, which is compiled"
     )
-    parser.add_argument("--out", type=Path, help="JSON report, with its page next to it (default: tools/benchmarks/results/)")
+    parser.add_argument(
+        "--out", type=Path, help="JSON report, with its page next to it (default: tools/benchmarks/results/)"
+    )
     for name, kind in (("--stage", str), ("--into", Path), ("--seconds", float)):  # of the processes of the stages
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()

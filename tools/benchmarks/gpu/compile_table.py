@@ -1,12 +1,12 @@
 """Compile every Triton kernel by several Tritons for several GPUs, none of which is needed.
 
-    python -m tools.benchmarks.gpu.compile_table                              # what has changed since the published table
-    python -m tools.benchmarks.gpu.compile_table --triton 3.5.1 --arch 86     # only these
+    python -m tools.benchmarks.gpu.compile_table                          # what changed since the published table
+    python -m tools.benchmarks.gpu.compile_table --triton 3.5.1 --arch 86 # only these
 
-For development, on Linux. Writes tools/benchmarks/results/compiled.json with its page next to it. Each Triton is installed
-from PyPI once, into a folder of ~/.cache/comfyui-specar (0.5 to 1 GB); torch is that of the development environment.
-Triton's own cache keeps what was compiled. A table that was made from other sources (see ``sources``) is out of date,
-which a test notices.
+For development, on Linux. Writes tools/benchmarks/results/compiled.json with its page next to it. Each Triton is
+installed from PyPI once, into a folder of ~/.cache/comfyui-specar (0.5 to 1 GB); torch is that of the development
+environment. Triton's own cache keeps what was compiled. A table that was made from other sources (see ``sources``) is
+out of date, which a test notices.
 """
 
 from __future__ import annotations
@@ -159,12 +159,13 @@ def page(table: dict[str, Any]) -> str:
         (
             "# Triton kernels, compiled",
             "",
-            "Compiled without a GPU and run on none; written by `python -m tools.benchmarks.gpu.compile_table`. A case is a "
-            "kernel with the arguments of a model (tools/benchmarks/gpu/compile_cases.py). Registers of a thread, bytes that it "
-            "spills to its stack, and bytes of shared memory are the most of all cases. From compute capability "
-            f"{'.'.join(map(str, OLDEST))} on no case may fail or spill more than {SPILLED} bytes. GPUs before that run "
-            "the torch versions of the kernels (kernels/dispatch.py): the rows of sm_75 show why. Triton 3.1 does not know "
-            "sm_120, nor does torch 2.5.",
+            "Compiled without a GPU and run on none; written by `python -m tools.benchmarks.gpu.compile_table`. A case "
+            "is a kernel with the arguments of a model (tools/benchmarks/gpu/compile_cases.py). Registers of a thread, "
+            "bytes that it spills to its stack, and bytes of shared memory are the most of all cases. From compute "
+            "capability "
+            f"{'.'.join(map(str, OLDEST))} on no case may fail or spill more than {SPILLED} bytes. GPUs before that "
+            "run the torch versions of the kernels (kernels/dispatch.py): the rows of sm_75 show why. Triton 3.1 does "
+            "not know sm_120, nor does torch 2.5.",
             "",
             *lines(("Triton", "GPU", "cases", "failures", *COLUMNS), rows),
             "",
@@ -174,10 +175,10 @@ def page(table: dict[str, Any]) -> str:
             "",
             f"## Products: instructions of the main loop (Triton {version}, sm_{arch})",
             "",
-            "Instructions of a warp per 1,000 weights, x in bf16. They bound how fast weights are read: an RTX 3060 starts "
-            "at most 199 of them in a nanosecond (28 multiprocessors, 4 each, 1.78 GHz). Counted in machine code, not "
-            "timed. *Before*: gate and value were two products, tiles of 32 columns had four warps, and step and minimum "
-            "of 4 bits were loaded for every number.",
+            "Instructions of a warp per 1,000 weights, x in bf16. They bound how fast weights are read: an RTX 3060 "
+            "starts at most 199 of them in a nanosecond (28 multiprocessors, 4 each, 1.78 GHz). Counted in machine "
+            "code, not timed. *Before*: gate and value were two products, tiles of 32 columns had four warps, and "
+            "step and minimum of 4 bits were loaded for every number.",
             "",
             *lines(("storage, rows, matrix", "before", "now"), loops),
             "",

@@ -71,7 +71,7 @@ def process(stage: Stage, seconds: float, folder: Path, arguments: list[str], dr
         *stage.before,
         sys.executable,
         "-m",
-        "benchmarks",
+        "tools.benchmarks",
         "gpu",
         "--stage",
         stage.name,
