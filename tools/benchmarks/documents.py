@@ -184,6 +184,7 @@ def span(numbers: list[float], decimals: int, word: Callable[[str], str] = str) 
 def methods(language: str) -> str:
     """The README's table, and the settings that it was measured with."""
     word = (lambda text: CHINESE.get(text, text)) if language == "zh" else str
+    docs = "" if language == "zh" else "docs/"  # README.zh-CN.md lies there
     nodes = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
     measured, report = cases("default-cpu", GUIDANCE), results("default-cpu")
     machines = [results(name)["machine"] for name in TIMED[B]]
@@ -197,7 +198,7 @@ def methods(language: str) -> str:
             names.insert(0, f"{nodes['SpecARSampler']['display_name']}, *{choice}*")
         rows.append(
             (
-                f"[{word(label)}](docs/methods/{page}.md)",
+                f"[{word(label)}]({docs}methods/{page}.md)",
                 "; ".join(names),
                 exactness(case, word),
                 f"{passes[case]:.0f}",

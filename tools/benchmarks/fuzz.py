@@ -141,7 +141,7 @@ def command(options: argparse.Namespace, first: int) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "benchmarks.fuzz",
+        "tools.benchmarks.fuzz",
         "--work",
         str(first),
         "--seed",

@@ -14,7 +14,7 @@ STAGES = ("tokenizer", "decoder", "model", "export", "sheet")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.training", description=__doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="checkpoints and exported files go here")
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered images")

@@ -175,7 +175,9 @@ def decoded(name: str) -> Callable[[Tensor], Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="training.classifier", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.training.classifier",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, help=f"folder for {FILE}")
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered images")

@@ -16,7 +16,7 @@ STAGES = ("vae", "decoder", "model", "drafter", "export", "sheet")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="training.continuous", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.training.continuous", description=__doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="checkpoints and exported files go here")
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered images")

@@ -17,7 +17,7 @@ HELD_OUT_EVERY = 20  # one example in so many is held out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="training.drafter", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.training.drafter", description=__doc__)
     parser.add_argument("--model", default="default", help="file or folder of the target, or the name of a bundled one")
     parser.add_argument("--kind", choices=("eagle", "small"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint, examples and finished drafter")

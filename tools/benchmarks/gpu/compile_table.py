@@ -79,7 +79,7 @@ def compiled_by(version: str, arch: str) -> dict[str, Any]:
         pip = "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"
         subprocess.run([sys.executable, "-m", *pip, "--target", folder, f"triton=={version}"], check=True)
     there = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": str(CACHE / "triton-cache")}
-    command = sys.executable, "-m", "benchmarks.gpu.compile_table", "--here", "--arch", arch
+    command = sys.executable, "-m", "tools.benchmarks.gpu.compile_table", "--here", "--arch", arch
     printed = subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(printed.splitlines()[-1])  # after what Triton says of code that it cannot compile
 
