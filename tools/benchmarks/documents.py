@@ -275,7 +275,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "dtype auto": automatic.table,
     "faults": found.faults,
     "quality chart": partial(picture, "en", "docs/"),
-    "quality chart, Chinese": partial(picture, "zh", "docs/"),
+    "quality chart, Chinese": partial(picture, "zh", ""),
     "quality chart, page": partial(picture, "en", ""),
     "quality, papers": quality_tables.papers,
     "sampling parameters": quality_tables.sampling,
