@@ -363,6 +363,9 @@ class Jacobi(SJD):
     def in_words(settings: dict[str, Any]) -> str:
         return f"Jacobi, window {settings['window']}"
 
+    def bound(self, request: Request) -> Jacobi:
+        return replace(self, window=self.columns(request))
+
     def sample(self, request: Request) -> Result:
         return super().sample(replace(request, params=SamplingParams(cfg=request.params.cfg, temperature=0)))
 
