@@ -232,13 +232,8 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
     """
     method, model, session, length = run.method, run.model, run.session, run.layout.length
     width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
-    carried = Carried(run.stream, run.layout, run.strength, run.skippable, state)
+    carried, step = Carried(run.stream, run.layout, run.strength, run.skippable, state), captured_step(run)
     poll, extents, ends = Poll(model.device, request.batch), [], [time.perf_counter()]
-
-    def step(given: Carried) -> Carried:
-        inputs = {name: getattr(given, name) for name in ("stream", "layout", "strength", "skippable")}
-        return replace(given, state=method.step(replace(run, **inputs), given.state))
-
     while True:
         state = carried.state
         known = torch.maximum(known, poll(state.committed))
@@ -270,6 +265,16 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
     if run.drafter and not poll.lag and len(drafted) == len(begins):  # on a GPU the host does not wait for the drafts
         host["draft_milliseconds"] = milliseconds(begins, drafted)
     return host
+
+
+def captured_step(run: Run) -> Callable[[Carried], Carried]:
+    """A step of the run from its inputs alone."""
+
+    def step(given: Carried) -> Carried:
+        inputs = {name: getattr(given, name) for name in ("stream", "layout", "strength", "skippable")}
+        return replace(given, state=run.method.step(replace(run, **inputs), given.state))
+
+    return step
 
 
 def milliseconds(begins: Sequence[float], ends: Sequence[float]) -> list[float]:
