@@ -132,12 +132,12 @@ class Run:
     ends: dict[str, list[float]] = field(default_factory=dict)
 
     def predict(self, token: Tensor, position: Tensor, tree_mask: Tensor | None = None) -> Tensor:
-        """Feed tokens [B, T] at positions [B, T]; the target's probabilities [B, T, V+] at the positions after them."""
-        return self.probs(self.model.step(self.cache, token, position, tree_mask).logits, position + 1)
+        """Feed tokens [B, T] at positions [B, T]; the target's probabilities [B, T, V+] after them."""
+        return self.probs(self.model.step(self.cache, token, position, tree_mask).logits, position)
 
     def probs(self, logits: Tensor, position: Tensor) -> Tensor:
-        """The target's probabilities [B, T, V+] at positions [B, T], from its logits [R, T, V+]."""
-        forced = self.layout.forced_at(position) if self.forcing else None
+        """The target's probabilities [B, T, V+] after positions [B, T], from its logits [R, T, V+]."""
+        forced = self.layout.forced_at(position + 1) if self.forcing else None
         return probabilities(logits, self.params, self.model.vocab, forced)
 
     def keep(self, count: Tensor, path: Tensor | None = None) -> None:

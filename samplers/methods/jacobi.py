@@ -95,7 +95,7 @@ class SJD(DiscreteMethod):
             initial=run.stream.uniform(positions, Purpose.INITIAL),
             settled=torch.zeros_like(committed) if self.settle > 0 else None,
         )
-        return self.decide(run, window, run.probs(out.logits[:, -1:], first), Source.PREFILL)
+        return self.decide(run, window, run.probs(out.logits[:, -1:], first - 1), Source.PREFILL)
 
     def step(self, run: Run, window: Window, extent: Extent = ()) -> Window:
         offsets = numbers(tuple(range(-1, self.window - 1)), window.token.device, torch.int64)

@@ -60,7 +60,7 @@ class NextToken(DiscreteMethod):
     def begin(self, run: Run, committed: Tensor, out: StepOut) -> Last:
         first = committed[:, None]
         last = Last(committed, torch.zeros_like(first), torch.zeros_like(first[:1]))
-        p = run.probs(out.logits[:, -1:], first)
+        p = run.probs(out.logits[:, -1:], first - 1)
         return self.sample_next(run, last, p, committed < run.layout.length, Source.PREFILL)
 
     def step(self, run: Run, last: Last, extent: Extent = ()) -> Last:

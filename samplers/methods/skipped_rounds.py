@@ -198,7 +198,7 @@ def record_uncached(run: Run, state: SkippingRound, logits: Tensor, position: Te
     """
     uncached = state.uncached
     width, count, token = uncached.token.shape[1], uncached.count[:, None], uncached.token[:, 1:]
-    p = run.probs(logits[:, : width - 1], position[:, : width - 1] + 1)
+    p = run.probs(logits[:, : width - 1], position[:, : width - 1])
     index = counting(token.shape[1], token.device)
     ratio = at(p, token) / uncached.q[:, 1:].clamp(min=1e-30)
     run.record.write(

@@ -88,7 +88,7 @@ class DraftTree(DiscreteMethod):
 
     def begin(self, run: Run, committed: Tensor, out: StepOut) -> Round:
         first, one = committed[:, None], torch.ones_like(committed)
-        p = run.probs(out.logits, first)
+        p = run.probs(out.logits, first - 1)
         token = categorical(p, run.stream.uniform(first, Purpose.REDRAW))
         run.write(first, first >= 0, token, p, Source.PREFILL, finalised_at=0)
         run.record.round(accepted=0, committed=committed + 1, width=1, nodes=0, depth=0, skipped=0)
@@ -142,10 +142,10 @@ class DraftTree(DiscreteMethod):
         """
 
         def probs_after(slots: Tensor) -> Tensor:
-            return run.probs(take(logits, slots), position.gather(1, slots) + 1)
+            return run.probs(take(logits, slots), position.gather(1, slots))
 
         if self.structure.block or not readable(position):
-            p: Any = run.probs(logits, position + 1)
+            p: Any = run.probs(logits, position)
             probs_after = partial(take, p)
         else:  # verification visits few slots: compute their probabilities on demand
 

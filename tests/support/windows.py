@@ -20,10 +20,8 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     cache = model.start(prompt, None, 2, layout, slack=SIZE + method.front - 1, guided=params.cfg != 1)
     memory = Memory.empty(method.reuse, 2, layout.stride, SIZE, model.vocab_total, model.device)
     record = Record.empty(layout.length, 2, model.device, round_fields=())
-    codebook, stream = (
-        None if model.codebook is None else model.codebook.to(model.device),
-        Stream.of(3, 2, model.device),
-    )
+    codebook = None if model.codebook is None else model.codebook.to(model.device)
+    stream = Stream.of(3, 2, model.device)
     run = Run(
         method, model, cache, None, memory, params, codebook, None, record, forcing, stream, layout, strength, None
     )

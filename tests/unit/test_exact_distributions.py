@@ -13,7 +13,7 @@ import torch
 from comfyui_specar.kernels.sampling import at, categorical
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.engine.run import Run
-from comfyui_specar.samplers.methods.jacobi import INITIAL, SJD, Jacobi
+from comfyui_specar.samplers.methods.jacobi import INITIAL, REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.rng import Purpose
 
@@ -156,7 +156,7 @@ def test_truncating_a_batch_with_the_new_distributions_is_exact(monkeypatch):
     "method",
     [
         NextToken(),
-        *(SJD(window=3, reuse=reuse) for reuse in jacobi.REUSE),
+        *(SJD(window=3, reuse=reuse) for reuse in REUSE),
         SJD(window=3, front=2),
         SJD(window=4, settle=0.3),
         SJD(window=4, front=3, settle=0.3),
@@ -184,7 +184,7 @@ def test_gumbel_gives_the_next_token_image(name, initial):
         assert torch.equal(decoded.tokens, reference.tokens)
 
 
-@pytest.mark.parametrize("reuse", jacobi.REUSE)
+@pytest.mark.parametrize("reuse", REUSE)
 @pytest.mark.parametrize("initial", INITIAL)
 def test_passes_never_exceed_the_tokens(reuse, initial):
     for name in LAYOUTS:
@@ -208,7 +208,7 @@ def test_where_the_prefix_does_not_matter_one_refinement_is_enough(reuse):
     assert trace.totals["target_passes"] <= 3  # the prompt, one with fresh guesses, one with refined ones
 
 
-@pytest.mark.parametrize("reuse", jacobi.REUSE)
+@pytest.mark.parametrize("reuse", REUSE)
 def test_greedy_is_the_argmax_image(reuse):
     for name in LAYOUTS:
         greedy = draw(NextToken(), name, SamplingParams(temperature=0), batch=2).tokens

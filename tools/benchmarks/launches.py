@@ -222,13 +222,14 @@ def mar_head(model: MaskedModel, state: MaskedState) -> Iterator[Any]:
         model.head.denoise(z, z, scale, 1.0, noise[0], noise[1:], schedule, state.graphs)
 
 
+def chain(case: Case) -> Iterator[Any]:
+    return case.passes(DraftTree(sizes.eagle(case.model), Chain(CHAIN)))
+
+
 CASES = {
     "llamagen-xl, next token": ("llamagen-xl", lambda case: case.passes(NextToken())),
     "llamagen-xl, sjd 32": ("llamagen-xl", lambda case: case.passes(SJD(WINDOW))),
-    "llamagen-xl, chain of 5": (
-        "llamagen-xl",
-        lambda case: case.passes(DraftTree(sizes.eagle(case.model), Chain(CHAIN))),
-    ),
+    "llamagen-xl, chain of 5": ("llamagen-xl", chain),
     "janus-pro-1b, next token": ("janus-pro-1b", lambda case: case.passes(NextToken())),
     "lumina-mgpt-7b, next token": ("lumina-mgpt-7b", lambda case: case.passes(NextToken())),
     "lumina-mgpt-7b, sjd 32": ("lumina-mgpt-7b", lambda case: case.passes(SJD(WINDOW))),
