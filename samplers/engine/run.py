@@ -22,7 +22,7 @@ from ..layout import TokenLayout
 from ..probabilities import check_finite, probabilities
 from ..rng import Stream
 from ..rules.acceptance import check_strength
-from ..trace import Record, Source, Trace
+from ..trace import Record, Trace
 from .memory import run_bytes
 from .prefill import read_prefix
 from .session import Poll, Session, open_session, session_key
@@ -99,7 +99,7 @@ class DiscreteMethod(Method):
         with open_session(self, request) as session:
             run, state, known = begin(self.bound(request), request, session)
             host = decode(run, request, state, known, started)
-            settings = run.method.describe(request) | asdict(request.params)
+            settings = self.describe(request) | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
             trace = run.record.finish(run.layout, request.seed, settings, seconds, width=width, **host)
             run.method.annotate(trace)
@@ -158,15 +158,6 @@ class Run:
         if self.strength is None:
             return torch.ones(position.shape, device=position.device)
         return self.strength.expand(len(position), -1).gather(1, position.clamp(max=self.layout.length - 1))
-
-    def write(
-        self, position: Tensor, decided: Tensor, token: Tensor, p: Tensor | None, source: Any, **values: Any
-    ) -> None:
-        """Record tokens [B, T] where they are ``decided`` [B, T], see Record.write. Forced ones have that source."""
-        if self.forcing:
-            source = torch.where(self.layout.forced_at(position) >= 0, Source.FORCED, source)
-        values = {name: value for name, value in values.items() if value is not None}
-        self.record.write(position, decided, token, p, source=source, **values)
 
     def call(self, kind: str, function: Callable[..., Any], *inputs: Any) -> Any:
         """function(run, *inputs), on as many threads as suit its ``kind``, and with a note of when it ended."""

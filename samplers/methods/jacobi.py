@@ -248,12 +248,12 @@ class SJD(DiscreteMethod):
         source = source.expand(len(p), -1).masked_fill(cut(tested.accepted), Source.ACCEPTED)
         if tested.relaxed is not None:
             source = source.masked_fill(cut(tested.relaxed), Source.RELAXED)
-        run.write(
+        run.record.write(
             cut(position),
             cut(decided),
             cut(tested.token),
             cut(p),
-            source,
+            source=source,
             finalised_at=window.passes,
             depth=numbers((*range(1, columns), 0), device, torch.int64)[:most],
             q=cut(tested.q),
@@ -341,6 +341,7 @@ class SJD(DiscreteMethod):
         return self.front > 1
 
     def annotate(self, trace: Trace) -> None:
+        trace.settings["rule"] = self.rule.describe()  # with as many neighbours as the model has
         trace.positions["refinements"] = refinements(trace.positions["finalised_at"], self.window)
 
 

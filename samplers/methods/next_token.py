@@ -73,7 +73,7 @@ class NextToken(DiscreteMethod):
         """Sample the next token from p [B, 1, V+], in the images that need ``more`` [B] (bool)."""
         position = last.committed[:, None]
         token = perturbed_argmax(p, run.memory(run.stream, position, p.shape[-1]))
-        run.write(position, more[:, None], token, p, source, finalised_at=last.passes)
+        run.record.write(position, more[:, None], token, p, source=source, finalised_at=last.passes)
         return Last(last.committed + more, token, last.passes + 1)
 
     def memory(self, request: Request, into: Noise | None) -> Noise:

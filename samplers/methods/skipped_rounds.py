@@ -174,12 +174,12 @@ def take_unverified(
     hidden = skipping.stale_features(state.features, state.known, count, slots.shape[1])
     position = state.committed[:, None] + counting(slots.shape[1], skip.device)
     depth, width = tree.spread()
-    run.write(
+    run.record.write(
         position,
         position < (state.committed + count)[:, None],
         token,
         None,
-        Source.SKIPPED,
+        source=Source.SKIPPED,
         finalised_at=state.passes[:, None] - 1,
         depth=tree.depth.gather(1, slots),
         q=q,

@@ -90,7 +90,7 @@ class DraftTree(DiscreteMethod):
         first, one = committed[:, None], torch.ones_like(committed)
         p = run.probs(out.logits, first - 1)
         token = categorical(p, run.stream.uniform(first, Purpose.REDRAW))
-        run.write(first, first >= 0, token, p, Source.PREFILL, finalised_at=0)
+        run.record.write(first, first >= 0, token, p, source=Source.PREFILL, finalised_at=0)
         run.record.round(accepted=0, committed=committed + 1, width=1, nodes=0, depth=0, skipped=0)
         observed = Observed(token, committed, one, out.hidden)
         if run.session.graphs.one_shape:
@@ -172,12 +172,12 @@ class DraftTree(DiscreteMethod):
     def record(self, run: Run, state: Round, tree: Tree, verified: Verified, count: Tensor, p: Tensor) -> None:
         """Record the first ``count`` [B] verified tokens; p [B, L + 1, V+]: the target's probabilities."""
         number, (depth, width) = counting(tree.levels + 2, count.device)[1:], tree.spread()
-        run.write(
+        run.record.write(
             state.committed[:, None] + number - 1,
             number <= count[:, None],
             verified.token,
             p,
-            verified.source,
+            source=verified.source,
             finalised_at=state.passes[:, None],
             depth=torch.where(verified.tested, number, 0),
             rank=verified.rank,
