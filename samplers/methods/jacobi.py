@@ -16,9 +16,9 @@ position n + k: p_k(x) = p(x | prompt, committed tokens, guesses 0 .. k-1). Gues
 prediction for the same position one pass earlier (or, for a new position, the probabilities of a neighbour). So a pass
 is a step of speculative decoding whose drafter is the last Jacobi iteration:
 
-1. verify        accept the first guesses while u_k < p_k(x_k) / q_k(x_k), and sample the token after them
-2. refine        choose new guesses past these tokens, by p_k of this pass
-3. next_window   move the window past the committed tokens, and sample first guesses at its end
+1. test      accept the first guesses while u_k < p_k(x_k) / q_k(x_k), and sample the token after them
+2. refine    choose new guesses past these tokens, by p_k of this pass
+3. move      the window past the committed tokens, and sample first guesses at its end
 
 The lossless modes rest on one invariant: given the guesses before it, guess k is distributed as q_k.
 
