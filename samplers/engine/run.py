@@ -122,7 +122,7 @@ class Run:
     memory: Any
     params: SamplingParams
     codebook: Tensor | None
-    session: Session
+    session: Session | None
     record: Record
     forcing: bool
     stream: Stream
@@ -237,13 +237,13 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
         extent = () if state.extent is None else tuple(state.extent.tolist())
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
-        lengths = [None if session.graphs.one_shape else min(length + past_end, decided + width)]
-        shape: Hashable = (model.set_attention_length(run.cache, lengths[0]), run.params.switches)
+        longest = None if session.graphs.one_shape else min(length + past_end, decided + width)
+        shape = [run.params.switches, model.set_attention_length(run.cache, longest)]
         if run.drafter is not None:
             longest = None if session.graphs.one_shape else decided + method.draft_width + 1
-            shape = (*shape, run.drafter.set_attention_length(run.memory, longest))
+            shape.append(run.drafter.set_attention_length(run.memory, longest))
         if session.graphs.active and method.one_shape:
-            carried = session.graphs(shape, step, carried)
+            carried = session.graphs(tuple(shape), step, carried)
         else:
             carried = replace(carried, state=method.launch(run, state, extent))
         extents.append(extent)
@@ -253,13 +253,16 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
     begins = [started, *ends[:-1]]
     host = {"draft_passes": sum(map(method.drafter_passes, extents)), "milliseconds": milliseconds(begins, ends)}
     drafted = [started, *run.ends.get("draft", ())]
-    if run.drafter and not poll.lag and len(drafted) == len(begins):  # on a GPU the host does not wait for the drafts
+    if (
+        run.drafter is not None and not poll.lag and len(drafted) == len(begins)
+    ):  # on a GPU the host does not wait for the drafts
         host["draft_milliseconds"] = milliseconds(begins, drafted)
     return host
 
 
 def captured_step(run: Run) -> Callable[[Carried], Carried]:
     """A step of the run from its inputs alone."""
+    run = replace(run, session=None)  # it holds the graphs, and these the step: all would live until a collection
 
     def step(given: Carried) -> Carried:
         inputs = {name: getattr(given, name) for name in ("stream", "layout", "strength", "skippable")}
