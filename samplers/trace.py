@@ -241,14 +241,15 @@ class Record:
         committed: Tensor,
         token: Tensor | None = None,
         p: Tensor | None = None,
-        **values: Tensor | int | float,
+        **values: Tensor | int | float | None,
     ) -> None:
-        """Final tokens [B, T] at positions [B, T] where ``committed`` [B, T]; fields not named stay as they are.
+        """Final tokens [B, T] at positions [B, T] where ``committed`` [B, T]; fields not named (or None) stay as they
+        are. That a token is forced need not be written, see ``finish``.
 
         p [B, T, V+]: target probabilities, None where unknown; token None where it is not discrete. ``values`` are
         per-token tensors [B, T] or scalars, named as the record's fields.
         """
-        known = {name: _filled(value, position) for name, value in values.items()}
+        known = {name: _filled(value, position) for name, value in values.items() if value is not None}
         names = sorted(known, key=lambda name: known[name].is_floating_point())
         listed = names if p is None else [*names, "p", "entropy", "top1"]
         columns = numbers(tuple(map(self.fields.index, listed)), position.device, torch.int64)
@@ -271,7 +272,8 @@ class Record:
         width: int = 1,
         **host: Sequence[float],
     ) -> Trace:
-        """The trace, on the CPU. Rounds in which nothing was decided (a GPU is one ahead) are left out.
+        """The trace, on the CPU. Rounds in which nothing was decided (a GPU is one ahead) are left out, and tokens that
+        the layout forces have that source.
 
         width: tokens that every pass after the prompt's is fed, where rounds are not recorded. host: further numbers
         of every round, measured on the host. A round in which all images skip verification is no pass. Raises
@@ -280,6 +282,7 @@ class Record:
         types = POSITION_FIELDS | CONTINUOUS_FIELDS
         values = self.positions[:, :-1].to("cpu", copy=True).unbind(-1)  # the next run writes there
         positions = {name: value.to(types[name]).contiguous() for name, value in zip(self.fields, values, strict=True)}
+        positions["source"] = torch.where(layout.forced.cpu() >= 0, Source.FORCED, positions["source"])
         if "p" in positions:
             check_predicted(positions["p"])
         rounds = self._rounds() if self.round_fields else rounds_of(positions, width)

@@ -27,10 +27,11 @@ from torch import Tensor
 from ...kernels.sampling import take
 from ..constants import counting, numbers
 from ..drafts.trees import Tree
+from ..engine.run import Run
 from ..rng import Purpose
 from ..trace import Source
 from ..verification.tree import RoundRandom, Verified, recursive_rejection
-from .window import JacobiRun, JacobiState, VerifiedWindow, committed_count, strength_at
+from .window import Tested, Window
 
 
 def front_drafts(root: Tensor, first: Tensor, q: Tensor, noise: Tensor, count: int) -> Tree:
@@ -53,16 +54,40 @@ def front_drafts(root: Tensor, first: Tensor, q: Tensor, noise: Tensor, count: i
     return Tree(token, parent, depth, rank, exists, probability, 1, count, q, parent[0])
 
 
-def fed_mask(width: int, count: int, column: Tensor) -> Tensor:
-    """The tree mask [B, T, T] (bool) of a pass: the window is a chain, and every other front draft attends to the
-    window before the column [B] (int64) that they are drafts for."""
-    slot = counting(width + count - 1, column.device)
+def draft_front(run: Run, window: Window) -> Tree:
+    """The front drafts of a pass."""
+    column = window.first_tested[:, None]
+    position = window.committed[:, None] + column
+    q = run.memory.draft_probs.at(position)
+    noise = run.stream.gumbel(position, q.shape[-1], Purpose.DRAFT, window.passes)
+    root, first = (window.token.gather(1, column + i) for i in (0, 1))
+    return front_drafts(root, first, q, noise, run.method.front)
+
+
+def fed(window: Window, tree: Tree, token: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a pass is fed: tokens and positions [B, W] of the window, then the other front drafts; and the tree mask
+    [B, T, T] (bool).
+
+    The window is a chain, and a front draft attends to the window before the column that it is a draft for. With W = 4
+    and two other drafts for column 0:
+
+        root    1
+        guess   1 1
+        guess   1 1 1
+        guess   1 1 1 1
+        draft   1 0 0 0 1
+        draft   1 0 0 0 0 1
+    """
+    width, column, others = token.shape[1], window.first_tested, tree.token[:, 2:]  # the first is in the window
+    here = (window.committed + column)[:, None].expand_as(others)
+    slot = counting(width + others.shape[1], column.device)
     chain, own = slot <= slot[:, None], slot == slot[:, None]
-    return torch.where(slot[:, None] < width, chain, own | (slot <= column[:, None, None]))
+    mask = torch.where(slot[:, None] < width, chain, own | (slot <= column[:, None, None]))
+    return torch.cat((token, others), dim=1), torch.cat((position, here), dim=1), mask
 
 
 @dataclass(frozen=True)
-class FrontOutcome:
+class Front:
     """What the front drafts decide: ``verified`` for the ``column`` [B], and the ``slot`` [B] after which the next
     column is predicted (int64)."""
 
@@ -75,68 +100,50 @@ class FrontOutcome:
         column = counting(width, self.slot.device)
         return torch.where(column == self.column[:, None] + 1, self.slot[:, None], column)
 
+    def joined(self, tested: Tested) -> Tested:
+        """What a pass finds if front drafts decide a column."""
+        first, column = self.verified, counting(tested.token.shape[1], self.column.device) == self.column[:, None]
 
-def draft_front(run: JacobiRun, state: JacobiState) -> Tree:
-    """The front drafts of a pass."""
-    window, column = state.window, state.window.first_tested[:, None]
-    position = window.committed[:, None] + column
-    q = run.memory.draft_probs.at(position)
-    noise = state.stream.gumbel(position, q.shape[-1], Purpose.DRAFT, state.step_index)
-    root, first = (window.token.gather(1, column + i) for i in (0, 1))
-    return front_drafts(root, first, q, noise, run.method.front)
+        def joined(decided: Tensor, others: Tensor) -> Tensor:
+            return torch.where(column, decided[:, :1], others)
+
+        relaxed = tv_bound = None
+        if tested.relaxed is not None:
+            relaxed = joined(first.source == Source.RELAXED, tested.relaxed)
+            tv_bound = joined(first.tv_bound, tested.tv_bound)
+        return replace(
+            tested,
+            token=joined(first.token, tested.token),
+            accepted=joined(first.path > 0, tested.accepted),
+            q=joined(first.q, tested.q),
+            ratio=joined(first.ratio, tested.ratio),
+            relaxed=relaxed,
+            tv_bound=tv_bound,
+            rank=joined(first.rank, torch.zeros_like(tested.token)),
+        )
+
+    def limited(self, count: Tensor) -> Tensor:
+        """How many tokens [B] are decided, of ``count``: where another draft than the first is accepted, that one and
+        the token after it, as no draft was fed after that."""
+        return torch.where(self.slot == self.column + 1, count, torch.minimum(count, self.column + 2))
 
 
-def verify_front(run: JacobiRun, state: JacobiState, tree: Tree, p: Tensor) -> FrontOutcome:
+def verify_front(run: Run, window: Window, tree: Tree, p: Tensor) -> Front:
     """Test the front drafts against p [B, T, V+] of all tokens fed, one after the other.
 
     The next column is predicted after the accepted draft, or else after the one whose code vector is nearest to the
     token sampled instead; without a codebook that is the first. This choice may depend on tokens up to this column
     only: if it looked further, the guesses past them would no longer be samples from their q.
     """
-    column = state.window.first_tested
-    position = state.committed + column
-    others = counting(p.shape[1], p.device)[run.width :].expand(len(p), -1)
+    column = window.first_tested
+    position = window.committed + column
+    others = counting(p.shape[1], p.device)[run.method.window :].expand(len(p), -1)
     slots = torch.cat((column[:, None], column[:, None] + 1, others), dim=1)
-    verified = recursive_rejection(
-        run.rule,
-        tree,
-        take(p, slots),
-        strength_at(state, position[:, None]),
-        RoundRandom(state.stream, state.step_index, position),
-    )
+    random = RoundRandom(run.stream, window.passes, position)
+    strength = run.strength_at(position[:, None])
+    verified = recursive_rejection(run.method.rule, tree, take(p, slots), strength, random)
     rank = torch.where(verified.accepted > 0, verified.rank[:, 0], _nearest(tree, verified.token[:, 0], run.codebook))
-    return FrontOutcome(verified, column, slots.gather(1, rank[:, None] + 1)[:, 0])
-
-
-def with_front(state: JacobiState, verified: VerifiedWindow, front: FrontOutcome) -> VerifiedWindow:
-    """The outcome of a window in which front drafts decide a column.
-
-    Where another one than the first is accepted, the image commits it and the token after it: no draft was fed after
-    that.
-    """
-    first, column = front.verified, counting(verified.p.shape[1], front.column.device) == front.column[:, None]
-
-    def joined(decided: Tensor, others: Tensor) -> Tensor:
-        return torch.where(column, decided[:, :1], others)
-
-    accepted = joined(first.path > 0, verified.accepted)
-    count = committed_count(state, accepted)
-    count = torch.where(front.slot == front.column + 1, count, torch.minimum(count, front.column + 2))
-    relaxed = tv_bound = None
-    if verified.relaxed is not None:
-        relaxed = joined(first.source == Source.RELAXED, verified.relaxed)
-        tv_bound = joined(first.tv_bound, verified.tv_bound)
-    return replace(
-        verified,
-        token=joined(first.token, verified.token),
-        accepted=accepted,
-        q=joined(first.q, verified.q),
-        ratio=joined(first.ratio, verified.ratio),
-        relaxed=relaxed,
-        tv_bound=tv_bound,
-        count=count,
-        rank=joined(first.rank, torch.zeros_like(verified.token)),
-    )
+    return Front(verified, column, slots.gather(1, rank[:, None] + 1)[:, 0])
 
 
 def _nearest(tree: Tree, token: Tensor, codebook: Tensor | None) -> Tensor:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..constants import counting
-from .window import JacobiRun, JacobiState, VerifiedWindow, committed_count
+from ..engine.run import Run
+from .window import Tested, Window
 
 
 def moved(p: Tensor, q: Tensor) -> Tensor:
@@ -38,21 +39,19 @@ def settled(distance: Tensor, most: Tensor, exists: Tensor, count: Tensor) -> Te
     return (committed | (exists & (distance < most))).long().cumprod(1).sum(1) - count
 
 
-def with_settled(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> VerifiedWindow:
-    """The outcome of a window whose first guesses are settled: they are accepted whatever their test says."""
-    distance = moved(verified.p, run.memory.draft_probs.at(verified.position))
-    certain = counting(distance.shape[1], distance.device) < state.window.settled[:, None]
-    accepted = verified.accepted | certain
-    relaxed, tv_bound = certain & (verified.u >= verified.ratio), distance * certain
-    if verified.relaxed is not None:
-        relaxed = torch.where(certain, relaxed, verified.relaxed)
-        tv_bound = torch.where(certain, tv_bound, verified.tv_bound)
+def accept_settled(run: Run, window: Window, tested: Tested, p: Tensor, position: Tensor) -> Tested:
+    """What a pass finds if the first guesses of the window are settled: they are accepted whatever their test says."""
+    distance = moved(p, run.memory.draft_probs.at(position))
+    certain = counting(distance.shape[1], distance.device) < window.settled[:, None]
+    relaxed, tv_bound = certain & (tested.u >= tested.ratio), distance * certain
+    if tested.relaxed is not None:
+        relaxed = torch.where(certain, relaxed, tested.relaxed)
+        tv_bound = torch.where(certain, tv_bound, tested.tv_bound)
     return replace(
-        verified,
-        token=torch.where(certain, state.window.guess, verified.token),
-        accepted=accepted,
+        tested,
+        token=torch.where(certain, window.guess, tested.token),
+        accepted=tested.accepted | certain,
         relaxed=relaxed,
         tv_bound=tv_bound,
-        count=committed_count(state, accepted),
         moved=distance,
     )

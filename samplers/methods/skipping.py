@@ -63,18 +63,6 @@ def check_codebook(settings: Skipping, codebook: Tensor | None) -> None:
         )
 
 
-def check_skippable(skippable: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
-    """A request's skippable positions [batch, length] on ``device``. Raises ValueError unless they are [1 or batch,
-    length] and bool."""
-    if skippable is None:
-        return None
-    if skippable.dim() != 2 or skippable.shape[0] not in (1, batch) or skippable.shape[1] != length:
-        raise ValueError(f"skippable has shape {tuple(skippable.shape)}, but must have shape (1 or {batch}, {length}).")
-    if skippable.dtype != torch.bool:
-        raise ValueError(f"skippable is {skippable.dtype}, but must be torch.bool: true where drafts may be skipped.")
-    return skippable.to(device).expand(batch, -1)
-
-
 def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
     """Similarity of the paths of a tree: S [B] (fp32, -1 .. 1), the mean of eq. (2) over pairs of paths.
 

@@ -5,45 +5,52 @@ One loop for every method of this kind. They differ in four parts, each in a fil
 drafter     small AR model or EAGLE feature drafter                      (contract.Drafter)
 structure   chain, static tree, dynamic tree, adjacency-adaptive tree    drafts/
 rule        exact, LANTERN, LANTERN++, UniformRSD, Cool-SD, ...          rules/
-skipping    some drafts are accepted unverified (VVS)                       skipping.py
+skipping    some drafts are accepted unverified (VVS)                    skipping.py
 
-A round (round_step.py): the drafter observes the tokens of the last round and grows a tree after the last one decided
-(the root). One forward pass of the target feeds the root and all drafts. Verification accepts a path of the tree and
-samples the token after it, the next root. The caches keep the accepted path.
+A round:
 
-The root is decided but not yet in the target's cache, and neither are tokens that were accepted unverified after it.
-They are ``uncached``, and the next forward pass feeds them before the tree (rounds.py).
+1. draft     the drafter observes the tokens of the last round, and grows a tree after the last one decided (the root)
+2. verify    one forward pass of the target feeds the root and all drafts; verification accepts a path of the tree and
+             samples the token after it, the next root
+3. commit    the cache keeps root and path. With the path a, b of this tree, c is the next root:
+
+             fed     root a a' b b'      (the slots of the tree: 0, 1, ...)
+             kept    root a    b         -> decided: a b c
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Hashable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..contract import Drafter, Method, Progress, Request, Result
-from ..drafts.structures import Extent, Static, Structure
-from ..engine.memory import run_bytes
-from ..engine.prefill import read_prefix
-from ..engine.session import Poll, Session, open_session, session_key
-from ..probabilities import check_finite
-from ..rng import Stream
-from ..rules.acceptance import AcceptanceRule, Exact, check_strength
-from ..trace import Record, Trace
-from .round_step import ROUND, RoundStep
-from .skipping import Skipping, check_codebook, check_skippable
+from ...kernels.sampling import categorical, readable, take
+from ..constants import counting
+from ..contract import Drafter, Request, StepOut
+from ..drafts.growing import Drafting, Root
+from ..drafts.structures import Static, Structure
+from ..drafts.trees import Tree
+from ..engine.run import DiscreteMethod, Extent, Run
+from ..engine.session import session_key
+from ..rng import Purpose
+from ..rules.acceptance import AcceptanceRule, Exact
+from ..trace import Source, Trace
+from ..verification.tree import RoundRandom, Verified, block_verification, recursive_rejection, sample_and_match
+from . import skipped_rounds
+from .rounds import Observed, Round
+from .skipping import Skipping, check_codebook
 
 log = logging.getLogger(__name__)
 DRAFTERS = {"eagle": "EAGLE", "model": "small model"}  # kind of a drafter -> for people
 
 
 @dataclass(frozen=True)
-class DraftTree(Method):
+class DraftTree(DiscreteMethod):
     """Speculative decoding with ``drafter``; exact with rule=Exact() and skipping=None, whatever the structure."""
 
     drafter: Drafter
@@ -51,6 +58,7 @@ class DraftTree(Method):
     rule: AcceptanceRule = field(default_factory=Exact)
     skipping: Skipping | None = None
     name: str = "draft_tree"
+    round_fields: ClassVar[tuple[str, ...]] = ("accepted", "committed", "width", "nodes", "depth", "skipped")
 
     @property
     def lossless(self) -> bool:
@@ -77,6 +85,142 @@ class DraftTree(Method):
         """The most tokens that the drafter observes after a round: new ones, and with ``refresh`` those before
         again."""
         return 2 * self.structure.size()[1] + 1
+
+    def begin(self, run: Run, committed: Tensor, out: StepOut) -> Round:
+        first, one = committed[:, None], torch.ones_like(committed)
+        p = run.probs(out.logits, first - 1)
+        token = categorical(p, run.stream.uniform(first, Purpose.REDRAW))
+        run.record.write(first, first >= 0, token, p, source=Source.PREFILL, finalised_at=0)
+        run.record.round(accepted=0, committed=committed + 1, width=1, nodes=0, depth=0, skipped=0)
+        observed = Observed(token, committed, one, out.hidden)
+        if run.session.graphs.one_shape:
+            observed = observed.padded(1 + self.structure.size()[1])
+        history = self.structure.start(len(one), run.layout, one.device)
+        state = Round(committed, token[:, 0], observed, history, None, None, passes=one, index=torch.zeros_like(one[0]))
+        if self.skipping:
+            state = skipped_rounds.begin(self, state, token, p, out.hidden)
+        return self.advance(run, state, token, one)
+
+    def step(self, run: Run, state: Round, extent: Extent = ()) -> Round:
+        return self.verify(run, state, self.draft(run, state, extent))
+
+    def draft(self, run: Run, state: Round, extent: Extent) -> Tree:
+        """Let the drafter observe the tokens of the last round, and grow a tree."""
+        new = state.observed
+        position = new.begin[:, None] + counting(new.token.shape[1], new.begin.device)
+        out = run.drafter.observe(run.memory, new.token, position, new.hidden, new.count)
+        work = Drafting(run.drafter, run.memory, run.layout, run.params, run.model.vocab, run.stream, run.forcing)
+        return self.structure.grow(work, Root(state.root, state.committed, out), state.plan, extent, state.index)
+
+    def verify(self, run: Run, state: Round, tree: Tree) -> Round:
+        """Verify the tree with one forward pass, and commit what it accepts."""
+        position = (state.committed[:, None] + tree.depth - 1).clamp(min=0)
+        out = run.model.step(run.cache, tree.token, position, tree.tree_mask())
+        verified, probs_after = self.accept(run, state, tree, out.logits, position)
+
+        active = state.committed < run.layout.length
+        count = torch.where(active, torch.minimum(verified.accepted + 1, run.layout.length - state.committed), 0)
+        path = torch.nn.functional.pad(verified.path, (1, 0))
+        run.keep(torch.where(active, verified.accepted + 1, 0), path)
+        accepted = torch.where(active, verified.accepted, 0)
+        self.record(run, state, tree, verified, count, probs_after(path))
+        self.record_round(run, state, tree, accepted, count, tree.token.shape[1], skipped=0)
+        history = self.structure.learn(
+            state.history, state.plan, tree, state.committed, state.committed + count, accepted, active
+        )
+        observed = Observed(verified.token, state.committed, count, take(out.hidden, path))
+        state = replace(state, observed=observed, history=history, passes=state.passes + active)
+        return self.advance(run, state, verified.token, count)
+
+    def accept(
+        self, run: Run, state: Round, tree: Tree, logits: Tensor, position: Tensor
+    ) -> tuple[Verified, Callable[[Tensor], Tensor]]:
+        """Verify in the way that suits the children and the rule.
+
+        logits [R, M + 1, V+] and position [B, M + 1] are those of the slots. Also returns a function: slots [B, n] ->
+        the target's probabilities [B, n, V+] after them.
+        """
+
+        def probs_after(slots: Tensor) -> Tensor:
+            return run.probs(take(logits, slots), position.gather(1, slots))
+
+        if self.structure.block or not readable(position):
+            p: Any = run.probs(logits, position)
+            probs_after = partial(take, p)
+        else:  # verification visits few slots: compute their probabilities on demand
+
+            def p(slot: Tensor) -> Tensor:
+                return probs_after(slot[:, None])[:, 0]
+
+        random = RoundRandom(run.stream, state.index, state.committed)
+        if self.structure.block:
+            return block_verification(tree, p, random), probs_after
+        if not tree.sampled and self.rule.exact:
+            return sample_and_match(tree, p, random), probs_after
+        levels = state.committed[:, None] + counting(tree.levels + 1, position.device)
+        return recursive_rejection(self.rule, tree, p, run.strength_at(levels), random), probs_after
+
+    def advance(self, run: Run, state: Round, token: Tensor, count: Tensor) -> Round:
+        """Count the first ``count`` [B] of the new tokens [B, L], and plan the next trees."""
+        committed, index = state.committed + count, state.index + 1
+        last = token.gather(1, (count[:, None] - 1).clamp(min=0))[:, 0]
+        plan = self.structure.plan(state.history, committed, run.layout, run.stream, index)
+        extent = self.structure.extent(plan, run.layout.length - committed)
+        root = torch.where(count > 0, last, state.root)
+        return replace(state, committed=committed, root=root, plan=plan, extent=extent, index=index)
+
+    def record(self, run: Run, state: Round, tree: Tree, verified: Verified, count: Tensor, p: Tensor) -> None:
+        """Record the first ``count`` [B] verified tokens; p [B, L + 1, V+]: the target's probabilities."""
+        number, (depth, width) = counting(tree.levels + 2, count.device)[1:], tree.spread()
+        run.record.write(
+            state.committed[:, None] + number - 1,
+            number <= count[:, None],
+            verified.token,
+            p,
+            source=verified.source,
+            finalised_at=state.passes[:, None],
+            depth=torch.where(verified.tested, number, 0),
+            rank=verified.rank,
+            q=verified.q,
+            ratio=verified.ratio,
+            tv_bound=verified.tv_bound,
+            tree_depth=depth[:, None],
+            tree_width=width[:, None],
+        )
+
+    def record_round(
+        self, run: Run, state: Round, tree: Tree, accepted: Tensor, count: Tensor, width: int, skipped: Tensor | int
+    ) -> None:
+        """Record a round that accepts ``accepted`` [B] drafts and decides ``count`` [B] tokens."""
+        if run.forcing:  # forced tokens are not counted
+            position = state.committed[:, None] + counting(tree.levels, count.device)
+            free = run.layout.forced_at(position) < 0
+            accepted = (free & (position < (state.committed + accepted)[:, None])).sum(1)
+        nodes, depth = tree.exists[:, 1:].sum(1), tree.spread()[0]
+        run.record.round(accepted=accepted, committed=count, width=width, nodes=nodes, depth=depth, skipped=skipped)
+
+    def launch(self, run: Run, state: Round, extent: Extent) -> Round:
+        tree = run.call("draft", self.draft, state, extent)
+        if self.skipping:
+            return skipped_rounds.verify_or_skip(self, run, state, tree)
+        return run.call("verify", self.verify, state, tree)
+
+    def bound(self, request: Request) -> DraftTree:
+        return replace(self, rule=self.rule.bind(request.model))
+
+    def feeds_tree(self) -> bool:
+        return True
+
+    def drafter_passes(self, extent: Extent) -> int:
+        return 1 + self.structure.passes(extent)
+
+    def annotate(self, trace: Trace) -> None:
+        nodes = trace.rounds["nodes"]
+        if len(nodes) > 1 and not nodes.any():
+            log.warning(
+                "The drafter proposed no tokens in this run, so it saved nothing: its predictions are NaN or infinite. "
+                "The image is unaffected. Reload the drafter's file, or load the model with another dtype."
+            )
 
     def check(self, request: Request) -> None:
         request.params.check(request.model.vocab)
@@ -113,145 +257,3 @@ class DraftTree(Method):
 
     def session_key(self, request: Request) -> Hashable:
         return session_key(request, self.drafter, repr(self.describe(request)))
-
-    def run_bytes(self, request: Request) -> int:
-        return run_bytes(request, self.width(request), self.drafter, self.draft_width)
-
-    def sample(self, request: Request) -> Result:
-        self.check(request)
-        with open_session(self, request, self.drafter) as session:
-            run = SpeculativeRun(self, request, session)
-            while True:
-                if request.callback:
-                    record = session.record
-                    request.callback(Progress(record.image, run.known, run.step.length, run.passes, p=record.p))
-                if run.done:
-                    break
-                run.round()
-            return Result(run.step.record.image.clone(), run.finish())
-
-
-class SpeculativeRun:
-    """A run on the host, which launches rounds and learns how far the images are.
-
-    ``known`` [B]: decided tokens it knows of; ``passes``: forward passes of the target so far, the prompt's included.
-    """
-
-    def __init__(self, method: DraftTree, request: Request, session: Session):
-        self.method, self.request, self.session = method, request, session
-        model, params, batch = request.model, request.params, request.batch
-        self.start_time = time.perf_counter()
-        layout = request.layout.to(model.device)
-        rule = method.rule.bind(model)
-        codebook = None if model.codebook is None else model.codebook.to(model.device)
-        strength = check_strength(request.strength, batch, layout.length, model.device)
-        if strength is None:
-            strength = torch.ones((1, layout.length), device=model.device)
-        skippable = check_skippable(request.skippable, batch, layout.length, model.device)
-        prompt = (request.conditioning, request.negative, batch, layout)
-        guided = params.guided
-        target_state = model.start(*prompt, slack=method.width(request), guided=guided, into=session.state)
-        drafter_state = method.drafter.start(
-            target_state, *prompt, slack=method.draft_width, guided=guided, into=session.draft_state
-        )
-        session.adopt(target_state, drafter_state)
-        session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=ROUND)
-        start = read_prefix(model, target_state, layout, batch, method.drafter, drafter_state, request.callback)
-        check_finite(start.out)
-        self.step = RoundStep(
-            model,
-            target_state,
-            method.drafter,
-            drafter_state,
-            method.structure,
-            rule,
-            method.skipping,
-            session.params(params, model.device),
-            codebook,
-            layout.length,
-            bool((layout.forced >= 0).any()),
-            method.max_drafter_inputs if session.graphs.one_shape else 0,
-            session.record,
-        )
-        stream = Stream.of(request.seed, batch, model.device)
-        self.state = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
-        self.poll = Poll(model.device, batch)
-        self.known = torch.maximum(self.poll(self.state.committed), start.prefix_length + 1)  # and the first sampled
-        self.passes, self.expansions = 1, []
-        # When every round ended, first the prompt's forward pass; and when the drafting of every round ended.
-        self.times, self.drafted = [self.start_time, time.perf_counter()], [self.start_time]
-        self.extent = self.read_extent()
-
-    @property
-    def done(self) -> bool:
-        """Is every image known to be complete?"""
-        return int(self.known.min()) >= self.step.length
-
-    def round(self) -> None:
-        """Draft, verify (or skip that), commit."""
-        step, session = self.step, self.session
-        shape, verifies = self.shape(), True
-        if session.graphs.active and self.method.one_shape:
-            self.state = session.launch(shape, step.whole, self.state)
-        else:
-            tree, skip = session.call("draft", step.draft, self.extent, self.state)
-            self.drafted.append(time.perf_counter())
-            verifies, skips = self.branches(skip)
-            self.state = session.call(
-                "verify_and_commit", step.verify_and_commit, verifies, skips, self.state, tree, skip
-            )
-        self.expansions.append(1 + self.method.structure.passes(self.extent))
-        self.extent = self.read_extent()
-        self.known = torch.maximum(self.known, self.poll(self.state.committed))
-        self.passes += verifies
-        self.times.append(time.perf_counter())
-
-    def shape(self) -> tuple[Hashable, ...]:
-        """The shape of the next round: attention lengths, and which sampling parameters are on."""
-        step, method = self.step, self.method
-        longest = int(self.known.max()) + self.poll.lag * (method.structure.size()[1] + 1)
-        widths = method.width(self.request), method.draft_width + 1
-        target, drafter = (None if self.session.graphs.one_shape else longest + width for width in widths)
-        return (
-            step.model.set_attention_length(step.target_state, target),
-            step.drafter.set_attention_length(step.drafter_state, drafter),
-            step.params.switches,
-        )
-
-    def branches(self, skip: Tensor) -> tuple[bool, bool]:
-        """Does any image verify its tree, and does any skip that [B]? Waits for a GPU if the method skips at all."""
-        if self.method.skipping is None:
-            return True, False
-        active = self.state.committed < self.step.length
-        any_verifying, any_skipping = torch.stack(((active & ~skip).any(), skip.any())).tolist()
-        return any_verifying or not any_skipping, any_skipping
-
-    def read_extent(self) -> Extent:
-        """What the host must know to launch the next round. Waits for a GPU only if the structure varies."""
-        return () if self.state.extent is None else tuple(self.state.extent.tolist())
-
-    def finish(self) -> Trace:
-        """The trace of the run. The time that drafting took is known only on a CPU, where the host waits for it."""
-        surplus = min(self.poll.lag, len(self.expansions))  # rounds launched before the end was known
-        ends = self.times[1 + surplus :]
-        begins = [self.start_time, *ends[:-1]]
-        times = {"milliseconds": [1000 * (end - begin) for begin, end in zip(begins, ends, strict=True)]}
-        if not self.poll.lag and len(self.drafted) == len(begins):  # captured rounds have no times of their own
-            drafted = zip(begins, self.drafted, strict=True)
-            times["draft_milliseconds"] = [1000 * (end - begin) for begin, end in drafted]
-        settings = self.method.describe(self.request) | asdict(self.request.params)
-        expansions = self.expansions[: len(self.expansions) - surplus]
-        trace = self.step.record.finish(
-            self.request.layout,
-            self.request.seed,
-            settings,
-            time.perf_counter() - self.start_time,
-            sum(expansions),
-            **times,
-        )
-        if self.expansions and not trace.rounds["nodes"].any():
-            log.warning(
-                "The drafter proposed no tokens in this run, so it saved nothing: its predictions are NaN or infinite. "
-                "The image is unaffected. Reload the drafter's file, or load the model with another dtype."
-            )
-        return trace

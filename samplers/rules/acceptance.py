@@ -35,6 +35,11 @@ class AcceptanceRule:
     plain: bool = False  # is the residual [p - q]+
     has_budget: bool = False  # is it plain and does it have an ``acceptance_budget``
 
+    @property
+    def exact(self) -> bool:
+        """Is this the exact rule, for which there are faster forms? (Not a subclass, which may answer otherwise.)"""
+        return type(self) is Exact
+
     def check(self) -> None:
         """Raise ValueError naming the first illegal setting and its legal values."""
         check_settings(self)
@@ -137,7 +142,7 @@ def accept_or_redraw(rule: AcceptanceRule, p: Tensor, draft: Draft, u: Tensor, v
     u, v [B, T]: independent uniform numbers for the test and for resampling. With the exact rule this is the maximal
     coupling of q and p: the token is distributed as p, and is the draft as often as any rule can achieve.
     """
-    if type(rule) is Exact:  # not a subclass, which may answer otherwise
+    if rule.exact:
         place = torch.arange(p.shape[1], device=p.device).expand_as(draft.token)
         token, accepted, _, _ = maximal_coupling(p, draft.q, place, draft.token, draft.exists, u, v)
         return Outcome(token, accepted, torch.zeros_like(accepted))

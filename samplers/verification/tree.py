@@ -23,7 +23,7 @@ from ..constants import numbers as constant
 from ..drafts.growing import DRAWS
 from ..drafts.trees import Tree
 from ..rng import Purpose, Stream
-from ..rules.acceptance import AcceptanceRule, Exact
+from ..rules.acceptance import AcceptanceRule
 
 TargetProbs = Tensor | Callable[[Tensor], Tensor]
 
@@ -62,7 +62,7 @@ def recursive_rejection(
     arguments = tree.token, tree.children(), tree.draft_probs, tree.draft_row, u, v, strength, rule
     if callable(p):
         return kernels.recursive_rejection_sampling(p, *arguments)
-    if type(rule) is Exact:  # not a subclass, which may answer otherwise
+    if rule.exact:
         return kernels.exact_rejection_sampling(p, *arguments)
     if rule.has_budget:
         return kernels.relaxed_rejection_sampling(p, *arguments)

@@ -13,8 +13,8 @@ from comfyui_specar.reports import quality
 from comfyui_specar.reports.run_report import labels
 from comfyui_specar.reports.trials import TIME_UP
 from comfyui_specar.samplers.drafts.structures import Static
-from comfyui_specar.samplers.engine import loop, session
-from comfyui_specar.samplers.methods import speculative
+from comfyui_specar.samplers.engine import run as engine
+from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.methods.jacobi import SJD
 
 from ..support.tape import LatePoll, TapeGraphs
@@ -261,8 +261,7 @@ def test_runs_on_a_gpu_are_warm_when_they_count(find, monkeypatch, tiny):
             return super()._capture(step, places)
 
     monkeypatch.setattr(session, "Graphs", Graphs)
-    for module in (loop, speculative):
-        monkeypatch.setattr(module, "Poll", LatePoll)
+    monkeypatch.setattr(engine, "Poll", LatePoll)
     search, measure = fastest.Search, fastest.Search.measure
 
     def measured(self, trial, *until):

@@ -13,8 +13,8 @@ from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.memory import fits, free_memory
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from comfyui_specar.nodes.comfy_runtime.patcher import Patcher
+from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine.session import Session
-from comfyui_specar.samplers.methods import next_token
 from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support import tiny as tiny_models
@@ -114,7 +114,7 @@ def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample,
     monkeypatch.setattr(NextToken, "session_key", lambda self, request: "own")
     monkeypatch.setattr(NextToken, "run_bytes", lambda self, request: 2**40)
     monkeypatch.setattr(runs, "total_memory", lambda device: 2**41)
-    monkeypatch.setattr(next_token, "open_session", lambda method, request: nullcontext(Session(Graphs(CPU))))
+    monkeypatch.setattr(engine, "open_session", lambda method, request: nullcontext(Session(Graphs(CPU))))
     there, load = [], mm.load_models_gpu
     monkeypatch.setattr(
         mm,

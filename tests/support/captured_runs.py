@@ -8,8 +8,8 @@ import pytest
 import torch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.samplers import generate
-from comfyui_specar.samplers.engine import loop, session
-from comfyui_specar.samplers.methods import speculative
+from comfyui_specar.samplers.engine import run as engine
+from comfyui_specar.samplers.engine import session
 
 from .closeness import fp64
 from .tape import LatePoll, TapeGraphs
@@ -27,7 +27,7 @@ def captured():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "Graphs", Taped)
-        patch.setattr(loop, "Poll", LatePoll)
+        patch.setattr(engine, "Poll", LatePoll)
         patch.setattr(generate, "check_captured", lambda method, request: None)
         yield made
 
@@ -57,7 +57,7 @@ def assert_captured_as_plain(method, asked, monkeypatch):
     replayed = [method.sample(one) for one in asked]
     with monkeypatch.context() as plainly:
         plainly.setattr(session, "Graphs", Graphs)
-        plainly.setattr(speculative, "Poll", session.Poll)
+        plainly.setattr(engine, "Poll", session.Poll)
         asked[0].model.sessions.clear()
         for one, found in zip(asked, replayed, strict=True):
             assert_same_tree_run(found, method.sample(one))

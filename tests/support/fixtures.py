@@ -2,8 +2,8 @@
 
 import pytest
 from comfyui_specar.kernels import graphs
-from comfyui_specar.samplers.engine import loop, session
-from comfyui_specar.samplers.methods import speculative
+from comfyui_specar.samplers.engine import run as engine
+from comfyui_specar.samplers.engine import session
 
 from .tape import LatePoll, TapeGraphs
 
@@ -28,6 +28,5 @@ def on_tape(monkeypatch) -> list[TapeGraphs]:
             made.append(self)
 
     monkeypatch.setattr(session, "Graphs", Taped)
-    for module in (loop, speculative):
-        monkeypatch.setattr(module, "Poll", LatePoll)
+    monkeypatch.setattr(engine, "Poll", LatePoll)
     return made

@@ -1,12 +1,41 @@
 """Speculative decoding round by round, without the loop around it."""
 
+from __future__ import annotations
+
 import torch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine.session import Session
-from comfyui_specar.samplers.methods.speculative import SpeculativeRun
 
 from .tiny import CAPTION, caption_features, fill
+
+
+class Rounds:
+    """A run on the host, launched round by round."""
+
+    def __init__(self, method, request, session):
+        self.request, self.session = request, session
+        self.run, self.state, _ = engine.begin(method.bound(request), request, session)
+
+    @property
+    def done(self):
+        return bool((self.state.committed >= self.run.layout.length).all())
+
+    @property
+    def held(self):
+        """Tokens [B] in the target's cache."""
+        uncached = getattr(self.state, "uncached", None)
+        return self.state.committed - (1 if uncached is None else uncached.count)
+
+    def round(self):
+        extent = () if self.state.extent is None else tuple(self.state.extent.tolist())
+        self.run.model.set_attention_length(self.run.cache, None)
+        self.run.drafter.set_attention_length(self.run.memory, None)
+        self.state = self.run.method.launch(self.run, self.state, extent)
+
+    def finish(self):
+        return self.run.record.finish(self.run.layout, self.request.seed, self.run.method.describe(self.request), 0.0)
 
 
 def begin(model, method, batch=3, seed=0, cfg=2.0, forced=False):
@@ -19,4 +48,4 @@ def begin(model, method, batch=3, seed=0, cfg=2.0, forced=False):
     params = SamplingParams(cfg=cfg, top_k=12)
     prompt = model.encode_features(caption_features())
     request = Request(model, prompt, layout, params, negative, seed, batch)
-    return SpeculativeRun(method, request, Session(Graphs(model.device)))
+    return Rounds(method, request, Session(Graphs(model.device)))

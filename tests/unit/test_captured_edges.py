@@ -11,9 +11,9 @@ from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic
-from comfyui_specar.samplers.engine import loop, session
+from comfyui_specar.samplers.engine import run as engine
+from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.layout import TokenLayout
-from comfyui_specar.samplers.methods import speculative
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
@@ -36,8 +36,7 @@ def plainly(monkeypatch, method, asked):
     """The tokens without graphs."""
     with monkeypatch.context() as patch:
         patch.setattr(session, "Graphs", Graphs)
-        for module in (loop, speculative):
-            patch.setattr(module, "Poll", session.Poll)
+        patch.setattr(engine, "Poll", session.Poll)
         asked.model.sessions.clear()
         return method.sample(asked).tokens
 

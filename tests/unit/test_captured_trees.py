@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.kernels.graphs import Graphs
-from comfyui_specar.samplers.contract import Request, Result, SamplingParams
+from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.engine.session import Session
-from comfyui_specar.samplers.methods import speculative
+from comfyui_specar.samplers.engine import run as engine
+from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.methods.skipping import Skipping
-from comfyui_specar.samplers.methods.speculative import DraftTree, SpeculativeRun
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.rules.lantern import Lantern
@@ -58,12 +58,19 @@ class CompiledGraphs(Graphs):
 def compiled(method, asked, monkeypatch):
     """A run with a compiled round."""
     torch._dynamo.reset()
-    monkeypatch.setattr(speculative, "Poll", LatePoll)
-    run = SpeculativeRun(method, asked, Session(CompiledGraphs(asked.model.device)))
-    while not run.done:
-        run.round()
-    assert run.session.graphs.calls >= 2
-    return Result(run.step.record.image, run.finish())
+    made = []
+
+    class Compiled(CompiledGraphs):
+        def __init__(self, device):
+            super().__init__(device)
+            made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "Poll", LatePoll)
+        patch.setattr(session, "Graphs", Compiled)
+        found = method.sample(asked)
+    assert made[-1].calls >= 2
+    return found
 
 
 def toy(layout="row", **options):

@@ -12,7 +12,6 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.layout import TokenLayout
-from comfyui_specar.samplers.methods import jacobi, next_token
 from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
@@ -21,7 +20,7 @@ from comfyui_specar.samplers.rules.lantern import Lantern
 from ..support.captured_runs import assert_same_run, captured
 from ..support.tiny import CAPTION, VOCAB, caption_features, fill, llamagen
 from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
-from ..support.windows import begun, decided, three_passes
+from ..support.windows import begun, decided, step, three_passes
 
 LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 METHODS = [
@@ -292,8 +291,8 @@ def test_a_window_compiles_as_one_graph(method, options, name):
     torch.compiler.reset()
     params = SamplingParams(**{"cfg": 2.0} | options)
     with torch.inference_mode():
-        plain = three_passes(jacobi.step, *begun(method, TOYS[name], params, None))
-        compiled = torch.compile(jacobi.step, fullgraph=True, backend="eager")
+        plain = three_passes(step, *begun(method, TOYS[name], params, None))
+        compiled = torch.compile(step, fullgraph=True, backend="eager")
         found = three_passes(compiled, *begun(method, TOYS[name], params, None))
     assert all(torch.equal(a, b) for a, b in zip(decided(plain), decided(found), strict=True))
 
@@ -302,6 +301,6 @@ def test_next_token_compiles_as_one_graph(model):
     torch.compiler.reset()
     with pytest.MonkeyPatch.context() as patch:
         wanted = api.sample(model, model.encode_features(caption_features()), NextToken(), seed=3)
-        patch.setattr(next_token, "step", torch.compile(next_token.step, fullgraph=True, backend="eager"))
+        patch.setattr(NextToken, "step", torch.compile(NextToken.step, fullgraph=True, backend="eager"))
         found = api.sample(model, model.encode_features(caption_features()), NextToken(), seed=3)
     assert_same_run(found, wanted)

@@ -6,14 +6,16 @@ test.
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import partialmethod
 
 import pytest
 import torch
+from comfyui_specar.kernels.sampling import at, categorical
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.methods import jacobi
-from comfyui_specar.samplers.methods.jacobi import INITIAL, SJD, Jacobi
+from comfyui_specar.samplers.engine.run import Run
+from comfyui_specar.samplers.methods.jacobi import INITIAL, REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.rng import Purpose
 
 from ..support.toy import ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
 
@@ -87,12 +89,12 @@ def test_so_is_the_entropy_temperature(method):
 # Variants that must fail. Each is the real sampler with one function replaced.
 
 
-def sticky_refine(run, state, verified):
+def sticky_refine(self, run, window, tested, p, position, exists):
     """A kept guess keeps the distribution it was sampled from, as if having been kept said nothing about it."""
-    p, draft = verified.p, jacobi.window_draft(run, state, verified.position, verified.exists)
-    confident = jacobi.at(p, draft.token) > run.method.threshold * jacobi.at(draft.q, draft.token)
+    draft = self.draft(run, window, position, exists)
+    confident = at(p, draft.token) > self.threshold * at(draft.q, draft.token)
     keep = draft.exists & confident
-    token = torch.where(keep, draft.token, jacobi.categorical(p, verified.v))
+    token = torch.where(keep, draft.token, categorical(p, tested.v))
     return token, torch.where(keep.unsqueeze(-1), draft.q, p)
 
 
@@ -101,23 +103,22 @@ def fours(values):
     return values.unflatten(0, (-1, 4)).amin(1, keepdim=True).expand(-1, 4).flatten()
 
 
-def truncated_verify(run, state, p, real=jacobi.verify):
+def truncated_count(run, accepted, committed, real=Run.before_first_rejection):
     """All four images of a batch commit what the slowest unfinished one commits."""
-    verified, length = real(run, state, p), state.layout.length
-    busy = state.committed < length
-    count = torch.where(busy, fours(torch.where(busy, verified.count, length)), 0).minimum(verified.count)
-    return replace(verified, count=count)
+    count, length = real(run, accepted, committed), run.layout.length
+    busy = committed < length
+    return torch.where(busy, fours(torch.where(busy, count, length)), 0).minimum(count)
 
 
-def truncated_refine(run, state, verified, official):
+def truncated_refine(self, run, window, tested, p, position, exists, official):
     """Decided tokens after the cut stay in the window; ``official``: accepted ones with the distribution they had
     before.
     """
-    p, draft = verified.p, jacobi.window_draft(run, state, verified.position, verified.exists)
-    decided = torch.cat((torch.ones_like(verified.accepted[:, :1]), verified.accepted[:, :-1]), dim=1).long().cumprod(1)
-    redrawn = jacobi.categorical(p, state.stream.uniform(verified.position, jacobi.Purpose.DRAFT, state.step_index))
-    token = torch.where(decided.bool(), verified.token, redrawn)
-    stale = decided.bool() & verified.accepted
+    draft = self.draft(run, window, position, exists)
+    decided = torch.cat((torch.ones_like(tested.accepted[:, :1]), tested.accepted[:, :-1]), dim=1).long().cumprod(1)
+    redrawn = categorical(p, run.stream.uniform(position, Purpose.DRAFT, window.passes))
+    token = torch.where(decided.bool(), tested.token, redrawn)
+    stale = decided.bool() & tested.accepted
     return token, torch.where(stale.unsqueeze(-1), draft.q, p) if official else p
 
 
@@ -131,20 +132,20 @@ def test_sjd_plus_plus_as_printed_is_biased():
 
 
 def test_keeping_the_old_distribution_of_kept_tokens_is_biased(monkeypatch):
-    monkeypatch.setattr(jacobi, "refine", sticky_refine)
+    monkeypatch.setattr(SJD, "refine", sticky_refine)
     assert_biased("threshold_exact")
 
 
 def test_truncating_a_batch_with_stale_distributions_is_biased(monkeypatch):
-    monkeypatch.setattr(jacobi, "verify", truncated_verify)
-    monkeypatch.setattr(jacobi, "refine", partial(truncated_refine, official=True))
+    monkeypatch.setattr(Run, "before_first_rejection", truncated_count)
+    monkeypatch.setattr(SJD, "refine", partialmethod(truncated_refine, official=True))
     assert_biased("resample")
 
 
 def test_truncating_a_batch_with_the_new_distributions_is_exact(monkeypatch):
     """The harness of the test above is not what fails: with the right distribution the same truncation is exact."""
-    monkeypatch.setattr(jacobi, "verify", truncated_verify)
-    monkeypatch.setattr(jacobi, "refine", partial(truncated_refine, official=False))
+    monkeypatch.setattr(Run, "before_first_rejection", truncated_count)
+    monkeypatch.setattr(SJD, "refine", partialmethod(truncated_refine, official=False))
     assert_exact(SHARP, "plain", runs=MANY)
 
 
@@ -155,7 +156,7 @@ def test_truncating_a_batch_with_the_new_distributions_is_exact(monkeypatch):
     "method",
     [
         NextToken(),
-        *(SJD(window=3, reuse=reuse) for reuse in jacobi.REUSE),
+        *(SJD(window=3, reuse=reuse) for reuse in REUSE),
         SJD(window=3, front=2),
         SJD(window=4, settle=0.3),
         SJD(window=4, front=3, settle=0.3),
@@ -183,7 +184,7 @@ def test_gumbel_gives_the_next_token_image(name, initial):
         assert torch.equal(decoded.tokens, reference.tokens)
 
 
-@pytest.mark.parametrize("reuse", jacobi.REUSE)
+@pytest.mark.parametrize("reuse", REUSE)
 @pytest.mark.parametrize("initial", INITIAL)
 def test_passes_never_exceed_the_tokens(reuse, initial):
     for name in LAYOUTS:
@@ -207,7 +208,7 @@ def test_where_the_prefix_does_not_matter_one_refinement_is_enough(reuse):
     assert trace.totals["target_passes"] <= 3  # the prompt, one with fresh guesses, one with refined ones
 
 
-@pytest.mark.parametrize("reuse", jacobi.REUSE)
+@pytest.mark.parametrize("reuse", REUSE)
 def test_greedy_is_the_argmax_image(reuse):
     for name in LAYOUTS:
         greedy = draw(NextToken(), name, SamplingParams(temperature=0), batch=2).tokens

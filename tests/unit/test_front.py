@@ -90,17 +90,17 @@ def with_q_of_the_first(root, first, q, noise, count, real=front.front_drafts):
     return replace(tree, token=torch.cat((tree.token[:, :1], tree.token[:, 1:].flip(1)), dim=1))
 
 
-def longest_path(run, state, tree, p, real=jacobi.verify_front):
+def longest_path(run, window, tree, p, real=jacobi.verify_front):
     """Of all drafts that pass, takes one after which the window's next draft passes, too."""
-    outcome, position = real(run, state, tree, p), state.committed[:, None]
-    slots = [1, *range(run.width, p.shape[1])]
-    following, q_following = state.window.token[:, 2], run.memory.draft_probs.at(position + 1)[:, 0]
-    u_following = state.stream.uniform(position + 1, Purpose.ACCEPT, state.step_index)[:, 0]
+    outcome, position = real(run, window, tree, p), window.committed[:, None]
+    slots = [1, *range(run.method.window, p.shape[1])]
+    following, q_following = window.token[:, 2], run.memory.draft_probs.at(position + 1)[:, 0]
+    u_following = run.stream.uniform(position + 1, Purpose.ACCEPT, window.passes)[:, 0]
     left_p, left_q, taken = p[:, 0], tree.draft_probs[:, 0], torch.zeros_like(following)
     found, longest = taken > 0, taken > 0
     for number, slot in enumerate(slots, 1):
         draft = tree.token[:, number]
-        u = state.stream.uniform(position, Purpose.SKIP, state.step_index * 16 + number)[:, 0]
+        u = run.stream.uniform(position, Purpose.SKIP, window.passes * 16 + number)[:, 0]
         passes = tree.exists[:, number] & (u < at(left_p, draft) / at(left_q, draft).clamp(min=1e-30))
         longer = passes & (u_following < at(p[:, slot], following) / at(q_following, following))
         taken = torch.where((passes & ~found) | (longer & ~longest), number, taken)
@@ -109,7 +109,7 @@ def longest_path(run, state, tree, p, real=jacobi.verify_front):
         left_p = left_p / left_p.sum(-1, keepdim=True)
         left_q = left_q.scatter(1, draft[:, None], 0)
         left_q = left_q / left_q.sum(-1, keepdim=True).clamp(min=1e-30)
-    sampled = categorical(left_p, state.stream.uniform(position, Purpose.REDRAW, state.step_index)[:, 0])
+    sampled = categorical(left_p, run.stream.uniform(position, Purpose.REDRAW, window.passes)[:, 0])
     token = torch.where(found, tree.token.gather(1, taken[:, None])[:, 0], sampled)
     verified = replace(
         outcome.verified, path=taken[:, None], token=torch.cat((token[:, None], outcome.verified.token[:, 1:]), dim=1)
@@ -118,11 +118,11 @@ def longest_path(run, state, tree, p, real=jacobi.verify_front):
     return replace(outcome, verified=verified, slot=slot)
 
 
-def slot_by_the_next_draft(run, state, tree, p, real=jacobi.verify_front):
+def slot_by_the_next_draft(run, window, tree, p, real=jacobi.verify_front):
     """After a rejection, column 1 is predicted after the draft that makes the window's next draft the likeliest."""
-    outcome = real(run, state, tree, p)
-    slots = [1, *range(run.width, p.shape[1])]
-    following = state.window.token[:, 2:3].expand(-1, len(slots))
+    outcome = real(run, window, tree, p)
+    slots = [1, *range(run.method.window, p.shape[1])]
+    following = window.token[:, 2:3].expand(-1, len(slots))
     best = torch.tensor(slots)[at(p[:, slots], following).argmax(1)]
     return replace(outcome, slot=torch.where(outcome.verified.accepted > 0, outcome.slot, best))
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ..support.tiny import CAPTION, GRID, VOCAB, caption_features, fill, llamagen
 from ..support.toy import VOCAB as TOY_VOCAB
 from ..support.toy import ToyModel, plain, request
-from ..support.windows import SIZE, begun, three_passes
+from ..support.windows import SIZE, begun, step, three_passes
 
 METHODS = [
     NextToken(),
@@ -314,7 +314,7 @@ def test_a_step_reads_nothing_on_the_host(models, method):
         run, state = begun(
             method, model, SamplingParams(cfg=2, top_k=9, top_p=0.9), model.encode_features(caption_features())
         )
-        run, state = three_passes(jacobi.step, run, state)
+        run, state = three_passes(step, run, state)
     shapes = [(2,), (2, SIZE + 1), (2, 16), (2, 17, len(POSITION_FIELDS))]
-    found = state.committed, state.window.token, run.record.image, run.record.positions
+    found = state.committed, state.token, run.record.image, run.record.positions
     assert [tuple(tensor.shape) for tensor in found] == shapes

@@ -9,8 +9,10 @@ import pytest
 import torch
 from comfyui_specar.kernels import fp32
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.methods import jacobi
+from comfyui_specar.samplers.drafts.guesses import Memory
+from comfyui_specar.samplers.engine.run import Run
 from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
+from comfyui_specar.samplers.methods.window import Window
 from comfyui_specar.samplers.rng import Stream
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
@@ -23,7 +25,7 @@ from ..support.rules import RELAXED
 from ..support.tiny import VOCAB as TINY_VOCAB
 from ..support.tiny import caption_features, fill, llamagen
 from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
-from ..support.windows import SIZE, begun, decided, three_passes
+from ..support.windows import SIZE, begun, decided, step, three_passes
 
 RUNS = 12_000
 NOISE = 0.03  # how far 12,000 images of 81 kinds stray from their distribution by chance
@@ -144,19 +146,21 @@ def test_refinement_stays_exact(reuse):
     p, q = torch.randn(2, 50, width, 3, generator=generator).softmax(-1)
     token = q.flatten(0, 1).multinomial(1, generator=generator).view(50, width)
     zeros, position = torch.zeros(50, dtype=torch.int64), torch.arange(width).expand(50, -1)
-    window = jacobi.Window(zeros, torch.cat((zeros[:, None], token), dim=1))
+    window = Window(zeros, torch.cat((zeros[:, None], token), dim=1), zeros[:1, None], None)
     model, layout = ToyModel(plain(2, 5)), plain(2, 5)
     seen, refined = [], []
     for rule in (Exact(), UniformRSD(20)):
         method = SJD(window=width, reuse=reuse, rule=rule)
-        memory = jacobi.Memory.empty(reuse, 50, layout.stride, width, 3, torch.device("cpu"))
+        memory = Memory.empty(reuse, 50, layout.stride, width, 3, torch.device("cpu"))
         memory.draft_probs.put(position, q)
-        run = jacobi.JacobiRun(method, method.rule, SamplingParams(), width, False, model, None, memory, None)
-        step_index = torch.zeros((1, 1), dtype=torch.int64)
-        state = jacobi.JacobiState(window, step_index, Stream.of(0, 50, "cpu"), None, layout, None)
-        verified = jacobi.verify(run, state, p)
-        seen.append(verified.token)
-        refined.append(jacobi.refine(run, state, verified))
+        stream = Stream.of(0, 50, "cpu")
+        run = Run(
+            method, model, None, None, memory, SamplingParams(), None, None, None, False, stream, layout, None, None
+        )
+        exists = (torch.arange(width) < width - 1).expand(50, -1)
+        tested = method.test(run, window, p, position, exists)
+        seen.append(tested.token)
+        refined.append(method.refine(run, window, tested, p, position, exists))
     assert not torch.equal(*seen), "the rules must decide differently here"
     assert all(torch.equal(exact, relaxed) for exact, relaxed in zip(*refined))
 
@@ -231,8 +235,8 @@ def test_a_step_reads_nothing_on_the_host(model, rule):
     nowhere.device = torch.device("meta")
     rule = replace(rule, neighbours=5) if hasattr(rule, "neighbours") else rule
     with torch.inference_mode():
-        run, state = passes(jacobi.step, rule, nowhere)
-    found = state.window.token, state.committed, run.record.image
+        run, state = passes(step, rule, nowhere)
+    found = state.token, state.committed, run.record.image
     assert [tuple(t.shape) for t in found] == [(2, SIZE + 1), (2,), (2, 16)]
 
 
@@ -242,8 +246,8 @@ def test_a_step_compiles_as_one_graph(model, rule, monkeypatch):
     monkeypatch.setattr(fp32, "applies", lambda layer, x: False)
     torch.compiler.reset()
     with torch.inference_mode():
-        plain = passes(jacobi.step, rule, model)
-        compiled = passes(torch.compile(jacobi.step, fullgraph=True, backend="eager"), rule, model)
+        plain = passes(step, rule, model)
+        compiled = passes(torch.compile(step, fullgraph=True, backend="eager"), rule, model)
     assert all(torch.equal(a, b) for a, b in zip(decided(plain), decided(compiled), strict=True))
     record = plain[0].record
     assert record.positions[..., record.fields.index("tv_bound")].any(), "the rule has something to record"

@@ -10,10 +10,10 @@ from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.engine.memory import LOGITS, PROBABILITIES, run_bytes
 from comfyui_specar.samplers.engine.prefill import CHUNK
+from comfyui_specar.samplers.engine.run import Run
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.speculative import DraftTree
-from comfyui_specar.samplers.methods.window import strength_at
 from comfyui_specar.samplers.trace import Record, Source, rounds_of
 
 from ..support.toy import ToyDrafter, ToyModel, plain, request
@@ -60,8 +60,9 @@ def test_every_pass_has_its_milliseconds(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: next(looks) / 4)
     trace = SJD(window=3).sample(asked).trace
     passes = trace.totals["target_passes"]
-    assert trace.rounds["milliseconds"].tolist() == [250.0] * passes
-    assert trace.totals["seconds"] == (passes + 1) / 4
+    # The clock is read after the prompt's pass, twice after every other, and at the end.
+    assert trace.rounds["milliseconds"].tolist() == [250.0] + [500.0] * (passes - 1)
+    assert trace.totals["seconds"] == passes / 2
 
 
 def test_a_round_too_many_is_written_past_the_others():
@@ -106,7 +107,7 @@ def test_the_strength_of_a_rule_is_that_of_the_position_and_past_the_end_that_of
         if strength is None
         else torch.stack([strength.expand(2, -1)[b][position[b].clamp(max=3)] for b in range(2)])
     )
-    assert torch.equal(strength_at(state, position), wanted)
+    assert torch.equal(Run.strength_at(state, position), wanted)
 
 
 def test_drafting_has_its_share_of_the_milliseconds(monkeypatch):

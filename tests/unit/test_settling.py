@@ -12,7 +12,7 @@ from comfyui_specar import api
 from comfyui_specar.kernels.sampling import at
 from comfyui_specar.reports.run_report import judgement
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.methods import jacobi, settling
+from comfyui_specar.samplers.methods import settling
 from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
@@ -84,14 +84,14 @@ def test_the_more_settles_the_fewer_passes_and_the_more_drift():
 def test_settling_by_the_guess_itself_breaks_the_bound(monkeypatch):
     """What settles must not depend on the guess: it would no longer be a sample from q. Here only the last id does."""
 
-    def by_the_guess(*given, real=jacobi.next_window):
+    def by_the_guess(*given, real=SJD.decide):
         window = real(*given)
         return replace(window, settled=window.settled.minimum((window.guess == 2).long().cumprod(1).sum(1)))
 
     method = replace(EXACT, settle=0.3)
     found, bound, chance = drift(many(method, "kept", MANY), "kept")
     assert found.tv <= bound + chance
-    monkeypatch.setattr(jacobi, "next_window", by_the_guess)
+    monkeypatch.setattr(SJD, "decide", by_the_guess)
     found, bound, chance = drift(draw(method, "kept", batch=MANY), "kept")
     assert found.tv > 1.2 * (bound + chance), (found, bound, chance)
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.engine.run import check_skippable
 from comfyui_specar.samplers.methods.skipping import (
     PATHS,
     Skipping,
     check_codebook,
-    check_skippable,
     choose_path,
     decide,
     path_probability,

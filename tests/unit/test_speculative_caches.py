@@ -33,12 +33,12 @@ SKIPS = {
 
 def assert_cache_is_fresh(run, model):
     """Keys, values and lengths of the target's cache against one pass over the prompt and the committed tokens."""
-    held = run.state.committed - run.state.uncached.count
-    cache, batch = run.step.target_state.cache, len(held)
+    held, cache = run.held, run.run.cache.cache
+    batch = len(held)
     request = run.request
     fresh = model.start(request.conditioning, request.negative, batch, request.layout, slack=0, guided=True)
     prompt = fresh.cache.lengths.clone()
-    model.step(fresh, run.step.record.image, torch.arange(run.step.length).expand(batch, -1))
+    model.step(fresh, run.run.record.image, torch.arange(run.run.layout.length).expand(batch, -1))
     assert torch.equal(cache.lengths, prompt + held.repeat(2))
     for row, length in enumerate(cache.lengths.tolist()):
         for buffer, expected in ((cache.keys, fresh.cache.keys), (cache.values, fresh.cache.values)):
@@ -55,13 +55,13 @@ def test_the_cache_is_that_of_a_fresh_pass_after_every_round(text_model, text_dr
         run = begin(text_model, DraftTree(drafter, STRUCTURES[structure], skipping=SKIPS[skips]), forced=True)
         while not run.done:
             run.round()
-            if not (run.state.committed < run.step.length).all():
+            if not (run.state.committed < run.run.layout.length).all():
                 continue
             assert_cache_is_fresh(run, text_model)
-            last = run.step.record.tokens[torch.arange(3), run.state.committed - 1]
-            assert torch.equal(run.state.uncached.root, last)
-        forced = run.state.layout.forced[0]
-        assert (run.step.record.image[:, forced >= 0] == 7).all()
+            last = run.run.record.tokens[torch.arange(3), run.state.committed - 1]
+            assert torch.equal(run.state.root, last)
+        forced = run.run.layout.forced[0]
+        assert (run.run.record.image[:, forced >= 0] == 7).all()
 
 
 @torch.inference_mode()
@@ -74,8 +74,8 @@ def test_the_eagle_drafter_knows_the_true_pairs(text_model, text_drafters, struc
         checked = 0
         while not run.done:
             run.round()
-            state, observed = run.state, run.state.drafter_inputs.begin
-            if run.done or state.skipped.any() or not (state.committed < run.step.length).all():
+            state, observed = run.state, run.state.observed.begin
+            if run.done or (skipping and state.skipped.any()) or not (state.committed < run.run.layout.length).all():
                 continue
             request = run.request
             fresh = text_model.start(request.conditioning, request.negative, 2, request.layout, slack=0, guided=True)
@@ -84,11 +84,11 @@ def test_the_eagle_drafter_knows_the_true_pairs(text_model, text_drafters, struc
             )
             begun = behind.cache.lengths.clone()
             before = fresh.prefill.hidden
-            out = text_model.step(fresh, run.step.record.image, torch.arange(run.step.length).expand(2, -1))
+            out = text_model.step(fresh, run.run.record.image, torch.arange(run.run.layout.length).expand(2, -1))
             hidden = torch.cat((before, out.hidden[:, :-1]), dim=1)
-            positions = torch.arange(run.step.length).expand(2, -1)
-            text_drafters["eagle"].observe(behind, run.step.record.image, positions, hidden, observed)
-            cache = run.step.drafter_state.cache
+            positions = torch.arange(run.run.layout.length).expand(2, -1)
+            text_drafters["eagle"].observe(behind, run.run.record.image, positions, hidden, observed)
+            cache = run.run.memory.cache
             assert torch.equal(cache.lengths, begun + observed.repeat(2))
             for row, length in enumerate(cache.lengths.tolist()):
                 assert torch.allclose(cache.keys[:, row, :, :length], behind.cache.keys[:, row, :, :length], atol=1e-4)
@@ -115,7 +115,7 @@ def test_skipping_never_is_the_host(text_model, text_drafters):
             while not (a.done and b.done):
                 a.round()
                 b.round()
-            assert torch.equal(a.step.record.image, b.step.record.image)
+            assert torch.equal(a.run.record.image, b.run.record.image)
 
 
 def test_rounds_are_never_skipped_twice_running(text_model, text_drafters):

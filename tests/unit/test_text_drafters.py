@@ -23,7 +23,7 @@ from comfyui_specar.models.prefix import TextPrefix
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine.session import Session
-from comfyui_specar.samplers.methods.speculative import DraftTree, SpeculativeRun
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.tools.training import drafter as command_line
 from comfyui_specar.tools.training import drafter_export
 from comfyui_specar.tools.training.drafter_data import Pool, from_folder, own_samples
@@ -32,6 +32,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_chameleon, tiny_janus, tiny_simplear
+from ..support.rounds import Rounds
 from ..support.tiny import fill
 from ..support.tiny_text import CODES, WORDS, null, text_model
 
@@ -95,7 +96,7 @@ def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure
     second = negative and target.encode_ids(negative)
     method = DraftTree(drafter, STRUCTURES[structure])
     asked = Request(target, target.encode_ids(prompt), layout, SamplingParams(2.0), second, 1, 2)
-    run = SpeculativeRun(method, asked, Session(Graphs(target.device)))
+    run = Rounds(method, asked, Session(Graphs(target.device)))
     prompts = [prompt, negative or null(torch.zeros(1, 1, 1), (4, 3)).flatten().long().tolist()]
     seen, observe = [], drafter.observe
 
@@ -109,12 +110,12 @@ def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure
         run.round()
     for branch, words in enumerate(prompts):
         for image in range(2):
-            wanted = features_after(target, drafter, words, run.step.record.tokens[image, :-1])
+            wanted = features_after(target, drafter, words, run.run.record.tokens[image, :-1])
             for counts, found in seen:
                 if counts[image] < layout.length:
                     assert torch.allclose(found[branch, image], wanted[counts[image] - 1], atol=1e-4)
     forced = layout.forced[0]
-    assert torch.equal(run.step.record.image[:, forced >= 0], forced[forced >= 0].expand(2, -1))
+    assert torch.equal(run.run.record.image[:, forced >= 0], forced[forced >= 0].expand(2, -1))
 
 
 @torch.inference_mode()

@@ -16,7 +16,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,14 +33,13 @@ from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts import trees
 from comfyui_specar.samplers.drafts.structures import Chain
+from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine.prefill import Start
-from comfyui_specar.samplers.methods import jacobi, next_token
+from comfyui_specar.samplers.engine.run import DiscreteMethod
+from comfyui_specar.samplers.engine.session import Session
 from comfyui_specar.samplers.methods.jacobi import SJD
-from comfyui_specar.samplers.methods.round_step import ROUND, RoundStep
+from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
-from comfyui_specar.samplers.probabilities import DeviceParams
-from comfyui_specar.samplers.rng import Stream
-from comfyui_specar.samplers.trace import Record
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -164,65 +162,28 @@ class Case:
     def __init__(self, name: str, counts: Launches):
         self.model = model = built(name)
         self.layout, self.forcing = model.layout().to(GPU), model.vocab < model.vocab_total
-        self.graphs, self.params = CountedGraphs(counts), DeviceParams.of(model.defaults, GPU, None)
-        self.prompt = model.encode_features(torch.zeros(1, sizes.PROMPT, sizes.CAPTION)), None, 1
-        self.request = Request(model, self.prompt[0], self.layout, model.defaults)
+        self.graphs = CountedGraphs(counts)
+        prompt = model.encode_features(torch.zeros(1, sizes.PROMPT, sizes.CAPTION))
+        self.request = Request(model, prompt, self.layout, model.defaults)
 
-    def begin(self, slack: int) -> tuple[Any, Start, Stream]:
-        """The model's state, where sampling begins, and the random numbers."""
-        state = self.model.start(*self.prompt, self.layout, slack, True)
-        tokens = torch.zeros((1, self.layout.length + 1), dtype=torch.int64, device=GPU)
-        return state, Start(torch.zeros(1, dtype=torch.int64), tokens, state.prefill), Stream.of(0, 1, GPU)
+    def passes(self, method: DiscreteMethod) -> Iterator[Any]:
+        """Begin a run, and make a step of it whenever asked."""
 
+        def start(model: Any, cache: Any, layout: Any, *_: Any) -> Start:
+            tokens = torch.zeros((1, layout.length + 1), dtype=torch.int64, device=GPU)
+            return Start(torch.zeros(1, dtype=torch.int64), tokens, cache.prefill)
 
-def next_token_pass(case: Case) -> Iterator[Any]:
-    model_state, start, stream = case.begin(1)
-    record = Record.empty(case.layout.length, 1, GPU, round_fields=())
-    run = next_token.NextTokenRun(case.model, case.params, case.forcing, model_state, record, next_token.Noise())
-    state = next_token.begin(run, start, case.layout, stream)
-    while True:
-        yield
-        state = case.graphs("step", partial(next_token.step, run), state)
-
-
-def sjd_pass(case: Case) -> Iterator[Any]:
-    model_state, start, stream = case.begin(WINDOW)
-    model, method = case.model, SJD(WINDOW)
-    memory = jacobi.Memory.empty(method.reuse, 1, case.layout.stride, WINDOW, model.vocab_total, GPU)
-    record = Record.empty(case.layout.length, 1, GPU, round_fields=())
-    run = jacobi.JacobiRun(method, method.rule, case.params, WINDOW, case.forcing, model, model_state, memory, record)
-    state = jacobi.begin(run, start, case.layout, stream, None)
-    while True:
-        yield
-        state = case.graphs("step", partial(jacobi.step, run), state)
-
-
-def chain_round(case: Case) -> Iterator[Any]:
-    drafter = sizes.eagle(case.model)
-    method = DraftTree(drafter, Chain(CHAIN))
-    model_state, start, stream = case.begin(method.width(case.request))
-    drafter_state = drafter.start(model_state, *case.prompt, case.layout, method.draft_width, True)
-    record = Record.empty(case.layout.length, 1, GPU, round_fields=ROUND)
-    step = RoundStep(
-        case.model,
-        model_state,
-        drafter,
-        drafter_state,
-        method.structure,
-        method.rule,
-        None,
-        case.params,
-        None,
-        case.layout.length,
-        case.forcing,
-        method.max_drafter_inputs,
-        record,
-    )
-    strength = torch.ones((1, case.layout.length), device=GPU)
-    state = step.begin(start, stream, case.layout, strength, None)
-    while True:
-        yield
-        state = case.graphs("round", step.whole, state)
+        session = Session(self.graphs)
+        with (
+            patch.object(engine, "read_prefix", start),
+            patch.object(engine, "check_finite", lambda out: None),
+            patch.object(type(self.layout), "forces", self.forcing),
+        ):
+            run, state, _ = engine.begin(method.bound(self.request), self.request, session)
+        carried, step = engine.Carried(run.stream, run.layout, None, None, state), engine.captured_step(run)
+        while True:
+            yield
+            carried = self.graphs("step", step, carried)
 
 
 def mar_b(counts: Launches) -> tuple[MaskedModel, MaskedState]:
@@ -261,14 +222,18 @@ def mar_head(model: MaskedModel, state: MaskedState) -> Iterator[Any]:
         model.head.denoise(z, z, scale, 1.0, noise[0], noise[1:], schedule, state.graphs)
 
 
+def chain(case: Case) -> Iterator[Any]:
+    return case.passes(DraftTree(sizes.eagle(case.model), Chain(CHAIN)))
+
+
 CASES = {
-    "llamagen-xl, next token": ("llamagen-xl", next_token_pass),
-    "llamagen-xl, sjd 32": ("llamagen-xl", sjd_pass),
-    "llamagen-xl, chain of 5": ("llamagen-xl", chain_round),
-    "janus-pro-1b, next token": ("janus-pro-1b", next_token_pass),
-    "lumina-mgpt-7b, next token": ("lumina-mgpt-7b", next_token_pass),
-    "lumina-mgpt-7b, sjd 32": ("lumina-mgpt-7b", sjd_pass),
-    "emu3-8b, next token": ("emu3-8b", next_token_pass),
+    "llamagen-xl, next token": ("llamagen-xl", lambda case: case.passes(NextToken())),
+    "llamagen-xl, sjd 32": ("llamagen-xl", lambda case: case.passes(SJD(WINDOW))),
+    "llamagen-xl, chain of 5": ("llamagen-xl", chain),
+    "janus-pro-1b, next token": ("janus-pro-1b", lambda case: case.passes(NextToken())),
+    "lumina-mgpt-7b, next token": ("lumina-mgpt-7b", lambda case: case.passes(NextToken())),
+    "lumina-mgpt-7b, sjd 32": ("lumina-mgpt-7b", lambda case: case.passes(SJD(WINDOW))),
+    "emu3-8b, next token": ("emu3-8b", lambda case: case.passes(NextToken())),
     "mar-b, backbone": ("mar-b", mar_pass),
     "mar-b, head": ("mar-b", mar_head),
 }

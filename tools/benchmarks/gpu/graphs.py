@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import torch
 from comfyui_specar.kernels.graphs import Graphs
-from comfyui_specar.samplers.engine import loop, session
-from comfyui_specar.samplers.methods import speculative
+from comfyui_specar.samplers.engine import run as engine
+from comfyui_specar.samplers.engine import session
 
 from .. import sizes
 from ..passes import Sampler
@@ -47,8 +47,7 @@ def captures(dry: bool) -> Iterator[Captures]:
             from comfyui_specar.tests.support.tape import LatePoll, TapeGraphs
 
             base = TapeGraphs
-            for module in (loop, speculative):
-                stack.enter_context(patch.object(module, "Poll", LatePoll))
+            stack.enter_context(patch.object(engine, "Poll", LatePoll))
 
         class Counted(base):
             def _capture(self, *given):

@@ -1,0 +1,288 @@
+"""A run of a method for token ids: what its steps may ask for, and everything around them.
+
+A method is mathematics: ``begin`` and ``step``, functions of tensors. The rest is here: caches, sessions, captured
+steps, random numbers, the record and the loop.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..constants import numbers
+from ..contract import ARModel, Drafter, Method, Progress, Request, Result, SamplingParams, StepOut
+from ..drafts.structures import Extent
+from ..layout import TokenLayout
+from ..probabilities import check_finite, probabilities
+from ..rng import Stream
+from ..rules.acceptance import check_strength
+from ..trace import Record, Trace
+from .memory import run_bytes
+from .prefill import read_prefix
+from .session import Poll, Session, open_session, session_key
+
+
+class State(Protocol):
+    """What a step passes to the next one: tensors in frozen dataclasses. A step does not write to it."""
+
+    @property
+    def committed(self) -> Tensor:
+        """[B] (int64), tokens decided so far."""
+        ...
+
+    @property
+    def draft(self) -> Tensor | None:
+        """[B, D] (int64), the guesses after these that the next step feeds; None if it feeds no guess."""
+        ...
+
+    @property
+    def extent(self) -> Tensor | None:
+        """[N] (int64), the next step's Extent; None if the host need not know any."""
+        ...
+
+
+class DiscreteMethod(Method):
+    """A method for token ids, as two functions: ``begin`` and ``step``. ``drafter``, if it has one, drafts for it."""
+
+    round_fields: ClassVar[tuple[str, ...]] = ()  # of the record; none where rounds follow from the positions
+
+    @abstractmethod
+    def begin(self, run: Run, committed: Tensor, out: StepOut) -> State:
+        """The state after ``committed`` [B] tokens and the one that ``out`` [R, 1, ...] predicts, which is sampled."""
+
+    @abstractmethod
+    def step(self, run: Run, state: State, extent: Extent = ()) -> State:
+        """One forward pass. Complete images stay as they are.
+
+        Where steps have ``one_shape``, it may be replayed as a CUDA graph, and so reads nothing on the host.
+        """
+
+    def launch(self, run: Run, state: State, extent: Extent) -> State:
+        """A step that is not captured, on as many threads as suit it."""
+        return run.call("step", self.step, state, extent)
+
+    def bound(self, request: Request) -> DiscreteMethod:
+        """The method with what its settings mean for this request. Raises ValueError if the model lacks something."""
+        return self
+
+    def memory(self, request: Request, into: Any) -> Any:
+        """What it remembers of positions and writes in place. into: that of an earlier run, which is reused."""
+        return None
+
+    def feeds_tree(self) -> bool:
+        """Does a step feed a tree, whose slots may lie past the end of the image?"""
+        return False
+
+    def drafter_passes(self, extent: Extent) -> int:
+        """Forward passes of the drafter in a step."""
+        return 0
+
+    def annotate(self, trace: Trace) -> None:
+        """Add to a finished trace what follows from it."""
+
+    def session_key(self, request: Request) -> Hashable:
+        return session_key(request, self, self.width(request))
+
+    def run_bytes(self, request: Request) -> int:
+        drafter = getattr(self, "drafter", None)
+        return run_bytes(request, self.width(request), drafter, self.draft_width if drafter else 0)
+
+    def sample(self, request: Request) -> Result:
+        self.check(request)
+        started = time.perf_counter()
+        with open_session(self, request) as session:
+            run, state, known = begin(self.bound(request), request, session)
+            host = decode(run, request, state, known, started)
+            settings = self.describe(request) | asdict(request.params)
+            seconds, width = time.perf_counter() - started, self.width(request)
+            trace = run.record.finish(run.layout, request.seed, settings, seconds, width=width, **host)
+            run.method.annotate(trace)
+            return Result(run.record.image.clone(), trace)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What steps share. stream, layout, strength and skippable are inputs of captured steps; the rest is constant.
+
+    cache: the target's state; memory: the drafter's, or without one what the method itself remembers; forcing: does the
+    layout force any token; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request; codebook [V, C]; ends: by
+    kind of call, when each of its calls ended (see ``call``).
+    """
+
+    method: Any
+    model: ARModel
+    cache: Any
+    drafter: Drafter | None
+    memory: Any
+    params: SamplingParams
+    codebook: Tensor | None
+    session: Session | None
+    record: Record
+    forcing: bool
+    stream: Stream
+    layout: TokenLayout
+    strength: Tensor | None
+    skippable: Tensor | None
+    ends: dict[str, list[float]] = field(default_factory=dict)
+
+    def predict(self, token: Tensor, position: Tensor, tree_mask: Tensor | None = None) -> Tensor:
+        """Feed tokens [B, T] at positions [B, T]; the target's probabilities [B, T, V+] after them."""
+        return self.probs(self.model.step(self.cache, token, position, tree_mask).logits, position)
+
+    def probs(self, logits: Tensor, position: Tensor) -> Tensor:
+        """The target's probabilities [B, T, V+] after positions [B, T], from its logits [R, T, V+]."""
+        forced = self.layout.forced_at(position + 1) if self.forcing else None
+        return probabilities(logits, self.params, self.model.vocab, forced)
+
+    def keep(self, count: Tensor, path: Tensor | None = None) -> None:
+        """Keep the first ``count`` [B] of the tokens fed, or of ``path`` [B, P] (indices), in the target's cache."""
+        self.model.commit(self.cache, count, path)
+
+    def before_first_rejection(self, accepted: Tensor, committed: Tensor) -> Tensor:
+        """Tokens [B] that images decide: the accepted ones [B, W] (bool) before the first rejection, and the one there.
+
+        The last column has no guess and is never accepted.
+        """
+        columns, device = accepted.shape[1], accepted.device
+        last, number = (numbers(values, device, torch.int64) for values in ((columns,), tuple(range(1, columns + 1))))
+        return torch.where(accepted, last, number).amin(-1).minimum(self.layout.length - committed)
+
+    def strength_at(self, position: Tensor) -> Tensor:
+        """How far a relaxed rule may go at positions [B, T]."""
+        if self.strength is None:
+            return torch.ones(position.shape, device=position.device)
+        return self.strength.expand(len(position), -1).gather(1, position.clamp(max=self.layout.length - 1))
+
+    def call(self, kind: str, function: Callable[..., Any], *inputs: Any) -> Any:
+        """function(run, *inputs), on as many threads as suit its ``kind``, and with a note of when it ended."""
+        outcome = self.session.call(kind, function, self, *inputs)
+        self.ends.setdefault(kind, []).append(time.perf_counter())
+        return outcome
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a captured step is given: a method's state, and the inputs of its run."""
+
+    stream: Stream
+    layout: TokenLayout
+    strength: Tensor | None
+    skippable: Tensor | None
+    state: Any
+
+
+def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, Tensor]:
+    """Read the prompt and the prefix tokens, and sample the token after them: the run, its state, and how many tokens
+    [B] (int64, on the CPU) of every image are then decided."""
+    model, params, batch, drafter = request.model, request.params, request.batch, getattr(method, "drafter", None)
+    device, layout = model.device, request.layout.to(model.device)
+    strength = check_strength(request.strength, batch, layout.length, device)
+    skippable = check_skippable(request.skippable, batch, layout.length, device)
+    prompt = (request.conditioning, request.negative, batch, layout)
+    cache = model.start(*prompt, slack=method.width(request), guided=params.guided, into=session.state)
+    if drafter is None:
+        memory = method.memory(request, session.draft_state)
+    else:
+        slack, old = method.draft_width, session.draft_state
+        memory = drafter.start(cache, *prompt, slack=slack, guided=params.guided, into=old)
+    session.adopt(cache, memory)
+    session.record = session.record or Record.empty(layout.length, batch, device, round_fields=method.round_fields)
+    start = read_prefix(model, cache, layout, batch, drafter, memory, request.callback)
+    check_finite(start.out)
+    run = Run(
+        method,
+        model,
+        cache,
+        drafter,
+        memory,
+        session.params(params, device),
+        None if model.codebook is None else model.codebook.to(device),
+        session,
+        session.record,
+        layout.forces,
+        Stream.of(request.seed, batch, device),
+        layout,
+        strength,
+        skippable,
+    )
+    session.record.begin(start.tokens, start.committed)
+    return run, method.begin(run, start.committed, start.out), start.prefix_length + 1
+
+
+def decode(run: Run, request: Request, state: State, known: Tensor, started: float) -> dict[str, Any]:
+    """Launch steps until all images are complete; returns what the host measured, as Record.finish takes it.
+
+    known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
+    run. On a GPU one step more than necessary is launched.
+    """
+    method, model, session, length = run.method, run.model, run.session, run.layout.length
+    width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
+    carried, step = Carried(run.stream, run.layout, run.strength, run.skippable, state), captured_step(run)
+    poll, extents, ends = Poll(model.device, request.batch), [], [time.perf_counter()]
+    while True:
+        state = carried.state
+        known = torch.maximum(known, poll(state.committed))
+        if request.callback:
+            passes = len(ends) - poll.lag - len(run.ends.get("skip", ()))
+            image, p = run.record.image, run.record.p
+            request.callback(Progress(image, known, length, passes, state.draft, state.committed, p))
+        if int(known.min()) >= length:
+            break
+        extent = () if state.extent is None else tuple(state.extent.tolist())
+        # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
+        decided = int(known.max()) + poll.lag * width
+        longest = None if session.graphs.one_shape else min(length + past_end, decided + width)
+        shape = [run.params.switches, model.set_attention_length(run.cache, longest)]
+        if run.drafter is not None:
+            longest = None if session.graphs.one_shape else decided + method.draft_width + 1
+            shape.append(run.drafter.set_attention_length(run.memory, longest))
+        if session.graphs.active and method.one_shape:
+            carried = session.graphs(tuple(shape), step, carried)
+        else:
+            carried = replace(carried, state=method.launch(run, state, extent))
+        extents.append(extent)
+        ends.append(time.perf_counter())
+    surplus = min(poll.lag, len(extents))
+    ends, extents = ends[surplus:], extents[: len(extents) - surplus]
+    begins = [started, *ends[:-1]]
+    host = {"draft_passes": sum(map(method.drafter_passes, extents)), "milliseconds": milliseconds(begins, ends)}
+    drafted = [started, *run.ends.get("draft", ())]
+    if (
+        run.drafter is not None and not poll.lag and len(drafted) == len(begins)
+    ):  # on a GPU the host does not wait for the drafts
+        host["draft_milliseconds"] = milliseconds(begins, drafted)
+    return host
+
+
+def captured_step(run: Run) -> Callable[[Carried], Carried]:
+    """A step of the run from its inputs alone."""
+    run = replace(run, session=None)  # it holds the graphs, and these the step: all would live until a collection
+
+    def step(given: Carried) -> Carried:
+        inputs = {name: getattr(given, name) for name in ("stream", "layout", "strength", "skippable")}
+        return replace(given, state=run.method.step(replace(run, **inputs), given.state))
+
+    return step
+
+
+def milliseconds(begins: Sequence[float], ends: Sequence[float]) -> list[float]:
+    """Between two lists of seconds."""
+    return [1000 * (end - begin) for begin, end in zip(begins, ends, strict=True)]
+
+
+def check_skippable(skippable: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
+    """A request's skippable positions [batch, length] on ``device``. Raises ValueError unless they are [1 or batch,
+    length] and bool."""
+    if skippable is None:
+        return None
+    if skippable.dim() != 2 or skippable.shape[0] not in (1, batch) or skippable.shape[1] != length:
+        raise ValueError(f"skippable has shape {tuple(skippable.shape)}, but must have shape (1 or {batch}, {length}).")
+    if skippable.dtype != torch.bool:
+        raise ValueError(f"skippable is {skippable.dtype}, but must be torch.bool: true where drafts may be skipped.")
+    return skippable.to(device).expand(batch, -1)

@@ -1,0 +1,289 @@
+"""Rounds of speculative decoding in which some images skip verification (VVS, see skipping.py).
+
+An image that skips takes a path of its tree as it is. These tokens are decided, but not in the target's cache: they are
+``uncached``, the last of them being the root, and the next round feeds them before its tree. With the uncached tokens
+r s t and a tree of a, a', b:
+
+    fed     r s t a a' b       P = 3 uncached tokens, the root t last, then the drafts
+    sees    r: r    s: r s    t: r s t    a: r s t a    b: r s t a b
+
+That pass tells what the target would have predicted at r, s and t, which is recorded, and gives the drafter their true
+hidden states in place of the stale ones that it had to make do with (VVS, section 4.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...kernels.sampling import at, choose, take
+from ..constants import counting
+from ..drafts.trees import Tree
+from ..engine.run import Run
+from ..rng import Purpose
+from ..trace import Source
+from ..verification.tree import Verified
+from . import skipping
+from .rounds import Observed, Round
+
+if TYPE_CHECKING:
+    from .speculative import DraftTree
+
+
+@dataclass(frozen=True)
+class Uncached:
+    """Decided tokens [B, P] (int64) that are not yet in the target's cache.
+
+    The first ``count`` [B] are valid, the last of them is the root. q [B, P]: the draft probability of tokens that were
+    accepted unverified.
+    """
+
+    token: Tensor
+    q: Tensor
+    count: Tensor
+
+    @property
+    def root(self) -> Tensor:
+        return self.token.gather(1, self.count[:, None] - 1)[:, 0]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The new tokens [B, L] of a round, the first ``count`` [B] valid."""
+
+    token: Tensor
+    count: Tensor
+    observed: Observed
+
+    def where(self, condition: Tensor, other: Decided) -> Decided:
+        """These for the images where condition [B], else ``other``."""
+        return Decided(
+            choose(condition, self.token, other.token),
+            choose(condition, self.count, other.count),
+            self.observed.where(condition, other.observed),
+        )
+
+
+@dataclass(frozen=True)
+class SkippingRound(Round):
+    """A Round with ``uncached`` tokens; skipped [B]: did the last round skip verification; features [R, G, D], known
+    [B]: the target's latest hidden states and their number."""
+
+    uncached: Uncached | None = None
+    skipped: Tensor | None = None
+    features: Tensor | None = None
+    known: Tensor | None = None
+
+
+def begin(method: DraftTree, state: Round, token: Tensor, p: Tensor, hidden: Tensor) -> SkippingRound:
+    """The state after the first token [B, 1], of p [B, 1, V+], which the hidden states [R, 1, D] predict."""
+    one = torch.ones_like(state.committed)
+    uncached = Uncached(token, torch.zeros_like(p[..., 0]), one)
+    features = hidden.expand(-1, method.structure.size()[1], -1)
+    return SkippingRound(**vars(state), uncached=uncached, skipped=one < 0, features=features, known=one)
+
+
+def verify_or_skip(method: DraftTree, run: Run, state: SkippingRound, tree: Tree) -> Round:
+    """Verify the trees of some images and take those of the others as they are. Waits for a GPU to learn which."""
+    length = run.layout.length
+    active = state.committed < length
+    skip = active & skipping.decide(
+        method.skipping, tree, run.codebook, state.index, state.committed, length, state.skipped, run.skippable
+    )
+    verifies, skips = torch.stack(((active & ~skip).any(), skip.any())).tolist()
+    kind = "verify" if verifies or not skips else "skip"
+    return run.call(kind, partial(commit, method), state, tree, skip, kind == "verify", skips)
+
+
+def commit(
+    method: DraftTree, run: Run, state: SkippingRound, tree: Tree, skip: Tensor, verifies: bool, skips: bool
+) -> Round:
+    """Verify the trees, except those of the images ``skip`` [B], which are taken as they are.
+
+    verifies, skips: are there images of either kind. Complete images stay as they are.
+    """
+    before, uncached, plan = state.committed, state.uncached, state.plan
+    verifying, accepted = (before < run.layout.length) & ~skip, torch.zeros_like(before)
+    decided, q, width = None, tree.probability, 0
+    if verifies:
+        width = uncached.token.shape[1] + tree.token.shape[1] - 1
+        state, decided, accepted = verify(method, run, state, tree, verifying)
+    if skips:
+        taken, q = take_unverified(method, run, state, tree, skip)
+        decided = taken if decided is None else decided.where(~skip, taken)
+    method.record_round(run, state, tree, accepted, decided.count, width, skip)
+    history = method.structure.learn(state.history, plan, tree, before, before + decided.count, accepted, verifying)
+    uncached = next_uncached(uncached, decided, q, skip, 1 + skips * method.structure.size()[1])
+    observed = decided.observed
+    if run.session.graphs.one_shape:
+        observed = observed.padded(method.max_drafter_inputs)
+    state = replace(state, history=history, uncached=uncached, skipped=skip, observed=observed)
+    return method.advance(run, state, decided.token, decided.count)
+
+
+def verify(
+    method: DraftTree, run: Run, state: SkippingRound, tree: Tree, verifying: Tensor
+) -> tuple[SkippingRound, Decided, Tensor]:
+    """Verify the trees with one forward pass of the target: the state, new tokens, and accepted drafts [B].
+
+    Only the images ``verifying`` [B] (bool) advance. Uncached tokens stay decided; what the pass says about them is
+    recorded, and their true key/value states are cached.
+    """
+    uncached, length = state.uncached, run.layout.length
+    width, count, slots = uncached.token.shape[1], uncached.count[:, None], tree.token.shape[1]
+    offset = torch.cat((counting(width, count.device) - count, tree.depth[:, 1:] - 1), dim=1)
+    position = (state.committed[:, None] + offset).clamp(min=0)
+    token = torch.cat((uncached.token, tree.token[:, 1:]), dim=1)
+    out = run.model.step(run.cache, token, position, fed_mask(uncached, tree))
+    slot = counting(slots, count.device)
+    fed = torch.where(slot > 0, slot + width, count) - 1  # where the slots of the tree are fed
+    verified, probs_after = method.accept(run, state, tree, take(out.logits, fed), position.gather(1, fed))
+
+    path = commit_path(uncached, verified)
+    kept = torch.where(verifying, uncached.count + verified.accepted, 0)
+    run.keep(kept, path)
+    refresh = method.skipping.refresh and width > 1
+    if refresh:
+        run.drafter.rewind(run.memory, torch.where(verifying, uncached.count - 1, 0))
+    decided = after_verification(uncached, verified, out.hidden, path, state.committed, length, verifying, refresh)
+    before = torch.nn.functional.pad(verified.path, (1, 0))
+    method.record(run, state, tree, verified, decided.count, probs_after(before))
+    if width > 1:
+        record_uncached(run, state, out.logits, position, verifying)
+    state = replace(
+        state,
+        features=skipping.push_features(state.features, take(out.hidden, path), kept),
+        known=state.known + kept,
+        passes=state.passes + verifying,
+    )
+    return state, decided, torch.where(verifying, verified.accepted, 0)
+
+
+def take_unverified(
+    method: DraftTree, run: Run, state: SkippingRound, tree: Tree, skip: Tensor
+) -> tuple[Decided, Tensor]:
+    """Take a path of the tree as if it were verified, for the images ``skip`` [B]; and its q [B, levels]."""
+    u = run.stream.uniform(state.committed[:, None], Purpose.SKIP, state.index)[:, 0]
+    slots, count = skipping.choose_path(method.skipping, tree, u)
+    count = torch.where(skip, count, 0)
+    token, q = tree.token.gather(1, slots), skipping.path_probability(method.skipping, tree, slots)
+    hidden = skipping.stale_features(state.features, state.known, count, slots.shape[1])
+    position = state.committed[:, None] + counting(slots.shape[1], skip.device)
+    depth, width = tree.spread()
+    run.record.write(
+        position,
+        position < (state.committed + count)[:, None],
+        token,
+        None,
+        source=Source.SKIPPED,
+        finalised_at=state.passes[:, None] - 1,
+        depth=tree.depth.gather(1, slots),
+        q=q,
+        rank=tree.rank.gather(1, slots),
+        tree_depth=depth[:, None],
+        tree_width=width[:, None],
+    )
+    return Decided(token, count, Observed(token, state.committed, count, hidden)), q
+
+
+def record_uncached(run: Run, state: SkippingRound, logits: Tensor, position: Tensor, verifying: Tensor) -> None:
+    """Record what the pass says about the tokens accepted unverified before it; logits and position as fed.
+
+    Not testing a token drifts as accepting it for certain does: by [1 - p/q]+ with the q that it was taken with
+    (skipping.path_probability), whose mean is the total variation of q and p.
+    """
+    uncached = state.uncached
+    width, count, token = uncached.token.shape[1], uncached.count[:, None], uncached.token[:, 1:]
+    p = run.probs(logits[:, : width - 1], position[:, : width - 1])
+    index = counting(token.shape[1], token.device)
+    ratio = at(p, token) / uncached.q[:, 1:].clamp(min=1e-30)
+    run.record.write(
+        state.committed[:, None] - count + 1 + index,
+        verifying[:, None] & (index < count - 1),
+        token,
+        p,
+        ratio=ratio,
+        tv_bound=(1 - ratio).clamp(min=0),
+    )
+
+
+def fed_mask(uncached: Uncached, tree: Tree) -> Tensor:
+    """The tree mask [B, T, T] (bool) of the tokens fed: which fed tokens each of them attends to.
+
+    An uncached token attends to those before it, a draft to all uncached tokens and its ancestors. Tokens that are not
+    valid attend to themselves only.
+    """
+    batch, width = uncached.token.shape
+    tree_mask = tree.tree_mask()
+    if width == 1:  # only the root, which is slot 0 of the tree
+        return tree_mask
+    index = counting(width, uncached.token.device)
+    valid = index < uncached.count[:, None]
+    causal = (index <= index[:, None]) & valid[:, None] | torch.eye(width, dtype=torch.bool, device=index.device)
+    drafts = tree_mask[:, 1:, 1:]
+    uncached_rows = torch.cat((causal, drafts.new_zeros((batch, width, drafts.shape[1]))), dim=2)
+    draft_rows = torch.cat((valid[:, None].expand(-1, drafts.shape[1], -1), drafts), dim=2)
+    return torch.cat((uncached_rows, draft_rows), dim=1)
+
+
+def commit_path(uncached: Uncached, verified: Verified) -> Tensor:
+    """Indices [B, P + L] of the fed tokens that stay in the cache: the uncached ones, then the accepted path."""
+    width, levels = uncached.token.shape[1], verified.path.shape[1]
+    index = counting(width + levels, uncached.token.device)
+    level = (index - uncached.count[:, None]).clamp(0, levels - 1)
+    # Slot s >= 1 of the tree is fed at index P + s - 1.
+    return torch.where(index < uncached.count[:, None], index, width - 1 + verified.path.gather(1, level))
+
+
+def after_verification(
+    uncached: Uncached,
+    verified: Verified,
+    hidden: Tensor,
+    path: Tensor,
+    committed: Tensor,
+    length: int,
+    verifying: Tensor,
+    refresh: bool,
+) -> Decided:
+    """The accepted drafts and the token after them, for the images ``verifying`` [B]; the others decide nothing.
+
+    hidden [R, T, D]: of the forward pass; path: see commit_path(). The drafter observes the new tokens; with
+    ``refresh`` also, once more, the uncached tokens after the first one. It has observed those after a skipped round
+    with stale hidden states, and now gets the true ones.
+    """
+    width, levels = uncached.token.shape[1], verified.path.shape[1]
+    count = torch.where(verifying, torch.minimum(verified.accepted + 1, length - committed), 0)
+    again = uncached.count - 1 if refresh else torch.zeros_like(uncached.count)  # tokens observed once more
+    index = counting(width + levels, path.device)
+    old = uncached.token.gather(1, (index + 1).expand(len(path), -1).clamp(max=width - 1))
+    new = verified.token.gather(1, (index - again[:, None]).clamp(0, levels))
+    token = torch.where(index < again[:, None], old, new)
+    # The token before the first new one is the root, number count - 1 of the path.
+    first = uncached.count - 1 - again
+    before = path.gather(1, (first[:, None] + index).clamp(max=path.shape[1] - 1))
+    observed = Observed(token, committed - again, torch.where(verifying, count + again, 0), take(hidden, before))
+    return Decided(verified.token, count, observed)
+
+
+def next_uncached(uncached: Uncached, decided: Decided, q: Tensor, skip: Tensor, width: int) -> Uncached:
+    """The uncached tokens [B, width] of the next round.
+
+    After verification, the last new token alone (of a finished image the old root). Where verification was skipped,
+    skip [B], the old uncached tokens and then the new ones, of draft probability q [B, L].
+    """
+    index = counting(width, skip.device)
+    is_old = index < uncached.count[:, None]
+    old_index = index.clamp(max=uncached.token.shape[1] - 1).expand(len(skip), -1)
+    new_index = (index - uncached.count[:, None]).clamp(min=0)
+
+    def joined(old: Tensor, new: Tensor) -> Tensor:
+        return torch.where(is_old, old.gather(1, old_index), new.gather(1, new_index.clamp(max=new.shape[1] - 1)))
+
+    last = decided.token.gather(1, (decided.count[:, None] - 1).clamp(min=0))
+    last = torch.where(decided.count[:, None] > 0, last, uncached.root[:, None])
+    token = torch.where(skip[:, None], joined(uncached.token, decided.token), last)
+    return Uncached(token, joined(uncached.q, q), torch.where(skip, uncached.count + decided.count, 1))
