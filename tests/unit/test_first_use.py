@@ -5,14 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_specar.kernels import graphs
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.engine import first_use
 from comfyui_specar.samplers.generate import generate
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 
+from ..support import tiny_masked
 from ..support.tape import Tape, TapeGraphs
 from ..support.toy import ToyDrafter, ToyModel, plain, request
 
@@ -40,7 +44,7 @@ class Flatter(Tape):
     def replay(self):
         if not self.executed:
             self.calls = [
-                (Root(operation) if "softmax" in str(operation) else operation, *rest)
+                (Root(operation) if any(name in str(operation) for name in ("softmax", "silu")) else operation, *rest)
                 for operation, *rest in self.calls
             ]
         super().replay()
@@ -51,10 +55,10 @@ class Root:
         self.operation, self._schema = operation, operation._schema
 
     def __str__(self):
-        return "root"
+        return "our.root"
 
     def __call__(self, *given, **named):
-        return self.operation(*given, **named).sqrt()
+        return self.operation(*given, **named).abs().sqrt()
 
 
 @pytest.mark.parametrize("name", CAPTURED)
@@ -113,3 +117,19 @@ def test_probabilities_are_compared_too():
     assert first_use.same((tokens, p), (tokens, p * 1.01))
     assert not first_use.same((tokens, p), (tokens, p * 1.2))
     assert first_use.same((tokens, p), (torch.tensor([[1, -1, 3]]), torch.tensor([[0.5, 0.0, 0.9]])))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("name", ["next token", "drafter"])
+def test_models_of_vectors_are_checked_too(name, broken, on_tape, monkeypatch, caplog):
+    model, drafter = tiny_masked.tiny(1), tiny_masked.tiny(2)
+    method = ContinuousNextToken() if name == "next token" else ContinuousSpeculative(drafter, 2)
+    prompt = model.encode_features(torch.tensor([3.0]).view(1, -1, 1))
+    asked = ContinuousRequest(model, prompt, model.grid, ContinuousParams(steps=3, cfg=2.0), seed=0, batch=2)
+    if broken:
+        monkeypatch.setattr(TapeGraphs, "tape", Flatter)
+    first_use.check_captured(method, asked)
+    assert ("captured steps compute something else" in caplog.text) == broken == graphs._failed
+    assert sum(each.replayed for each in on_tape) > 4
+    graphs._failed = False
