@@ -10,25 +10,13 @@ from PIL import Image
 
 from tools.comfy_server import PACK
 
-from ..support.families import CHANGES, FAMILIES, REFINED, SMALL, Placed
+from ..support.families import CHANGES, FAMILIES, REFINED, SMALL
 from ..support.families import WORKFLOWS as ASKED
 
 WORKFLOWS = PACK / "workflows"
 JANUS, ANOLE = "41 Janus-Pro (download)", "47 Anole (download)"
 LLAMAGEN, LUMINA = "44 LlamaGen, text (download)", "46 Lumina-mGPT (download)"
 GLM_IMAGE = "51 GLM-Image (download)"
-
-
-@pytest.fixture(scope="module")
-def models(comfy):
-    """models/ of the server with the files of all families."""
-    placed = Placed(comfy.base / "models")
-    for name in ("ar_models", "ar_drafters"):
-        (placed.models / name).mkdir(exist_ok=True)
-    for write in FAMILIES.values():
-        write(placed.models)
-    yield placed.models
-    placed.remove()
 
 
 def workflow(comfy, name: str, **inputs) -> dict:

@@ -3,17 +3,20 @@
 import json
 import math
 import os
+import random
 import signal
 from pathlib import Path
 
 import aiohttp
 import pytest
+from comfyui_specar.batch.answers import UnexpectedAnswerError
 from comfyui_specar.model_loaders.files.trace_files import load_trace
-from comfyui_specar.tools.benchmarks.faults import Fault, problem_of
 from PIL import Image
 
 from tests.conftest import Comfy
-from tests.support.patience import PATIENCE
+from tests.support import prompts
+from tests.support.patience import PATIENCE, many
+from tests.support.spoiled import problem_of, spoiled
 from tools.comfy_server import ComfyServer
 
 SPOILED = [  # node, input, value, and what the answer says
@@ -43,7 +46,23 @@ def test_a_spoiled_input_is_named_and_no_traceback_is_needed(comfy, node, name, 
     run = comfy.run(prompt)
     assert run.outcome in ("rejected", "error") or run.node_errors
     assert says in run.message()
-    assert problem_of(Fault("05 Acceptance map", node, name, "", repr(value), prompt), run) is None
+    assert problem_of(run) is None
+
+
+@pytest.mark.parametrize("number", range(many(1, 30)))
+def test_inputs_spoiled_at_random(comfy, number):
+    dice, slow = random.Random(number), ("27 Compare all methods", "07 Find the fastest method")
+    bundled = {
+        name: prompt
+        for name, prompt in prompts.workflows().items()
+        if name not in slow and "(bundled)" in str(prompts.models(prompt))
+    }
+    for name in dice.choices(sorted(bundled), k=10):
+        prompt, what = spoiled(bundled[name], dice)
+        try:
+            assert problem_of(comfy.run(prompt)) is None, f"{name}: {what}"
+        except UnexpectedAnswerError:  # ComfyUI's own answer to what it cannot read at all
+            pass
 
 
 def test_the_server_generates_after_all_that(comfy):

@@ -7,10 +7,12 @@ names what is wrong, soon, and without the memory that the file lies about.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -34,6 +36,8 @@ from .tiny_family import declared
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 LONGEST = 1500  # characters of a message
 DRAWN = 4096  # tokens of an image that is worth starting here
+WATCHED = ("os.", "subprocess.Popen", "socket.", "shutil.", "ctypes.dlopen", "urllib.")  # events of sys.addaudithook
+HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")
 HUNGRY = ("allocate memory", "MemoryError", "not enough memory")
 
 
@@ -163,8 +167,39 @@ class Outcome:
     problem: str | None
 
 
+class Watch:
+    """What Python does while this lasts that no loader may: run, write or send something."""
+
+    on: bool = False
+    seen: list[str]
+
+    def __enter__(self) -> Watch:
+        self.on, self.seen = True, []
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.on = False
+
+    def hear(self, event: str, arguments: tuple) -> None:
+        if not self.on or "__pycache__" in str(arguments[:1]):
+            return
+        flags = arguments[2] if event == "open" and isinstance(arguments[2], int) else 0
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or event.startswith(WATCHED) and event not in HARMLESS:
+            self.seen.append(f"{event} {arguments!r:.200}")
+
+
+_watch = Watch()
+sys.addaudithook(_watch.hear)
+
+
 def examine(seed: Seed, folder: Path) -> Outcome:
     """Use what is in a folder, and judge what happens."""
+    with _watch:
+        outcome = _examined(seed, folder)
+    return replace(outcome, problem=outcome.problem or f"did {_watch.seen[0]}") if _watch.seen else outcome
+
+
+def _examined(seed: Seed, folder: Path) -> Outcome:
     names = {part for path in (folder, *folder.rglob("*")) for part in (path.name, path.stem)}
     try:
         seed.use(folder)

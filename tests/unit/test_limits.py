@@ -24,13 +24,13 @@ from comfyui_specar.model_loaders.text import language_model, t5
 from comfyui_specar.model_loaders.text.tiktoken_file import read_ranks
 from comfyui_specar.reports import acceptance_map, comparison, run_report
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
-from comfyui_specar.tools.benchmarks import fuzz
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..support.hostile_files import BILLION, HOSTILE, one_tensor, safetensors
+from ..support.process_memory import forget_peak, held
 
 MOST_SECONDS = 5  # of the processor: 0.5 are intended, and a busy machine takes several times as long
 MOST_MEMORY = 300 << 20  # bytes beyond the file's own
@@ -56,12 +56,12 @@ def test_a_hostile_file_is_refused_at_once(tmp_path, write):
     linux = Path("/proc/self/clear_refs").exists()
     for mapped in (True, False)[: 1 + (file.suffix == ".safetensors")]:
         if linux:
-            fuzz.forget_memory()
-        before, began = fuzz.memory("VmRSS") if linux else 0, time.process_time()
+            forget_peak()
+        before, began = held() if linux else 0, time.process_time()
         with pytest.raises((CheckpointError, JobsError)) as refused:
             read(file, mapped)
         assert time.process_time() - began < MOST_SECONDS
-        assert not linux or fuzz.memory() - before - file.stat().st_size < MOST_MEMORY
+        assert not linux or held("VmHWM") - before - file.stat().st_size < MOST_MEMORY
         assert file.name in str(refused.value) and len(str(refused.value)) <= limits.MESSAGE + 10
         del refused
 

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
-from comfyui_specar.tools.benchmarks.loading import language_model, write
 
-SHAPES = language_model("model.", 512, 1536, 4, 256, 16384, biased=True)
+from ..support.large_files import qwen2, write
+
+SHAPES = qwen2(512, 1536, 4, 256, 16384)
 CONFIG = {
     "model_type": "qwen2",
     "num_attention_heads": 4,
@@ -28,11 +29,12 @@ CHILD = """
 import json, sys
 from pathlib import Path
 import comfyui_specar as specar, torch
-from comfyui_specar.tools.benchmarks.loading import watch
+from comfyui_specar.tests.support.large_files import watch
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, use_mmap
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
+specar.load_model(folder)  # imports what is imported on first use
 def twice():
     copies = [tensor.clone() for tensor in open_checkpoint(folder / "model.safetensors.index.json").tensors.values()]
     return copies, specar.load_model(folder, dtype=torch.float32)

@@ -9,7 +9,6 @@ from comfyui_specar.reports import quality as reports_quality
 from comfyui_specar.reports.quality import quality_of
 from comfyui_specar.tools.benchmarks import documents, quality_tables, results_tables
 from comfyui_specar.tools.benchmarks import size_chart as sizes
-from comfyui_specar.tools.benchmarks.published import SCORES
 from comfyui_specar.tools.benchmarks.quality_cases import discrete_cases
 from comfyui_specar.tools.benchmarks.quality_chart import LETTER, Box, Panel, Point, front, quality_chart
 
@@ -111,7 +110,9 @@ def test_what_find_fastest_shows_is_of_settings_with_the_same_drafts_and_rule(re
 
 def test_published_scores_are_of_cases():
     named = {case.name for case in discrete_cases(None, None)}
-    assert {paper.case for paper in SCORES} <= named and {case for *_, case in documents.METHODS} <= named
+    assert {case for case, *_ in results_tables.results("papers")} <= named and {
+        case for *_, case in documents.METHODS
+    } <= named
 
 
 @pytest.mark.parametrize("node", quality_tables.HELP_PAGES)

@@ -1,4 +1,4 @@
-"""Write the tables of numbers into the documents, from tools/benchmarks/results and published.py.
+"""Write the tables of numbers into the documents, from tools/benchmarks/results.
 
     python -m tools.benchmarks documents
 
@@ -20,7 +20,6 @@ from typing import Any
 from . import automatic, quality_tables
 from . import results_tables as found
 from .chart import passes_chart
-from .published import PUBLISHED
 from .quality_chart import Point, quality_chart
 from .results_tables import cases, drift, grid, results
 from .size_chart import size_chart
@@ -260,20 +259,12 @@ TABLES: dict[str, Callable[[], str]] = {
         for report in reports
     },
     "baselines": partial(found.baselines, "speed-next-token-cpu-fp32-amd", "speed-next-token-cpu-bf16-amd"),
-    "loading": found.loading,
-    "find fastest": found.find_fastest,
-    "throughput, one process": partial(found.throughput, "1x1"),
-    "throughput, two processes": partial(found.throughput, "2x1"),
     "batches, LlamaGen-XL": partial(found.passes_of_batches, "llamagen-xl", 7.5, "batches-xl-cpu-bf16-amd"),
     "batches, LlamaGen-B": partial(found.batches, B, GUIDANCE, "batches-cpu-bf16-amd"),
     "continuous": found.continuous,
     "continuous, paper": found.continuous_paper,
-    "determinism": found.determinism,
     "same seed": found.same_seed,
-    "storage": found.storage,
-    "streaming": found.streaming,
     "dtype auto": automatic.table,
-    "faults": found.faults,
     "quality chart": partial(picture, "en", "docs/"),
     "quality chart, Chinese": partial(picture, "zh", ""),
     "quality chart, page": partial(picture, "en", ""),
@@ -290,7 +281,6 @@ TABLES: dict[str, Callable[[], str]] = {
         for node in quality_tables.HELP_PAGES
         for language in quality_tables.HELP
     },
-    **{f"published, {row.method}": partial(found.published, row.method) for row in PUBLISHED},
 }
 
 

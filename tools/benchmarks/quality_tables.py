@@ -9,7 +9,6 @@ from typing import Any
 from comfyui_specar.reports.quality import class_of
 
 from . import results_tables
-from .published import CONDITIONS, SCORES
 from .results_tables import grid, said
 
 REPORT = "quality-cpu"
@@ -160,16 +159,15 @@ def sampling() -> str:
 
 
 def papers() -> str:
-    """Our images with the settings of papers beside what the papers print for theirs."""
+    """Our images with the settings of papers beside what the papers print for theirs: model, passes saved, scores (with
+    next token's of the same table) and where they stand."""
     rows, found = [], measured("default")
     base = next(iter(found.values()), None)
-    for paper in SCORES:
-        row = found.get(paper.case)
-        ours = ("", "", "")
+    for case, model_, fewer, scores, source in results_tables.results("papers"):
+        row, ours = found.get(case), ("", "", "")
         if row and base:
             ours = (f"{base['passes']['value'] / row['passes']['value']:.2f}x", *brief(row))
-        scores = ", ".join(f"{name} {own} ({plain})" for name, (own, plain) in paper.scores.items())
-        rows.append((said(paper.case), *ours, paper.model, paper.fewer, scores, paper.source))
+        rows.append((said(case), *ours, model_, fewer, scores, source))
     head = (
         "setting",
         "fewer passes, ours",
@@ -180,8 +178,7 @@ def papers() -> str:
         "paper (next token)",
         "source",
     )
-    sources = [f"* **{source}**: {CONDITIONS[source]}" for source in dict.fromkeys(paper.source for paper in SCORES)]
-    return "\n".join([grid(head, rows), "", *sources])
+    return grid(head, rows)
 
 
 def brief(row: dict[str, Any] | None) -> tuple[str, str]:

@@ -13,8 +13,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from .published import CONDITIONS, PUBLISHED
-
 RESULTS = Path(__file__).parent / "results"
 REUSE = {
     "coupled": "SJD, coupled",
@@ -180,14 +178,6 @@ def baselines(*reports: str) -> str:
     return grid(("bundled model, widened to", "precision", "guidance", "next token, s", *others), rows)
 
 
-def throughput(layout: str) -> str:
-    """Machine seconds per image, from prompt to pixels, by batch size."""
-    rows = [row for row in results("throughput-cpu")["rows"] if row["layout"] == layout]
-    names, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "batch"))
-    found = {(row["method"], row["batch"]): f"{row['seconds_per_picture']:.2f}" for row in rows}
-    return grid(("batch size", *map(said, names)), [(n, *(found.get((name, n), "") for name in names)) for n in sizes])
-
-
 def batches(name: str, guidance: float, report: str) -> str:
     """Seconds per image by batch size, where the batches of a speed report are whole images."""
     rows = measured_speed(name, guidance, report)["batches"]
@@ -216,68 +206,6 @@ def passes_of_batches(name: str, guidance: float, report: str) -> str:
             (row["pictures"], f"{row['ms'][base]['median']:.0f}", *(cell(row, method) for method in others))
             for row in rows
         ],
-    )
-
-
-def loading() -> str:
-    """Seconds and memory until there is a model and until there is a token, by size and precision."""
-    rows = []
-    for name, model in results("loading-cpu")["models"].items():
-        for cold, warm in zip(model["runs"][::2], model["runs"][1::2], strict=True):
-            precision = SHORT[cold["dtype"]] + (f", stored in {SHORT[cold['storage']]}" if cold["storage"] else "")
-            rows.append(
-                (
-                    f"{name}, {model['bytes'] / 1e9:.1f} GB",
-                    precision,
-                    f"{cold['seconds']:.0f}",
-                    f"{warm['seconds']:.0f}",
-                    f"{cold['first token']:.1f}",
-                    *(f"{cold[kind] / 1e9:.1f}" for kind in ("weights", "anonymous peak", "file-backed peak")),
-                )
-            )
-    return grid(
-        (
-            "checkpoint",
-            "precision",
-            "load, s",
-            "again, s",
-            "first token, s",
-            "weights, GB",
-            "own memory, GB",
-            "mapped file, GB",
-        ),
-        rows,
-    )
-
-
-def find_fastest() -> str:
-    """What Find Fastest takes of the time that it is asked for."""
-    rows = []
-    for run in results("find-fastest-cpu")["runs"]:
-        ran = [trial for trial in run["trials"] if trial["ms_per_token"]]
-        token = statistics.median(run["trials"][0]["ms_per_token"]) / 1000
-        rows.append(
-            (
-                run["model"],
-                SHORT[run["dtype"]],
-                f"{token * run['image_tokens']:.0f}",
-                run["asked"],
-                f"{run['took']:.0f}",
-                f"{run['trial_tokens']} of {run['image_tokens']}",
-                f"{len(ran)} of {len(run['trials'])}",
-            )
-        )
-    return grid(
-        (
-            "shapes",
-            "precision",
-            "a next-token image, s",
-            "asked for, s",
-            "took, s",
-            "tokens of a trial",
-            "methods measured",
-        ),
-        rows,
     )
 
 
@@ -322,11 +250,6 @@ def continuous_paper() -> str:
     return grid(("draft length", "accepted", "squared distance", "1 image", "8 images"), rows)
 
 
-def determinism() -> str:
-    ways = results("determinism-cpu")["ways"].items()
-    return grid(("repeated", "images", "equal"), [(way, found["pictures"], found["same"]) for way, found in ways])
-
-
 def same_seed() -> str:
     rows = [
         (report["machine"]["processor"].replace("(R)", ""), dtype, said(case), found["images"], found["same images"])
@@ -335,77 +258,3 @@ def same_seed() -> str:
         for case, found in cases_.items()
     ]
     return grid(("processor", "dtype", "method", "images", "equal"), rows)
-
-
-def storage() -> str:
-    rows = [
-        (case, f"{found['mean']:.4f}", f"{found['99 %']:.3f}", f"{found['top 1']:.1%}")
-        for case, found in results("storage-cpu")["cases"].items()
-    ]
-    return grid(("stored", "change, mean", "99 % of tokens", "same most likely token"), rows)
-
-
-def streaming() -> str:
-    """Copies of a model of which half is streamed, by method."""
-    rows = []
-    for loaded in results("streaming-cpu")["loaded"]:
-        first = loaded["rows"][0]
-        rows += [
-            (
-                loaded["dtype"],
-                row["method"],
-                f"{row['passes']:.0f}",
-                f"{row['copied'] / 2**30:.2f}",
-                f"{row['seconds, calculated'] * 1000:.0f}",
-                f"{first['passes'] / row['passes']:.2f}",
-                f"{first['copied'] / row['copied']:.2f}",
-            )
-            for row in loaded["rows"]
-        ]
-    return grid(
-        (
-            "dtype",
-            "method",
-            "forward passes",
-            "GiB copied",
-            "ms at 25 GB/s, calculated",
-            "fewer passes",
-            "fewer copies",
-        ),
-        rows,
-    )
-
-
-def faults() -> str:
-    """Damaged files, invalid prompts and a long run."""
-    fuzz, prompts, soak = results("fuzz"), results("faults"), results("soak")
-    rss = soak["memory_mib"]["rss"]
-    rows = (
-        (
-            "damaged and hostile files",
-            fuzz["cases"],
-            f"{fuzz['outcomes']['loaded']} could be loaded, the others gave "
-            f"an error; {fuzz['executed']} ran code, {fuzz['deaths']} ended the process",
-        ),
-        (
-            "prompts with an invalid input",
-            prompts["spoiled_prompts"],
-            f"{len(prompts['defects'])} defects; the server "
-            + ("stayed up" if prompts["server_alive_at_the_end"] else "went down"),
-        ),
-        (
-            f"prompts over {soak['workflows']} workflows",
-            soak["prompts"],
-            f"{soak['outcomes']['success']} completed; "
-            f"server memory from {rss['first']:.0f} to {rss['last']:.0f} MiB, at most {rss['largest']:.0f}",
-        ),
-    )
-    return grid(("what", "how many", "result"), rows)
-
-
-def published(method: str) -> str:
-    """The papers' numbers on a method's page, and under which conditions they were measured."""
-    own = [row for row in PUBLISHED if row.method == method]
-    rows = [(row.what, row.model, row.fewer, row.faster, row.source) for row in own]
-    sources = [f"* **{source}**: {CONDITIONS[source]}" for source in dict.fromkeys(row.source for row in own)]
-    return "\n".join([grid(("what", "model", "fewer passes", "faster", "source"), rows), "", *sources])

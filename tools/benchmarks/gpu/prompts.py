@@ -39,21 +39,25 @@ def run(findings: Findings, **_options: object) -> None:
 async def draw(findings: Findings, url: str, pid: int) -> None:
     """The steps one after the other; images of one workflow must be the same each time."""
     import aiohttp
+    from comfyui_specar.batch.client import get_json
 
-    from ..soak import Job, Seen, one, seeded, workflows
+    from tests.support import prompts
 
-    known, seen = workflows([FIRST, OTHER]), Seen()
+    known, seen = prompts.workflows([FIRST, OTHER]), prompts.Seen()
     for number, (step, name) in enumerate(STEPS):
         if number == UNLOAD_BEFORE:
             async with aiohttp.ClientSession() as session, session.post(f"{url}/free", json=FREE) as reply:
                 reply.raise_for_status()  # it happens before the next prompt
         with findings.item(step=step, workflow=name) as row:
-            await one(url, pid, Job(name, SEED, seeded(known[name], SEED)), seen)
+            await prompts.run(url, pid, name, known[name], SEED, seen)
             row |= {
-                "seconds": round(seen.seconds[name][-1], 2),
-                "MiB": seen.memory[-1],
+                "seconds": round(seen.seconds[-1], 2),
+                "MiB": round(seen.memory[-1], 1),
                 "different images so far": len(seen.images[name, SEED]),
             }
+            gpu = (await get_json(url, "/system_stats"))["devices"][0]
+            if gpu["type"] != "cpu":
+                row["MiB of the GPU"] = round((gpu["torch_vram_total"] - gpu["torch_vram_free"]) / 2**20, 1)
     for failed in seen.failures:
         findings.failure(failed)
     if any(len(drawn) > 1 for drawn in seen.images.values()):
