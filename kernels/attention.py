@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .batch_invariant import enough
 from .dispatch import accelerated
 from .rotation import Norms, normalise, rotate
-from .steady import enough
 
 FEW = 128  # tokens; torch's fused kernels are for longer prompts
 
@@ -129,17 +129,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """
     shared = q.shape[1] // k.shape[1]
     if shared == 1:
-        return _steady(q, k, v, mask)
+        return _batch_invariant(q, k, v, mask)
     if mask is None:
         seen = torch.ones((1, 1, q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
         mask = added(seen, q.dtype)
     together = q.unflatten(1, (-1, shared)).flatten(2, 3)  # [R, Hkv, shared * T, d]
     rows = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
-    return _steady(together, k, v, rows).unflatten(2, (shared, -1)).flatten(1, 2)
+    return _batch_invariant(together, k, v, rows).unflatten(2, (shared, -1)).flatten(1, 2)
 
 
-def _steady(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """torch's attention, with queries padded so that results do not depend on their number (see steady.py)."""
+def _batch_invariant(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """torch's attention, with queries padded so that results do not depend on their number (see batch_invariant.py)."""
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     several, masks = enough(q, mask)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from . import fp32, steady
+from . import batch_invariant, fp32
 
 
-def linear(layer: nn.Module, x: Tensor, at_hand: bool = False) -> Tensor:
+def linear(layer: nn.Module, x: Tensor, own_weights: bool = False) -> Tensor:
     """layer(x) for x [..., inputs].
 
-    at_hand: the layer is an nn.Linear whose parameters may be used instead of calling it.
+    own_weights: the layer is an nn.Linear whose parameters may be used instead of calling it.
     """
-    if at_hand and fp32.applies(layer, x):
+    if own_weights and fp32.applies(layer, x):
         return fp32.linear(layer, x)
-    return steady.linear(layer, x, at_hand)
+    return batch_invariant.linear(layer, x, own_weights)

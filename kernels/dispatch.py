@@ -89,12 +89,12 @@ def _choose(case: Hashable, reference: Callable[..., Any], trial: Callable[..., 
             return
         _differed[case] += 1
         if _differed[case] == TRIES:
-            _leave(case, reference, "computes something else than its torch version, which is used instead")
+            _use_reference(case, reference, "computes something else than its torch version, which is used instead")
     except torch.OutOfMemoryError:
         _chosen[case] = kernel
         _warn_once("Memory is too short to compare Triton kernels with their torch versions: they run unvalidated")
     except Exception as error:  # compilers and drivers raise anything; the reference is always available
-        _leave(case, reference, _does_not_run(error))
+        _use_reference(case, reference, _does_not_run(error))
 
 
 def _call(case: Hashable, reference: Callable[..., Any], given: tuple) -> Any:
@@ -110,11 +110,11 @@ def _call(case: Hashable, reference: Callable[..., Any], given: tuple) -> Any:
     except Exception as error:  # Triton's compiler has exceptions of its own
         if function is reference:
             raise
-        _leave(case, reference, _does_not_run(error))
+        _use_reference(case, reference, _does_not_run(error))
         return reference(*given)
 
 
-def _leave(case: Hashable, reference: Callable[..., Any], why: str) -> None:
+def _use_reference(case: Hashable, reference: Callable[..., Any], why: str) -> None:
     """The reference computes a case from now on; the reason is logged once, also if it is that of several cases."""
     _chosen[case] = reference
     _warn_once("The Triton kernel %s %s", reference.__name__, why)

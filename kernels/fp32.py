@@ -3,7 +3,7 @@
 torch's BLAS library may read a matrix once per row, and may gain nothing from threads for a few rows (both on AMD's
 Zen 5). oneDNN's product does neither. For two or three rows, a token with guidance, (W x^T)^T, with the matrix as its
 first factor, is faster still. It depends on the processor, so each is tried. Results differ in the last bits, as those
-of other numbers of rows do in fp32. In 16-bit floats, see steady.py.
+of other numbers of rows do in fp32. In 16-bit floats, see batch_invariant.py.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def bf16_is_faster() -> bool:
     for layer in layers.values():
         nn.init.ones_(layer.weight)
     rows = {dtype: torch.ones(ROWS, INPUTS, dtype=dtype) for dtype in layers}
-    ways = {dtype: lambda _, dtype=dtype: cpu.linear(layers[dtype], rows[dtype], at_hand=True) for dtype in layers}
+    ways = {dtype: lambda _, dtype=dtype: cpu.linear(layers[dtype], rows[dtype], own_weights=True) for dtype in layers}
     trials.shortest(ways, 1, 1)  # finds their routines
     seconds = trials.shortest(ways, 1, TRIES)
     return seconds[torch.float32] > GAIN * seconds[torch.bfloat16]

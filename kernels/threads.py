@@ -84,7 +84,7 @@ def same_products(inputs: int, outputs: int, dtype: torch.dtype, bias: bool, thr
             weight.copy_(torch.randn(weight.shape, generator=generator) / inputs**0.5)
     x = torch.randn(MOST_ROWS, inputs, generator=generator).to(dtype)
     counts = (*range(1, 12), 16, 17, 20, 32, 33, 34, 58, 64, 66, 116, MOST_ROWS)
-    return all(same_alone(partial(cpu.linear, layer, x[:count], at_hand=True), threads) for count in counts)
+    return all(same_alone(partial(cpu.linear, layer, x[:count], own_weights=True), threads) for count in counts)
 
 
 @cache

@@ -39,7 +39,7 @@ def next_token(model: LoadedModel, request: Request) -> ChosenMethod:
 
 def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, request: Request) -> list[ChosenMethod]:
     """Methods that sample the model's distribution; likely the fastest first."""
-    windows = [sjd(model, window, request) for window in WINDOWS if 2 * window <= request.layout.drawn]
+    windows = [sjd(model, window, request) for window in WINDOWS if 2 * window <= request.layout.sampled_tokens]
     trees = (
         []
         if drafter is None

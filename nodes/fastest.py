@@ -33,8 +33,8 @@ from .sockets import ARDrafter, ARMethod
 from .widgets import common_inputs, negative_input
 
 RUNS = 3  # per method that may be the fastest
-WORTH = 1.5  # times the fastest: a slower method is not repeated
-HOPELESS = 2.0  # times the next-token sampler: a first run that takes longer is stopped
+REPEAT_WITHIN = 1.5  # times the fastest: a slower method is not repeated
+STOP_AFTER = 2.0  # times the next-token sampler: a first run that takes longer is stopped
 FEWEST = 64  # tokens of a trial, if the image has as many
 WARM = 32  # tokens of a run for warm-up or estimation
 PER_METHOD = 2.5  # average time per method with warm-up, in runs of the next-token sampler
@@ -135,14 +135,14 @@ class Search:
             trial = Trial(method)
             self.trials.append(trial)
             if method.drafter is None and 2 * method.method.width(self.request) > self.layout.length:
-                trial.note = f"not tried: trials of {self.layout.drawn} tokens are too short for it"
+                trial.note = f"not tried: trials of {self.layout.sampled_tokens} tokens are too short for it"
                 continue
             if clock() >= enough:
                 trial.note = TIME_UP
                 continue
             with self.noting(trial, enough):
                 self.warm_up(method, enough)
-                self.measure(trial, min(enough, clock() + HOPELESS * whole))
+                self.measure(trial, min(enough, clock() + STOP_AFTER * whole))
 
     def repeat(self) -> None:
         """Repeat the methods that may be the fastest, alternating with the baseline; the fastest one even after the
@@ -170,7 +170,7 @@ class Search:
         try:
             yield
         except GivenUpError:
-            slow = f"stopped: it took more than {HOPELESS:g} times as long as next token"
+            slow = f"stopped: it took more than {STOP_AFTER:g} times as long as next token"
             trial.note = TIME_UP if clock() >= until else slow
         except (RuntimeError, runs.TooLargeError) as error:
             if not isinstance(error, runs.TooLargeError) and not out_of_memory(error):
@@ -184,14 +184,14 @@ class Search:
     def promising(self, trial: Trial) -> bool:
         """Whether it may be the fastest."""
         medians = [other.median for other in self.trials if other.seconds and other.within(self.budget)]
-        return trial.within(self.budget) and trial.median <= WORTH * min(medians)
+        return trial.within(self.budget) and trial.median <= REPEAT_WITHIN * min(medians)
 
     def bases(self) -> list[ChosenMethod]:
         """The fastest window and the fastest tree so far, unless they are too slow for any rule to help."""
         ran = [trial for trial in self.trials if trial.seconds]
         of = [[t for t in ran if isinstance(t.method.method, kind)] for kind in (SJD, DraftTree)]
         best = [min(trials, key=lambda trial: trial.median) for trials in of if trials]
-        limit = HOPELESS * min(trial.median for trial in ran)
+        limit = STOP_AFTER * min(trial.median for trial in ran)
         return [trial.method for trial in best if trial.median <= limit]
 
 
@@ -299,7 +299,7 @@ class FindFastest(io.ComfyNode):
         if drafter is not None:
             drafter.follow(model)
         request = request_of(Inputs(model=model, seed=trial_seed, **inputs))
-        if not request.layout.drawn:
+        if not request.layout.sampled_tokens:
             raise ValueError(
                 "The noise mask of latent_image keeps every token, so there is nothing to generate. Mask "
                 "the part to generate, or connect Empty AR Latent."
@@ -328,7 +328,7 @@ def trial_seed_input() -> io.Input:
 
 def setting_text(request: Request, layout: TokenLayout) -> str:
     """Description of the trials' settings."""
-    drawn, total = layout.drawn, request.layout.drawn
+    drawn, total = layout.sampled_tokens, request.layout.sampled_tokens
     what = f"{total} tokens" if drawn == total else f"the first {drawn} of {total} tokens"
     images = "an image" if request.batch == 1 else f"each of {request.batch} images"
     return f"Trials sampled {what} of {images} on {request.model.device}, {drawing(asdict(request.params))}."

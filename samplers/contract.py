@@ -152,14 +152,14 @@ class Drafter(Protocol):
         ...
 
 
-COLDEST = 1e-6  # least temperature above 0: logits divided by less may become infinite
+MIN_TEMPERATURE = 1e-6  # least temperature above 0: logits divided by less may become infinite
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How logits become probabilities.
 
-    cfg >= 1 (1: no guidance); temperature 0 (greedy) or >= COLDEST; top_k 0 (off) .. V; top_p in (0, 1];
+    cfg >= 1 (1: no guidance); temperature 0 (greedy) or >= MIN_TEMPERATURE; top_k 0 (off) .. V; top_p in (0, 1];
     order: the base model's own sequence of the two filters, ("top_k", "top_p") or ("top_p", "top_k").
 
     entropy (T0, alpha, theta): the temperature of a token is multiplied by T0 exp(-H / alpha) + theta, where H is the
@@ -190,8 +190,10 @@ class SamplingParams:
         """Raise ValueError naming the parameter and its legal range."""
         if not self.cfg >= 1:
             raise ValueError(f"cfg is {self.cfg}, but must be at least 1 (no guidance).")
-        if not (self.temperature == 0 or self.temperature >= COLDEST):
-            raise ValueError(f"temperature is {self.temperature}, but must be 0 (greedy) or at least {COLDEST:g}.")
+        if not (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE):
+            raise ValueError(
+                f"temperature is {self.temperature}, but must be 0 (greedy) or at least {MIN_TEMPERATURE:g}."
+            )
         if not 0 <= self.top_k <= vocab:
             raise ValueError(f"top_k is {self.top_k}, but this model has {vocab} image tokens. Use 0 (off) to {vocab}.")
         if not 0 < self.top_p <= 1:
@@ -206,8 +208,8 @@ def check_entropy(first: float, decay: float, last: float) -> None:
         raise ValueError(f"The entropy temperature's T0 is {first}, but must be at least 0.")
     if not 0 < decay < math.inf:
         raise ValueError(f"The entropy temperature's alpha is {decay}, but must be above 0.")
-    if not COLDEST <= last < math.inf:
-        raise ValueError(f"The entropy temperature's theta is {last}, but must be at least {COLDEST:g}.")
+    if not MIN_TEMPERATURE <= last < math.inf:
+        raise ValueError(f"The entropy temperature's theta is {last}, but must be at least {MIN_TEMPERATURE:g}.")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class TokenLayout:
         return bool((self.forced >= 0).any())
 
     @property
-    def drawn(self) -> int:
+    def sampled_tokens(self) -> int:
         """How many tokens of an image the model samples (the most of any image). Reads the device."""
         return int((self.forced < 0).sum(1).max())
 

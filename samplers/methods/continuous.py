@@ -48,8 +48,8 @@ MODES = ("block", "prefix", "exact")
 CONDITIONS = ("prefix", "drafts")
 PATHS = {"off": 0.0, "paper": 1.0, "official": -1.0}  # sign of log Sigma
 TRIES = 100  # proposals of the residual, as in the published code; giving up then costs up to 0.4 % in total variation
-PATIENCE = 100  # times as many in mode "exact", which is then exact to less than 0.004 %
-ABSURD = 1e10  # no model samples numbers this large: such a draft is garbage, as NaN is
+EXACT_TRIES = 100  # times as many in mode "exact", which is then exact to less than 0.004 %
+MAX_VALUE = 1e10  # no model samples numbers this large: such a draft is garbage, as NaN is
 SMALLEST_KAPPA, LARGEST_KAPPA = 1e-6, 1e15  # tolerances of zero and infinity
 
 
@@ -229,7 +229,7 @@ class ContinuousRun:
         self.state, self.draft_state = model.start(*prompts), method.drafter.start(*prompts)
         self.lowest, self.highest = self.canvas.extent()
         self.passes = self.rounds = self.draft_passes = 0
-        self.own_passes = torch.zeros_like(self.canvas.done)[:, None]  # that decided tokens of the image
+        self.verified_passes = torch.zeros_like(self.canvas.done)[:, None]  # that decided tokens of the image
 
     def predict(
         self,
@@ -285,7 +285,7 @@ class ContinuousRun:
             distribution = self.predict(self.model, self.state, 0, positions, 0, self.highest, self.noise(positions))
             canvas.write(positions, self.take(distribution, positions, Purpose.TARGET), active.expand_as(positions))
             self.record.write(
-                positions, active.expand_as(positions), finalised_at=self.own_passes, source=Source.PREFILL
+                positions, active.expand_as(positions), finalised_at=self.verified_passes, source=Source.PREFILL
             )
             self.finish_pass(active[:, 0] * group, accepted=torch.zeros_like(canvas.done), width=group)
 
@@ -312,7 +312,7 @@ class ContinuousRun:
                 (noise_q[0][:, here], noise_q[1][:, :, here]),
             )
             draft = self.take(distribution, positions[:, here], Purpose.DRAFT)
-            usable = (draft.abs() < ABSURD).all(-1, keepdim=True)
+            usable = (draft.abs() < MAX_VALUE).all(-1, keepdim=True)
             # Hidden tokens are multiplied by zero in attention, and 0 * NaN would be NaN.
             canvas.write(positions[:, here], draft.where(usable, 0.0), exist[:, here])
             proposed.append(draft.where(usable, math.nan))
@@ -347,7 +347,7 @@ class ContinuousRun:
         token = torch.where(accept[..., None], x, self.take(p, positions, Purpose.TARGET))
         self.canvas.write(positions, token, exist)
         source = torch.where(accept, Source.RELAXED, Source.RESIDUAL)
-        self.record.write(positions, exist, finalised_at=self.own_passes, source=source, **test)
+        self.record.write(positions, exist, finalised_at=self.verified_passes, source=source, **test)
         self.finish_pass(exist.sum(1), (accept & exist).sum(1), x.shape[1])
 
     def decide_prefix(self, p: Distribution, q: Distribution, x: Tensor, positions: Tensor, exist: Tensor) -> None:
@@ -370,15 +370,19 @@ class ContinuousRun:
         is_accepted = torch.arange(n, device=x.device) < last
         source = torch.where(is_accepted, Source.ACCEPTED if exact else Source.RELAXED, Source.RESIDUAL)
         until = is_accepted | (torch.arange(n, device=x.device) == last)
-        self.record.write(positions[:, :n], until & exist[:, :n], finalised_at=self.own_passes, source=source, **test)
+        self.record.write(
+            positions[:, :n], until & exist[:, :n], finalised_at=self.verified_passes, source=source, **test
+        )
         self.record.write(at, there & rejected, tries=tries)
-        self.record.write(at, there & ~rejected, finalised_at=self.own_passes, source=Source.BONUS, block=self.rounds)
+        self.record.write(
+            at, there & ~rejected, finalised_at=self.verified_passes, source=Source.BONUS, block=self.rounds
+        )
         self.finish_pass(accepted + there[:, 0], accepted, n + 1)
 
     def redraw(self, p: Distribution, q: Distribution, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """A token from the residual at positions [B, 1], and the tries it took. Mode "exact" tries for longer."""
         token, count = residual(p, q, *self.proposals(positions, 0), PATHS[self.method.path])
-        for more in range(1, PATIENCE if self.method.mode == "exact" else 1):
+        for more in range(1, EXACT_TRIES if self.method.mode == "exact" else 1):
             unfinished = count < 0
             if not (unfinished & wanted).any():
                 break
@@ -399,7 +403,7 @@ class ContinuousRun:
     def finish_pass(self, committed: Tensor, accepted: Tensor, width: int) -> None:
         """Commit tokens, record the round, call the callback."""
         self.canvas.done = self.canvas.done + committed
-        self.own_passes = self.own_passes + (committed > 0)[:, None]
+        self.verified_passes = self.verified_passes + (committed > 0)[:, None]
         self.record.round(accepted=accepted, committed=committed, width=width)
         self.passes += 1
         self.lowest, self.highest = self.canvas.extent()

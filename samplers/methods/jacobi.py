@@ -299,8 +299,8 @@ class SJD(DiscreteMethod):
     def columns(self, request: Request) -> int:
         """W"""
         model = request.model
-        dear = model.device.type == "cpu" and model.dtype == torch.float32
-        return self.window or min(16 if dear else 32, request.length)
+        slow = model.device.type == "cpu" and model.dtype == torch.float32
+        return self.window or min(16 if slow else 32, request.length)
 
     def width(self, request: Request) -> int:
         return self.columns(request) + self.front - 1

@@ -32,7 +32,7 @@ def test_continuous_models_and_a_user_who_forces_fp32_are_left_in_fp32(tiny, con
 def test_the_trial_tells_the_faster_dtype(monkeypatch, slow, faster):
     """Products in ``slow`` are repeated until they are far slower than the others on any processor."""
 
-    def linear(layer: nn.Module, x: torch.Tensor, at_hand: bool) -> torch.Tensor:
+    def linear(layer: nn.Module, x: torch.Tensor, own_weights: bool) -> torch.Tensor:
         return [layer(x) for _ in range(200 if x.dtype == slow else 1)][-1]
 
     monkeypatch.setattr(cpu, "linear", linear)

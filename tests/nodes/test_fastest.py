@@ -89,7 +89,7 @@ def test_every_method_is_tried_and_the_result_is_all_of_a_piece(find, tiny, prog
     method, chart, report = out.result
     assert [t["method"] for t in trials(out)] == EXACT and all(t["exact"] and not t["tv_bound"] for t in trials(out))
     seconds = [t["seconds_per_token"] for t in trials(out)]
-    promising = [runs[0] <= fastest.WORTH * min(runs[0] for runs in seconds) for runs in seconds]
+    promising = [runs[0] <= fastest.REPEAT_WITHIN * min(runs[0] for runs in seconds) for runs in seconds]
     assert [len(runs) for runs in seconds[1:]] == [fastest.RUNS if again else 1 for again in promising[1:]]
     assert len(seconds[0]) == 1 + (fastest.RUNS - 1) * sum(promising[1:]) and sum(promising[1:])
     for t, runs in zip(trials(out), seconds, strict=True):
@@ -210,7 +210,7 @@ def test_memory_that_runs_out_costs_one_method(find, monkeypatch, tiny):
         raise torch.OutOfMemoryError("the device is full")
 
     monkeypatch.setattr(SJD, "sample", sample)
-    monkeypatch.setattr(fastest, "HOPELESS", 0.0)
+    monkeypatch.setattr(fastest, "STOP_AFTER", 0.0)
     out = find()
     assert trials(out)[0]["note"] == "" and "memory" in trials(out)[1]["note"]
     assert sum("times as long" in t["note"] for t in trials(out)) == 5, "the search goes on"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_specar.kernels import steady
+from comfyui_specar.kernels import batch_invariant
 from comfyui_specar.kernels.graphs import leaves, mapped
 from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.models.cache import BUCKET
@@ -126,7 +126,7 @@ def test_a_promise_is_rounded_up_and_ends_with_the_run(models):
     capacity = 2 * BUCKET  # for up to 128 tokens of the prompt, and as many of the image
     assert state.cache.capacity == capacity and state.longest == 9
     lengths = [model.set_attention_length(state, n) for n in (1, 23, 24, 500)]
-    assert lengths == [steady.BUCKET, steady.BUCKET, 2 * steady.BUCKET, capacity]
+    assert lengths == [batch_invariant.BUCKET, batch_invariant.BUCKET, 2 * batch_invariant.BUCKET, capacity]
     model.set_attention_length(state, 1)
     assert model.set_attention_length(state, None) == capacity, "nothing is promised"
     model.set_attention_length(state, 1)

@@ -30,7 +30,7 @@ PAIRS = sorted(TARGETS)
 @pytest.fixture(autouse=True)
 def few_tries(monkeypatch):
     monkeypatch.setattr(continuous, "TRIES", TRIES)
-    monkeypatch.setattr(continuous, "PATIENCE", 1)
+    monkeypatch.setattr(continuous, "EXACT_TRIES", 1)
 
 
 def draw(pair, seed=0, batch=RUNS, options=None, **method):
@@ -198,7 +198,7 @@ def test_shared_noise_lets_more_drafts_pass():
 def test_exactness_takes_patience(patience, exact, monkeypatch):
     """A token that is resampled is looked for until it is found, set after set of proposals."""
     monkeypatch.setattr(continuous, "TRIES", 2)
-    monkeypatch.setattr(continuous, "PATIENCE", patience)
+    monkeypatch.setattr(continuous, "EXACT_TRIES", patience)
     target, drafter = ToyMixture(1), ToyMixture(1, noise=0.3)
     decoded = ContinuousSpeculative(drafter, 3, 0, "exact").sample(request(target, RUNS))
     tries = decoded.trace.positions["tries"]
@@ -244,7 +244,7 @@ def test_no_proposals_are_made_for_images_that_are_complete(monkeypatch):
     """Where drafter and target agree nothing is ever resampled, and no patience spent on rows without a token left."""
     calls = []
     real = continuous.residual
-    monkeypatch.setattr(continuous, "PATIENCE", 100)
+    monkeypatch.setattr(continuous, "EXACT_TRIES", 100)
     monkeypatch.setattr(continuous, "residual", lambda *inputs: calls.append(1) or real(*inputs))
     trace = ContinuousSpeculative(ToyHead(1), length=3, prefill=0, mode="exact").sample(request(ToyHead(1), 8)).trace
     assert trace.summary()["acceptance_rate"] == 1 and len(calls) <= trace.totals["target_passes"]

@@ -232,7 +232,7 @@ UNUSABLE = ("nan", "infinite", "huge")
 
 @pytest.mark.parametrize("kind", VECTORS)
 def test_any_drafter_leaves_the_distribution_of_vectors_alone(kind, monkeypatch, caplog):
-    monkeypatch.setattr(continuous, "PATIENCE", 1)
+    monkeypatch.setattr(continuous, "EXACT_TRIES", 1)
     target = ToyHead(1)
     method = ContinuousSpeculative(Spoiled(VECTORS[kind]), mode="exact", length=3, prefill=0)
     decoded = method.sample(vectors_request(target, 1500))

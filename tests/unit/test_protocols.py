@@ -32,7 +32,7 @@ def test_keeping_forces_the_users_tokens_and_nothing_else():
 
 def test_the_beginning_of_a_layout_generates_what_is_asked():
     layout = with_line_ends(2, 2)
-    assert layout.drawn == 4
+    assert layout.sampled_tokens == 4
     assert layout.beginning(2).forced.tolist() == [[-1, -1]]
     assert layout.beginning(3).forced.tolist() == [[-1, -1, VOCAB, -1]]
     assert layout.beginning(4).forced.tolist() == [[-1, -1, VOCAB, -1, -1]]
@@ -40,8 +40,10 @@ def test_the_beginning_of_a_layout_generates_what_is_asked():
     assert layout.beginning(2).rows == 2
     keep = torch.tensor([[[True, False], [False, False]], [[False, False], [False, True]]])
     kept = layout.keeping(torch.zeros((2, 2, 2), dtype=torch.int64), keep)
-    assert kept.drawn == 3 and kept.beginning(2).length == 4, "the first image has one token less in its first row"
-    assert kept.beginning(3).length == 5 and kept.keeping(keep.long(), torch.ones_like(keep)).drawn == 0
+    assert kept.sampled_tokens == 3 and kept.beginning(2).length == 4, (
+        "the first image has one token less in its first row"
+    )
+    assert kept.beginning(3).length == 5 and kept.keeping(keep.long(), torch.ones_like(keep)).sampled_tokens == 0
 
 
 def test_a_layout_moves_between_devices():

@@ -106,7 +106,7 @@ def test_no_other_thread_count_if_results_would_differ(monkeypatch):
     monkeypatch.setattr(
         cpu,
         "linear",
-        lambda layer, x, at_hand=False: product(layer, x) + 1e-3 * torch.get_num_threads() * (len(x) == 34),
+        lambda layer, x, own_weights=False: product(layer, x) + 1e-3 * torch.get_num_threads() * (len(x) == 34),
     )
     assert not threads.same_products(8, 8, torch.float32, False, 2)
 

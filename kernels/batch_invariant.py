@@ -43,18 +43,18 @@ def applies(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in HALF
 
 
-def linear(layer: nn.Module, x: Tensor, at_hand: bool = False) -> Tensor:
+def linear(layer: nn.Module, x: Tensor, own_weights: bool = False) -> Tensor:
     """layer(x) for x [..., inputs], in blocks of rows where that matters.
 
-    at_hand: the layer is an nn.Linear whose parameters may be used instead of calling it.
+    own_weights: the layer is an nn.Linear whose parameters may be used instead of calling it.
     """
     if not applies(x):
         return layer(x)
     rows = x.flatten(0, -2)
     outputs = len(layer.weight) if hasattr(layer, "weight") else type(layer)  # a model has one layer of such a class
-    shape = x.dtype, rows.shape[1], outputs, torch.get_num_threads(), at_hand
+    shape = x.dtype, rows.shape[1], outputs, torch.get_num_threads(), own_weights
     if shape not in _plans:
-        _plans[shape] = plan(layer, x.dtype, rows.shape[1], at_hand)
+        _plans[shape] = plan(layer, x.dtype, rows.shape[1], own_weights)
     product, block = _plans[shape]
     return in_blocks(partial(product, layer), rows, block).unflatten(0, x.shape[:-1])
 
@@ -68,14 +68,14 @@ def transposed(layer: nn.Linear, rows: Tensor) -> Tensor:
     return (layer.weight @ rows.T).T.contiguous()
 
 
-def plan(layer: nn.Module, dtype: torch.dtype, inputs: int, at_hand: bool) -> Plan:
+def plan(layer: nn.Module, dtype: torch.dtype, inputs: int, own_weights: bool) -> Plan:
     """The faster way of two that give the same results. Found by trying: it depends on the processor and on the
     libraries that torch was built with. The time decides only which of two equal results is computed."""
     rows = torch.randn(_BLOCKS[0], inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-    plain = Plan(called, steady_rows(partial(called, layer), rows))
-    if not at_hand or layer.bias is not None:
+    plain = Plan(called, invariant_rows(partial(called, layer), rows))
+    if not own_weights or layer.bias is not None:
         return plain
-    other = Plan(transposed, steady_rows(partial(transposed, layer), rows))
+    other = Plan(transposed, invariant_rows(partial(transposed, layer), rows))
     runs = [lambda few, way=way: in_blocks(partial(way.product, layer), few, way.block) for way in (plain, other)]
     if not all(torch.equal(*(run(rows[:count]) for run in runs)) for count in _counts(_BLOCKS[0])):
         return plain
@@ -98,7 +98,7 @@ def in_blocks(product: Callable[[Tensor], Tensor], rows: Tensor, block: int) -> 
     return torch.cat([product(part) for part in rows.split(block)])
 
 
-def steady_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> int:
+def invariant_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> int:
     """The largest block in which each of ``rows`` [M, inputs] has the same result as in smaller blocks of at least 2
     rows; M is the largest that is tried."""
     for block in _BLOCKS[:-1]:
@@ -138,7 +138,7 @@ def fewest(dtype: torch.dtype, width: int) -> int:
     in a whole block."""
     *tried, last = _FEWEST
     for count in tried:
-        if all(_same_in_part(dtype, width, keys, range(count, last)) for keys in (*steady_lengths(dtype), 2 * KEYS)):
+        if all(_same_in_part(dtype, width, keys, range(count, last)) for keys in (*invariant_lengths(dtype), 2 * KEYS)):
             return count
     return last
 
@@ -166,12 +166,12 @@ def reach(keys: int, dtype: torch.dtype) -> int:
     384 keys).
     """
     whole, rest = divmod(keys, KEYS)
-    lengths = steady_lengths(dtype) if dtype in HALF else range(BUCKET, KEYS + 1, BUCKET)
+    lengths = invariant_lengths(dtype) if dtype in HALF else range(BUCKET, KEYS + 1, BUCKET)
     return whole * KEYS + (next(length for length in lengths if length >= rest) if rest else 0)
 
 
 @cache
-def steady_lengths(dtype: torch.dtype) -> tuple[int, ...]:
+def invariant_lengths(dtype: torch.dtype) -> tuple[int, ...]:
     """Lengths of the last block of keys, up to KEYS, at which attention gives what it gives with KEYS keys of which the
     others are masked. Found by trying, on enough numbers that their last bits tell."""
     generator = torch.Generator().manual_seed(0)

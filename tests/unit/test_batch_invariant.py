@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_specar import api
-from comfyui_specar.kernels import steady
+from comfyui_specar.kernels import batch_invariant
 from comfyui_specar.kernels.attention import added, attend
 from comfyui_specar.models.cache import KVCache
 from torch import nn
@@ -16,47 +16,47 @@ MANY = (127, 128, 129)
 SIZES = [(96, 100), (192, 1024), (768, 2304), (2048, 768)]  # inputs, outputs
 
 
-@pytest.mark.parametrize("dtype", steady.HALF)
+@pytest.mark.parametrize("dtype", batch_invariant.HALF)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("at_hand", [False, True])
-def test_a_row_of_a_product_does_not_depend_on_the_others(dtype, size, at_hand):
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_a_row_of_a_product_does_not_depend_on_the_others(dtype, size, own_weights):
     torch.manual_seed(0)
     layer, x = nn.Linear(*size, bias=False).to(dtype).requires_grad_(False), torch.randn(1, 140, size[0]).to(dtype)
-    together = steady.linear(layer, x, at_hand)
+    together = batch_invariant.linear(layer, x, own_weights)
     assert torch.allclose(together.float(), F.linear(x.float(), layer.weight.float()), atol=0.02)
     for count in (*COUNTS, *MANY):
         for first in (0, 5):
-            part = steady.linear(layer, x[:, first : first + count], at_hand)
+            part = batch_invariant.linear(layer, x[:, first : first + count], own_weights)
             assert torch.equal(part, together[:, first : first + count])
 
 
-@pytest.mark.parametrize("dtype", steady.HALF)
+@pytest.mark.parametrize("dtype", batch_invariant.HALF)
 @pytest.mark.parametrize("size", SIZES)
 def test_two_ways_that_give_the_same_differ_only_in_time(monkeypatch, dtype, size):
     """Whichever is faster on this machine: an image must not depend on that."""
     torch.manual_seed(0)
     layer, x = nn.Linear(*size, bias=False).to(dtype).requires_grad_(False), torch.randn(100, size[0]).to(dtype)
-    trials, found = len(steady._TIMED) * steady._TRIES, []
+    trials, found = len(batch_invariant._TIMED) * batch_invariant._TRIES, []
     for first, second in ((0.0, 1.0), (1.0, 0.0)):  # seconds of layer(x), and of the other way
         seconds = iter([first] * trials + [second] * trials)
-        monkeypatch.setattr(steady, "_seconds", lambda run, rows, seconds=seconds: next(seconds))
-        chosen = steady.plan(layer, dtype, size[0], at_hand=True)
-        found.append(steady.in_blocks(partial(chosen.product, layer), x, chosen.block))
+        monkeypatch.setattr(batch_invariant, "_seconds", lambda run, rows, seconds=seconds: next(seconds))
+        chosen = batch_invariant.plan(layer, dtype, size[0], own_weights=True)
+        found.append(batch_invariant.in_blocks(partial(chosen.product, layer), x, chosen.block))
     assert torch.equal(*found)
 
 
 def test_a_way_that_rounds_otherwise_is_not_taken(monkeypatch):
     layer = nn.Linear(96, 100, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    monkeypatch.setattr(steady, "transposed", lambda layer, rows: layer(rows) * 1.01)
-    monkeypatch.setattr(steady, "_seconds", lambda run, rows: pytest.fail("no need to time it"))
-    assert steady.plan(layer, torch.bfloat16, 96, at_hand=True).product is steady.called
+    monkeypatch.setattr(batch_invariant, "transposed", lambda layer, rows: layer(rows) * 1.01)
+    monkeypatch.setattr(batch_invariant, "_seconds", lambda run, rows: pytest.fail("no need to time it"))
+    assert batch_invariant.plan(layer, torch.bfloat16, 96, own_weights=True).product is batch_invariant.called
 
 
 @pytest.mark.parametrize("shared", [1, 3])
-@pytest.mark.parametrize("dtype", steady.HALF)
+@pytest.mark.parametrize("dtype", batch_invariant.HALF)
 def test_a_query_does_not_depend_on_the_others_nor_on_what_is_masked(dtype, shared):
     torch.manual_seed(0)
-    most = steady.reach(256, dtype)
+    most = batch_invariant.reach(256, dtype)
     q, k, v = (torch.randn(2, heads, most, 64).to(dtype) for heads in (6, 6 // shared, 6 // shared))
 
     def attention(first: int, count: int, reach: int) -> torch.Tensor:
@@ -66,17 +66,17 @@ def test_a_query_does_not_depend_on_the_others_nor_on_what_is_masked(dtype, shar
 
     together = attention(0, 64, most)
     for count in COUNTS[:-1]:
-        for reach in {most, steady.reach(130 + count, dtype)}:
+        for reach in {most, batch_invariant.reach(130 + count, dtype)}:
             assert torch.equal(attention(0, count, reach), together[:, :, :count])
 
 
 @pytest.fixture
 def forgetful():
     """What was found out about attention is found out again, and once more afterwards."""
-    for found in (steady.steady_lengths, steady.fewest):
+    for found in (batch_invariant.invariant_lengths, batch_invariant.fewest):
         found.cache_clear()
     yield
-    for found in (steady.steady_lengths, steady.fewest):
+    for found in (batch_invariant.invariant_lengths, batch_invariant.fewest):
         found.cache_clear()
 
 
@@ -88,7 +88,7 @@ def fickle_attention(monkeypatch, forgetful):
     def attention(q, k, v, attn_mask):
         return attend(q, k, v, attn_mask=attn_mask) * (1.1 if 192 < k.shape[2] < 384 else 1.0)
 
-    monkeypatch.setattr(steady.F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(batch_invariant.F, "scaled_dot_product_attention", attention)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def fickle_attention(monkeypatch, forgetful):
     ],
 )
 def test_lengths_at_which_keys_are_summed_otherwise_are_left_out(fickle_attention, keys, half, full):
-    assert steady.reach(keys, torch.bfloat16) == half and steady.reach(keys, torch.float32) == full
+    assert batch_invariant.reach(keys, torch.bfloat16) == half and batch_invariant.reach(keys, torch.float32) == full
 
 
 @pytest.mark.parametrize(("others", "found"), [((1, 2, 3), 4), ((1, 2, 3, 4), 8), ((1, 5), 8), ((1, 2, 6, 7), 8)])
@@ -115,10 +115,10 @@ def test_the_fewest_queries_of_a_block_are_found_by_trying(monkeypatch, forgetfu
     def attention(q, k, v, attn_mask):
         return torch.full_like(q, 2.0 if q.shape[2] in others else 1.0)
 
-    monkeypatch.setattr(steady.F, "scaled_dot_product_attention", attention)
-    assert steady.fewest(torch.bfloat16, 64) == found
+    monkeypatch.setattr(batch_invariant.F, "scaled_dot_product_attention", attention)
+    assert batch_invariant.fewest(torch.bfloat16, 64) == found
     q, mask = torch.randn(1, 2, 33, 64).bfloat16(), torch.zeros(1, 1, 33, 96).bfloat16()
-    several, masks = steady.enough(q, mask)
+    several, masks = batch_invariant.enough(q, mask)
     assert several.shape[2] == masks.shape[2] == 32 + found and several[:, :, 32:].eq(q[:, :, 32:]).all()
 
 
@@ -144,26 +144,26 @@ class Fickle(nn.Module):
 
 @pytest.mark.parametrize(("most", "block"), [(128, 128), (64, 64), (63, 32), (20, 16), (5, 4)])
 def test_the_block_is_found_by_trying(most, block):
-    assert steady.steady_rows(Fickle(most), torch.randn(128, 4).bfloat16()) == block
+    assert batch_invariant.invariant_rows(Fickle(most), torch.randn(128, 4).bfloat16()) == block
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_no_row_is_computed_alone_nor_among_too_many(count):
     layer, rows = Fickle(16), torch.randint(9, (count, 4)).float()  # exact in any order
-    assert torch.equal(steady.in_blocks(layer, rows, 16), F.linear(rows, layer.weight) + 3.0)
+    assert torch.equal(batch_invariant.in_blocks(layer, rows, 16), F.linear(rows, layer.weight) + 3.0)
     assert min(layer.given) > 1 and max(layer.given) <= 16
 
 
 def test_what_needs_no_care_is_called_as_it_is():
     layer = Fickle(16)
     for x in (torch.randn(1, 1, 4), torch.randn(2, 40, 4)):
-        steady.linear(layer, x)
+        batch_invariant.linear(layer, x)
     assert layer.given == [1, 2], "fp32: one call each, of x as it came"
     q, mask = torch.randn(1, 2, 1, 8), torch.zeros(1, 1, 1, 9)
-    assert steady.enough(q, mask) == (q, mask)
+    assert batch_invariant.enough(q, mask) == (q, mask)
 
 
-@pytest.mark.parametrize("dtype", steady.HALF)
+@pytest.mark.parametrize("dtype", batch_invariant.HALF)
 @pytest.mark.parametrize("window", [16, 32])
 def test_same_seed_same_image_in_half_precision(dtype, window):
     """With guidance a window of 32 has 64 rows; next token has two, and a batch of two has four."""
@@ -177,4 +177,4 @@ def test_same_seed_same_image_in_half_precision(dtype, window):
 
 
 def test_blocks_are_tried_with_numbers_of_rows_on_both_sides_of_where_routines_change():
-    assert steady._counts(32) == {2, 3, 5, 8, 16, 17, 31} and steady._counts(8) == {2, 3, 4, 5, 7}
+    assert batch_invariant._counts(32) == {2, 3, 5, 8, 16, 17, 31} and batch_invariant._counts(8) == {2, 3, 4, 5, 7}
