@@ -14,8 +14,18 @@ import torch
 from comfyui_specar.kernels import linear, sampling
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.tests.support.patience import PATIENCE
-from comfyui_specar.tools.benchmarks import calls, report, sizes
-from comfyui_specar.tools.benchmarks.gpu import captures, first, graphs, kernels, passes, stages, subjects
+from comfyui_specar.tools.benchmarks import report, sizes
+from comfyui_specar.tools.benchmarks.gpu import (
+    calls,
+    captures,
+    first,
+    graphs,
+    kernels,
+    passes,
+    profiles,
+    stages,
+    subjects,
+)
 from comfyui_specar.tools.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, Findings, NotRun
 from comfyui_specar.tools.benchmarks.gpu.page import page
 from comfyui_specar.tools.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
@@ -391,6 +401,25 @@ def test_a_dry_run_tries_every_stage(tmp_path):
     text = out.with_suffix(".md").read_text(encoding="utf-8")
     assert text == page(reported) and "Dry run, without a CUDA device" in text
     assert all(f"| {stage.title} | **" in text for stage in STAGES)
+
+
+def test_synchronisations_between_polls_are_counted():
+    events = [
+        (0, "cudaStreamSynchronize"),
+        (2, "cudaEventSynchronize"),
+        (1, "cudaLaunchKernel"),
+        (3, "Memcpy DtoH (Device -> Pageable)"),
+        (4, "Memcpy DtoH (Device -> Pinned)"),
+        (5, "cudaEventSynchronize"),
+        (6, "cudaDeviceSynchronize"),
+    ]
+    assert profiles.between_polls(events) == {"polls": 2, "between": {"Memcpy DtoH (Device -> Pageable)": 1}}
+    assert profiles.between_polls([]) == {"polls": 0, "between": {}}
+
+
+def test_what_the_device_does_between_polls_is_counted():
+    assert profiles.per_pass([4, 2, 6], [1, 3, 3, 5, 7]) == 1.5
+    assert profiles.per_pass([4], [1, 3]) is None and profiles.per_pass([], []) is None
 
 
 def test_tiny_models_are_of_the_same_families():

@@ -1,25 +1,14 @@
 """Measure this pack:  python -m tools.benchmarks WHAT [options]  (each also runs as python -m tools.benchmarks.WHAT)
 
-    speed       cost of a forward pass: every method compared with transformers' generate and a plain loop; its parts,
-                memory bandwidth, image sizes, batches; on a GPU also kernels and a profile
+    speed       cost of a forward pass: every method compared with transformers' generate and a plain loop; its width,
+                batches, and what reading the weights takes
     gpu         the first command to run on a new GPU (3, 10 or 25 minutes): checks Triton kernels and CUDA graphs, then
                 measures passes; without a GPU a dry run
     launches    number of kernel launches per pass on a GPU, counted without a GPU
-    methods     forward passes of every method on the bundled model, and how its images change
-    continuous  the same for the continuous model (MAR with its small drafter)
+    methods     forward passes of every method on the bundled model
+    continuous  passes, time and images of the continuous model (MAR with its small drafter)
     quality     likelihood, prompt agreement and distances of every method's images; a check of the lossless ones
-    loading     time and memory to load checkpoints of released sizes
-    storage     how weights in bf16, fp8, int8 and int4 change a model's predictions
-    streaming   bytes of weights copied per image if half of them are in main memory (ComfyUI: COMFYUI_PATH)
-    soak        hundreds of prompts over all workflows on one ComfyUI server: memory, files, repeated images
-    fuzz        how every loader handles damaged and malicious files
-    faults      how the server handles workflows with one invalid input
-    determinism whether the same seed gives the same image in another process, in a batch, with more threads
     same_seed   how often the same-seed mode and batches give the image of next-token sampling
-    throughput  images per second, by batch size, processes and threads
-    previews    share of a run that progress and previews take in ComfyUI (its folder is read from COMFYUI_PATH)
-    find_fastest
-                what the node Find Fastest costs on models of released sizes (ComfyUI: COMFYUI_PATH)
     documents   writes the tables of the documents from the published reports
 
 python -m tools.benchmarks WHAT --help explains the options. Reports are JSON; published ones are in
@@ -31,26 +20,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = (
-    "speed",
-    "gpu",
-    "launches",
-    "methods",
-    "continuous",
-    "quality",
-    "loading",
-    "storage",
-    "throughput",
-    "previews",
-    "streaming",
-    "soak",
-    "determinism",
-    "same_seed",
-    "fuzz",
-    "faults",
-    "find_fastest",
-    "documents",
-)
+WHAT = ("speed", "gpu", "launches", "methods", "continuous", "quality", "same_seed", "documents")
 
 
 def main(arguments: list[str]) -> None:

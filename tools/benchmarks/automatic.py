@@ -7,7 +7,7 @@ from comfyui_specar.model_loaders.storage import Way, candidates, choose
 from comfyui_specar.samplers.engine.memory import image_bytes
 
 from . import sizes
-from .results_tables import grid
+from .report import grid
 
 GIB = 2**30
 CARDS = 6, 8, 12, 16, 24, 32, 80  # GiB

@@ -1,7 +1,6 @@
 """Measure continuous speculative decoding: passes, acceptance, distance between the models, wall time at batch 1 and 8.
 
-    python -m tools.benchmarks continuous [--model continuous] [--drafter continuous/small] [--batches 2] [--out FILE]
-    python -m tools.benchmarks continuous --size mar-b    # the pair widened to MAR-B's shapes: see widen_masked.py
+    python -m tools.benchmarks continuous [--batches 2] [--only NAMES] [--out FILE]
 
 All cases use the same prompts and seeds. Order and noise depend on the seed alone, so their images can be compared one
 by one with the target's own.
@@ -9,21 +8,18 @@ by one with the target's own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import comfyui_specar as specar
 import torch
 
-from .report import commit, find, machine, write
-from .runs import PROMPTS, chosen, right_background
-from .widen_masked import SIZES, shapes_for, widen
+from .report import command, commit, find, machine, parsed, write
+from .runs import PROMPTS, chosen
 
 LENGTHS = (4, 8, 16, 32)
 BATCH = 8
@@ -86,7 +82,7 @@ def psnr(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def measure(model, vae, case: Case, batches: int) -> dict[str, Any]:
     """Statistics of ``batches`` batches of BATCH images, and seconds of a single image and of a batch."""
-    summaries, images, backgrounds, together, alone = [], [], [], [], []
+    summaries, images, together, alone = [], [], [], []
     for number, prompt in enumerate(PROMPTS[:batches]):
         conditioning = model.encode_prompt(prompt)
         for batch, seconds in ((1, alone), (BATCH, together)):
@@ -97,7 +93,6 @@ def measure(model, vae, case: Case, batches: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begun)
         summaries.append(out.trace.summary())
         images.append(vae.decode(out.latent))
-        backgrounds += [right_background(image, prompt) for image in images[-1]]
     mean = {
         name: statistics.fmean(s[name] for s in summaries)
         for name in ("target_passes", "draft_passes", "acceptance_rate", "mean_square_distance")
@@ -105,16 +100,10 @@ def measure(model, vae, case: Case, batches: int) -> dict[str, Any]:
     return {
         "name": case.name,
         **mean,
-        "right_backgrounds": statistics.fmean(backgrounds),
         "seconds_alone": statistics.median(alone),
         "seconds_of_8": statistics.median(together),
         "images": torch.cat(images),
     }
-
-
-def predicted_speed(length: int, draft_length: int, prefill: int, cost: float) -> float:
-    """Speed-up of block mode when a draft pass costs ``cost`` of a target pass: acceptance does not enter."""
-    return length / (prefill + (length - prefill) * (cost + 1 / draft_length))
 
 
 def compare(model, vae, listed: list[Case], batches: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -135,74 +124,34 @@ def compare(model, vae, listed: list[Case], batches: int, say: Callable[[str], N
             f"{row['name']:36s} passes {row['target_passes']:5.1f} + {row['draft_passes']:5.1f}  accepted "
             f"{row['acceptance_rate']:.2f}  distance^2 {row['mean_square_distance']:6.2f}  wall "
             f"{row['seconds_alone']:5.2f} s ({row['wall_ratio_alone']:.2f}x), 8: {row['seconds_of_8']:6.2f} s "
-            f"({row['wall_ratio_of_8']:.2f}x)  PSNR {row['psnr_to_target']:4.1f}  "
-            f"backgrounds {row['right_backgrounds']:.2f}"
+            f"({row['wall_ratio_of_8']:.2f}x)  PSNR {row['psnr_to_target']:4.1f}"
         )
     return [{key: value for key, value in row.items() if key != "images"} for row in rows]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks continuous",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default="continuous", help="name of a bundled model, or a file or folder")
-    parser.add_argument("--drafter", default="continuous/small", help="drafter, named in the same way")
-    parser.add_argument("--size", choices=SIZES, help="widen both to the shapes of this model and of its drafter")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
-    )
+    parser = command("continuous", __doc__)
     parser.add_argument("--batches", type=int, default=4, help=f"number of prompts, each with {BATCH} seeds")
     parser.add_argument("--only", nargs="+", help="measure only these cases (and the first, the baseline)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
-    parser.add_argument("--out", type=Path, help="JSON report to write")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-
-    model = specar.load_model(find(options.model), device=options.device)
-    vae = specar.load_image_decoder(find(options.model), device=options.device)
-    drafter = specar.load_drafter(find(options.drafter), model)
-    if options.size:
-        model, drafter = map(widen, (model, drafter), shapes_for((model, drafter), options.size))
-    listed = cases(drafter)
+    options = parsed(parser)
+    model = specar.load_model(find("continuous"), device=options.device)
+    vae = specar.load_image_decoder(find("continuous"), device=options.device)
+    listed = cases(specar.load_drafter(find("continuous/small"), model))
     if options.only:
         only = chosen(options.only, [case.name for case in listed])
         listed = [listed[0], *(case for case in listed[1:] if case.name in only)]
-    rows = compare(model, vae, listed, options.batches, print)
-
-    length = model.grid[0] * model.grid[1]
-    own = {name: measure(one, vae, listed[0], 1) for name, one in (("target", model), ("drafter", drafter))}
     report = {
-        "model": options.model,
-        "drafter": options.drafter,
-        "size": options.size,
-        "parameters": {
-            name: sum(p.numel() for p in m.parameters()) for name, m in (("target", model), ("drafter", drafter))
-        },
+        "parameters": sum(p.numel() for p in model.parameters()),
         "machine": machine(model.device),
         "commit": commit(),
         "prompts": PROMPTS[: options.batches],
         "pictures_per_case": options.batches * BATCH,
         "defaults": vars(model.defaults),
-        "cases": rows,
-        "draft_cost": {},
-        "predicted_wall_ratio": {},
+        "cases": compare(model, vae, listed, options.batches, print),
         "paper": PAPER,
     }
-    prefill = round(0.05 * length)
-    for name, key in (("alone", "seconds_alone"), ("of_8", "seconds_of_8")):
-        cost = own["drafter"][key] / own["target"][key]
-        report["draft_cost"][name] = cost
-        report["predicted_wall_ratio"][name] = {n: predicted_speed(length, n, prefill, cost) for n in LENGTHS}
-        print(
-            f"a draft pass costs {cost:.2f} of a target pass ({name}); predicted wall ratios: "
-            + ", ".join(f"{n}: {predicted_speed(length, n, prefill, cost):.2f}" for n in LENGTHS)
-        )
     if options.out:
         write(report, options.out)
-        print(f"written to {options.out}")
 
 
 if __name__ == "__main__":

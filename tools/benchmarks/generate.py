@@ -8,7 +8,6 @@ branches of guidance, which ``generate`` does not mix: it does less than our sam
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
@@ -133,15 +132,3 @@ def generate(made, rows: int, prompt: int, tokens: int, params, cache: str) -> l
         stopping_criteria=StoppingCriteriaList([stamps]),
     )
     return stamps.at
-
-
-def seconds_of_generate(model, guided: bool, repeats: int = 3) -> float:
-    """Median seconds for one image's tokens through ``generate`` with its dynamic cache, without filters."""
-    from comfyui_specar.samplers.contract import SamplingParams
-
-    made, times = counterpart(model), []
-    for _ in range(repeats + 1):
-        begun = time.perf_counter()
-        generate(made, 1 + guided, 4, model.layout().length, SamplingParams(), "dynamic")
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times[1:])

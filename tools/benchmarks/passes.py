@@ -1,15 +1,11 @@
-"""Runs whose passes are timed: our samplers, ``generate``, the plain loop; and what a run read, held and spent."""
+"""Runs whose passes are timed: our samplers, ``generate``, the plain loop; and what a pass must read."""
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import comfyui_specar as specar
@@ -22,7 +18,6 @@ from torch import Tensor, nn
 from .generate import counterpart, generate
 from .plain import plain_loop
 
-Span = Callable[[str], AbstractContextManager]
 CHUNK = 1 << 28  # bytes of the largest buffer copied to measure bandwidth
 
 
@@ -52,45 +47,23 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run took: seconds in all; passes after the prompt's, milliseconds of one, and of these those spent in
-    each part (CPU only); calls of the drafter."""
+    """What one run took: seconds in all; passes after the prompt's, and milliseconds of one; passes of the drafter."""
 
     seconds: float
     passes: int
     pass_ms: float
-    parts_ms: dict[str, float] = field(default_factory=dict)
     draft_passes: int = 0
-
-
-class Enough(Exception):  # noqa: N818 (not an error)
-    """A run has shown what a pass costs."""
-
-
-class Clock:
-    """Seconds spent in named parts, and how often each was begun."""
-
-    def __init__(self) -> None:
-        self.spent: dict[str, float] = {}
-        self.begun: dict[str, int] = {}
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        begun = time.perf_counter()
-        self.begun[name] = self.begun.get(name, 0) + 1
-        yield
-        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begun
 
 
 class Staged:
     """A model as samplers see it, in the middle of an image: its caches already hold ``behind`` tokens of ``layout``.
 
-    They are zeros: what they hold does not change what a pass costs. Time in the model is reported to ``span``. What
-    runs leave behind for the next stays with this object, not with the model, so that methods do not displace each
-    other.
+    They are zeros: what they hold does not change what a pass costs. What runs leave behind for the next stays with
+    this object, not with the model, so that methods do not displace each other.
     """
 
-    def __init__(self, model: Any, stretch: Stretch, span: Span):
-        self._model, self._stretch, self._span = model, stretch, span
+    def __init__(self, model: Any, stretch: Stretch):
+        self._model, self._stretch = model, stretch
         self.sessions: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -101,8 +74,7 @@ class Staged:
 
     def start(self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, *rest: Any, **named: Any) -> Any:
         whole = layout if self._stretch.whole else self._stretch.layout.to(self._model.device)
-        with self._span("prompt"):
-            state = self._model.start(conditioning, negative, batch, whole, *rest, **named)
+        state = self._model.start(conditioning, negative, batch, whole, *rest, **named)
         if self._stretch.behind:
             self._model.set_attention_length(state, self._stretch.behind)
             count = torch.full((batch,), self._stretch.behind, dtype=torch.int64, device=self._model.device)
@@ -111,32 +83,6 @@ class Staged:
 
     def set_attention_length(self, state: Any, tokens: int | None) -> int:
         return self._model.set_attention_length(state, None if tokens is None else self._stretch.behind + tokens)
-
-    def step(self, *given: Any, **named: Any) -> Any:
-        with self._span("forward"):
-            return self._model.step(*given, **named)
-
-    def commit(self, *given: Any, **named: Any) -> None:
-        with self._span("forward"):
-            self._model.commit(*given, **named)
-
-
-class StagedDrafter:
-    """A drafter whose time is reported to ``span``."""
-
-    def __init__(self, drafter: Any, span: Span):
-        self._drafter, self._span = drafter, span
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def observe(self, *given: Any, **named: Any) -> Any:
-        with self._span("drafter"):
-            return self._drafter.observe(*given, **named)
-
-    def expand(self, *given: Any, **named: Any) -> Any:
-        with self._span("drafter"):
-            return self._drafter.expand(*given, **named)
 
 
 def wait(device: torch.device) -> None:
@@ -147,18 +93,15 @@ def wait(device: torch.device) -> None:
 
 @dataclass
 class Sampler:
-    """A method of ours, ready to run again and again on a model (as ``staged``), for ``most`` passes at most (0: all;
-    a run that is broken off leaves no graphs behind)."""
+    """A method of ours, ready to run again and again on a model (as ``staged``)."""
 
     name: str
     method: Any
     staged: Staged
-    clock: Clock
     conditioning: Any
     stretch: Stretch
     params: Any
     batch: int = 1
-    most: int = 0
 
     def asked(self, conditioning: Any) -> Sampler:
         """The same with another prompt."""
@@ -181,30 +124,13 @@ class Sampler:
         )
 
     def __call__(self, seed: int) -> Run:
-        device, first, passes = self.staged.device, None, 0
-
-        def progress(state: Any) -> None:
-            nonlocal first, passes
-            passes = state.passes - 1
-            if first is None:
-                first = time.perf_counter()
-                self.clock.spent.clear()
-                self.clock.begun.clear()
-            elif self.most and passes >= self.most:
-                raise Enough
-
-        wait(device)
+        moments = []
+        wait(self.staged.device)
         begun = time.perf_counter()
-        try:
-            out = self.output(seed, progress)
-            passes, drafts = out.trace.totals["target_passes"] - 1, out.trace.totals["draft_passes"]
-        except Enough:
-            drafts = self.clock.begun.get("drafter", 0)
-        wait(device)
-        ended = time.perf_counter()
-        passes = max(passes, 1)
-        parts = {} if device.type == "cuda" else {name: 1e3 * s / passes for name, s in self.clock.spent.items()}
-        return Run(ended - begun, passes, 1e3 * (ended - first) / passes, parts, drafts)
+        totals = self.output(seed, lambda _: moments.append(time.perf_counter())).trace.totals
+        wait(self.staged.device)
+        ended, passes = time.perf_counter(), max(totals["target_passes"] - 1, 1)
+        return Run(ended - begun, passes, 1e3 * (ended - moments[0]) / passes, totals["draft_passes"])
 
 
 @dataclass
@@ -230,23 +156,6 @@ class Baseline:
         return Run(ended - begun, len(moments) - 1, 1e3 * (ended - moments[0]) / passes)
 
 
-def sampler(
-    name: str,
-    method: Callable[[Span], Any],
-    model,
-    conditioning,
-    stretch: Stretch,
-    params,
-    batch: int = 1,
-    most: int = 0,
-    span: Span | None = None,
-) -> Sampler:
-    """A method (made of a span, which its drafter shares) on a model. Without ``span`` its parts are timed."""
-    clock = Clock()
-    span = span or clock.span
-    return Sampler(name, method(span), Staged(model, stretch, span), clock, conditioning, stretch, params, batch, most)
-
-
 def baselines(model, conditioning, stretch: Stretch, params, tokens: int, plain: bool) -> list[Baseline]:
     """``generate`` with both caches, in one row per branch of guidance; the plain loop, if it fits the model. They
     generate ``tokens``, from the beginning of the stretch."""
@@ -260,9 +169,6 @@ def baselines(model, conditioning, stretch: Stretch, params, tokens: int, plain:
         loop = partial(plain_loop, model, conditioning, params, stretch.layout, 1, stretch.behind, tokens)
         found.append(Baseline("plain loop", model.device, loop))
     return found
-
-
-# Memory and its floor
 
 
 def weights_read(module: nn.Module) -> int:
@@ -301,36 +207,6 @@ def bandwidth(device: torch.device, size: int) -> float:
         wait(device)
         best = min(best, (time.perf_counter() - begun) / 4)
     return 2 * len(a) / best
-
-
-def resident() -> int:
-    """Bytes of anonymous memory that this process holds."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
-def with_memory(run: Callable[[], Any], device: torch.device, interval: float = 0.005) -> tuple[Any, int]:
-    """What ``run`` returns, and the bytes it held at most above those before it (allocated on a GPU, else resident)."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = run()
-        return result, torch.cuda.max_memory_allocated(device) - before
-    ctypes.CDLL(None).malloc_trim(0)
-    before, peak, done = resident(), [0], threading.Event()
-
-    def look() -> None:
-        while not done.wait(interval):
-            peak[0] = max(peak[0], resident())
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        result = run()
-    finally:
-        done.set()
-        watcher.join()
-    return result, max(peak[0] - before, 0)
 
 
 def timed(run: Callable[[], Any], device: torch.device, repetitions: int) -> list[float]:

@@ -21,7 +21,6 @@ See tools/benchmarks/classifier/README.md for the classifier.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -35,7 +34,7 @@ from .quality_cases import PROMPTS, prompts
 from .quality_model import ModelUnderTest
 from .quality_reports import check_joins, merged, rounded
 from .quality_tables import MAP
-from .report import commit, machine, versions, write
+from .report import command, commit, machine, parsed, versions, write
 
 PARTS = ("draw", "measure")
 MODELS = ("default", "continuous")
@@ -43,11 +42,7 @@ ALARM_RATE = 0.01  # probability that the check fails although every lossless me
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("quality", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="bundled models (default: both)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: both)")
     parser.add_argument(
@@ -75,24 +70,12 @@ def main() -> None:
         "--folder", type=Path, default=Path("runs/quality"), help="where the images are kept (default: %(default)s)"
     )
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
-    )
-    parser.add_argument(
         "--dtype",
         default="float32",
         choices=("float32", "bfloat16"),
         help="precision of the models, for the images and their likelihood (default: %(default)s)",
     )
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="JSON report to write, or to add to: rows of cases that are drawn here replace or join "
-        "those in the file, if everything else is equal",
-    )
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = parsed(parser)
     wanted, device = prompts(options.images), torch.device(options.device)
     dtype = getattr(torch, options.dtype)
     chosen = ["default"] if options.map or options.sheet else options.models

@@ -9,7 +9,8 @@ from typing import Any
 from comfyui_specar.reports.quality import class_of
 
 from . import results_tables
-from .results_tables import grid, said
+from .report import grid
+from .results_tables import said
 
 REPORT = "quality-cpu"
 MAP = ", sampling parameters"  # after a model's name: its report on these

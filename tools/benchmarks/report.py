@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
@@ -13,6 +14,29 @@ from typing import Any
 
 import comfyui_specar as specar
 import torch
+
+
+def command(what: str, about: str) -> argparse.ArgumentParser:
+    """The command line of ``python -m tools.benchmarks WHAT``, with the options that measurements have in common."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tools.benchmarks {what}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, after threads were set."""
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return options
 
 
 def cpu_name() -> str:
@@ -60,6 +84,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     found = {"min": min(values), "quartile_1": low, "median": middle, "quartile_3": high}
     return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table in Markdown, without the columns that have no entries."""
+    filled = [i for i in range(len(head)) if any(row[i] not in ("", None) for row in rows)]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(line[i]) for i in filled) + " |" for line in lines)
 
 
 def write(report: dict[str, Any], out: Path) -> None:

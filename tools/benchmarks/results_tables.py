@@ -13,6 +13,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from .report import grid
+
 RESULTS = Path(__file__).parent / "results"
 REUSE = {
     "coupled": "SJD, coupled",
@@ -66,13 +68,6 @@ def said(name: str) -> str:
             name = name.replace(short, words)
         return name
     return name.replace(jacobi[0], f"{REUSE[jacobi[1]]}, window {jacobi[2]}").replace(" init ", ", first draft token ")
-
-
-def grid(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
-    """A table in Markdown, without the columns that have no entries."""
-    filled = [i for i in range(len(head)) if any(row[i] not in ("", None) for row in rows)]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(line[i]) for i in filled) + " |" for line in lines)
 
 
 def over_prompts(report: str, each: Sequence[float]) -> float:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import comfyui_specar as specar
-import torch
 from comfyui_specar.samplers.drafts.guesses import INITIAL
 from comfyui_specar.samplers.methods.jacobi import REUSE
-from comfyui_specar.tools.training.settings import BACKGROUNDS
 
 from .results_tables import said
 
@@ -104,10 +102,9 @@ def drafter_cases(eagle, small) -> list[Case]:
     ]
 
 
-def measure(model, vae, case: Case, prompts: Sequence[str], seeds: int, **parameters: Any) -> dict[str, Any]:
-    """Means over prompts x seeds of passes and statistics, and the median seconds an image takes."""
-    length = model.layout().length
-    seconds, tokens, summaries, backgrounds = [], [], [], []
+def measure(model, case: Case, prompts: Sequence[str], seeds: int, **parameters: Any) -> dict[str, Any]:
+    """Means over prompts x seeds of an image's passes and statistics, and its median seconds."""
+    seconds, summaries = [], []
     for number, prompt in enumerate(prompts):
         conditioning = model.encode_prompt(prompt)
         for seed in range(seeds):
@@ -115,69 +112,14 @@ def measure(model, vae, case: Case, prompts: Sequence[str], seeds: int, **parame
             out = specar.sample(model, conditioning, case.method, seed=1000 * number + seed, **parameters)
             seconds.append(time.perf_counter() - begun)
             summaries.append(out.trace.summary())
-            tokens.append(out.tokens.flatten())
-            backgrounds.append(right_background(vae.decode(out.latent)[0], prompt))
-    mean = {
-        name: statistics.fmean(s[name] for s in summaries)
-        for name in ("draft_passes", "acceptance_rate", "accepted_length", "mean_log_p")
-    }
-    bounds = [s["tv_bound"] for s in summaries]  # of one method: all known or none
-    mean["tv_bound"] = None if None in bounds else statistics.fmean(bounds)
-    passes = [s["target_passes"] for s in summaries]
-    generated = sum(s["tokens"] for s in summaries)
+    passes, bounds = ([summary[key] for summary in summaries] for key in ("target_passes", "tv_bound"))
     return {
         "name": case.name,
         "passes": statistics.fmean(passes),
         "passes_each": passes,  # prompt by prompt, seed by seed: methods can be compared in pairs
-        "passes_std_error": statistics.stdev(passes) / len(passes) ** 0.5 if len(passes) > 1 else 0.0,
-        "step_compression": length / statistics.fmean(passes),
-        "tokens_per_verification": generated / (sum(passes) - len(passes)),  # TPF: the prompt's pass is none
+        "step_compression": model.layout().length / statistics.fmean(passes),
         "skipped_tokens": statistics.fmean(s["sources"].get("skipped", 0) for s in summaries),
-        **mean,
-        "right_backgrounds": statistics.fmean(backgrounds),
+        **{key: statistics.fmean(s[key] for s in summaries) for key in ("draft_passes", "acceptance_rate")},
+        "tv_bound": None if None in bounds else statistics.fmean(bounds),  # of one method: all known or none
         "seconds": statistics.median(seconds),
-        "tokens": torch.stack(tokens),
     }
-
-
-def right_background(image: torch.Tensor, prompt: str) -> bool:
-    """Is the median colour of the border of an image [H, W, 3] (0..1) nearest to the prompt's background?"""
-    border = torch.cat((image[0], image[-1], image[:, 0], image[:, -1])) * 255
-    colour = border.median(0).values
-    nearest = min(BACKGROUNDS, key=lambda name: float((colour - torch.tensor(BACKGROUNDS[name])).norm()))
-    return f"{nearest} background" in prompt
-
-
-def histogram_distance(a: torch.Tensor, b: torch.Tensor, vocab: int) -> float:
-    """Total variation between the token histograms of two sets of images [n, S]."""
-    count = [torch.bincount(x.flatten(), minlength=vocab).double() for x in (a, b)]
-    return float((count[0] / count[0].sum() - count[1] / count[1].sum()).abs().sum() / 2)
-
-
-def compare(
-    model,
-    vae,
-    listed: Sequence[Case],
-    prompts: Sequence[str],
-    seeds: int,
-    say: Callable[[str], None],
-    **parameters: Any,
-) -> list[dict[str, Any]]:
-    """Rows of all cases, the first being the baseline of the ratios."""
-    measure(model, vae, listed[0], prompts[:1], 1, **parameters)  # warm up
-    rows = []
-    for case in listed:
-        row = measure(model, vae, case, prompts, seeds, **parameters)
-        if rows:
-            row["same_pictures"] = float((row["tokens"] == rows[0]["tokens"]).all(-1).double().mean())
-            row["histogram_tv"] = histogram_distance(row["tokens"], rows[0]["tokens"], model.vocab)
-        row["passes_ratio"] = (rows[0] if rows else row)["passes"] / row["passes"]
-        row["wall_ratio"] = (rows[0] if rows else row)["seconds"] / row["seconds"]
-        rows.append(row)
-        bound = "unknown" if row["tv_bound"] is None else f"{row['tv_bound']:6.2f}"
-        say(
-            f"{row['name']:36s} passes {row['passes']:6.1f} ({row['passes_ratio']:.2f}x) + {row['draft_passes']:5.0f}  "
-            f"{row['seconds']:6.2f} s ({row['wall_ratio']:.2f}x)  TV bound {bound}  "
-            f"log p {row['mean_log_p']:.3f}  backgrounds {row['right_backgrounds']:.2f}"
-        )
-    return [{key: value for key, value in row.items() if key != "tokens"} for row in rows]

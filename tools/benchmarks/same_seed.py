@@ -1,7 +1,6 @@
 """Count how often the same seed gives the same image, in SJD's same-seed mode and in batches.
 
-    python -m tools.benchmarks same_seed [--model default] [--shapes llamagen-b] [--images 64] [--dtype fp32 bf16]
-                                   [--out FILE.json]
+    python -m tools.benchmarks same_seed [--images 64] [--dtype fp32 bf16] [--out FILE.json]
 
 The reference is next-token sampling, one image at a time, each with its own seed. SJD in Gumbel mode with windows of 16
 and 32, and next-token sampling in batches of four, are compared with it token by token. Settings are the model's own.
@@ -9,53 +8,29 @@ and 32, and next-token sampling in batches of four, are compared with it token b
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import comfyui_specar as specar
 import torch
 from torch import Tensor
 
-from .report import commit, find, machine, versions, write
+from .report import command, commit, find, machine, parsed, versions, write
 from .runs import PROMPTS
-from .sizes import SIZES
-from .widen import widen
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks same_seed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--model", default="default", help="name of a bundled model, or a file or folder of a text model"
-    )
-    parser.add_argument(
-        "--shapes", choices=SIZES, help="widen the model to the shapes of a released one (see widen.py)"
-    )
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device (default: %(default)s)"
-    )
+    parser = command("same_seed", __doc__)
     parser.add_argument(
         "--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"], help="precisions (default: fp32 bf16)"
     )
     parser.add_argument("--images", type=int, default=64, help="number of images (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
-    parser.add_argument("--out", type=Path, help="JSON report to write")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-
+    options = parsed(parser)
     report: dict[str, Any] = {
-        "model": options.model,
-        "shapes": options.shapes,
         "machine": machine(torch.device(options.device)),
         "versions": versions(),
         "commit": commit(),
@@ -63,9 +38,7 @@ def main() -> None:
         "dtypes": {},
     }
     for name in options.dtype:
-        model = specar.load_model(find(options.model), options.device, DTYPES[name])
-        if options.shapes:
-            model = widen(model, SIZES[options.shapes].config)
+        model = specar.load_model(find("default"), options.device, DTYPES[name])
         report["dtypes"][name] = found = compared(model, options.images)
         for way, row in found.items():
             print(

@@ -89,10 +89,6 @@ SIZES = {
     "janus-pro-7b": _janus(4096, 30, 32, 11008),
     "lumina-mgpt-7b": _lumina(4096, 32, 32, 11008, 48),
     "emu3-8b": _emu3(4096, 32, 32, 8, 14336, 90),
-    # The same shapes, smaller, for a CPU
-    "janus-small": _janus(512, 8, 8, 1408),
-    "chameleon-small": _lumina(512, 8, 8, 1408, 24),
-    "emu3-small": _emu3(512, 8, 8, 2, 1408, 24),
 }
 
 

@@ -1,20 +1,19 @@
 """Measure the cost of a forward pass, and compare it with its lower bound.
 
     python -m tools.benchmarks speed                    # CPU: the bundled model, also at LlamaGen-B's size
-    python -m tools.benchmarks speed --device cuda  # LlamaGen-XL, Janus-Pro-1B, Lumina-mGPT-7B in bf16, kernels
+    python -m tools.benchmarks speed --device cuda  # LlamaGen-XL, Janus-Pro-1B, Lumina-mGPT-7B in bf16
     python -m tools.benchmarks speed --show FILE.json  # print (and write beside it) the table of an earlier run
 
 All methods run on the same weights, prompt and filters in one process and take turns (A B C A B C ...), after a
 warm-up. ``default`` is the bundled model, and ``default@llamagen-b`` the same widened to LlamaGen-B's shapes (see
 widen.py): they generate whole images, the second at the cost of the larger model. The others have released shapes and
-random weights: they generate ``--tokens`` tokens in the middle of an image (on a CPU only the first ``--passes`` passes
-of them), and only the cost of a pass is measured on them. The number of passes that a method needs is taken from the
-bundled model. Images need more passes for one prompt than for another: ``--prompts 6`` takes those of ``methods``.
+random weights: they generate ``--tokens`` tokens in the middle of an image, and only the cost of a pass is measured on
+them. The number of passes that a method needs is taken from the bundled model. Images need more passes for one prompt
+than for another: ``--prompts 6`` takes those of ``methods``.
 
 Parts of a report (--parts): methods (every method compared with the baselines), widths (a pass by its number of
-tokens), sizes (a pass by the size of the image, at its start, middle and end), batches (a pass by images), kernels and
-trace (GPU only: Triton kernels compared with their torch references; synchronisations). What could not run is listed
-with the reason. The report is written after every step, so a run may be stopped at any time.
+tokens), batches (a pass by images). What could not run is listed with the reason. The report is written after every
+step, so a run may be stopped at any time.
 """
 
 from __future__ import annotations
@@ -32,20 +31,18 @@ from typing import Any
 
 import torch
 from comfyui_specar.kernels.graphs import Graphs
-from comfyui_specar.samplers.layout import TokenLayout
 
-from . import profiles
-from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read, with_memory
-from .report import commit, machine, spread, versions, write
+from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read
+from .report import command, commit, machine, parsed, spread, versions, write
 from .runs import PROMPTS, chosen, names_of_cases
 from .sizes import SIZES
-from .subjects import BASE, CURVES, METHODS, ONLY_BASELINES, SMALL, Subject, subject
+from .subjects import BASE, CURVES, METHODS, SMALL, Subject, subject
 from .tables import row_of, table
 
 SCHEMA = "specar.speed/1"
-PARTS = ("methods", "widths", "sizes", "batches", "kernels", "trace")
+PARTS = ("methods", "widths", "batches")
 MODELS = {
-    "cpu": ["default", "default@llamagen-b", "llamagen-b:int8", "janus-small", "chameleon-small", "emu3-small"],
+    "cpu": ["default", "default@llamagen-b", "llamagen-b:int8"],
     "cuda": [
         "default",
         "llamagen-xl",
@@ -58,11 +55,9 @@ MODELS = {
     ],
 }
 TOKENS = {"cpu": 64, "cuda": 1024}  # that random weights generate
-PASSES = {"cpu": 10, "cuda": 0}  # after which they are stopped (a GPU would lose its graphs by it)
 WIDTHS = (1, 5, 9, 17, 33, 58)
-SIDES = (16, 24, 32, 48, 64)
 BATCHES = (1, 4, 16)
-CURVE_TOKENS = 64
+BATCH_TOKENS = 64  # of a batch's images with random weights
 
 
 class Report:
@@ -99,14 +94,12 @@ class Report:
 
 def methods(case: Subject, names: list[str], entry: dict, options, report: Report, passes: dict[str, float]) -> None:
     """Every method and the baselines, in turns. ``passes``: those of the bundled model by method (filled by it)."""
-    device, memory, contestants = case.model.device, {}, []
-    asked = case.conditionings(PROMPTS[: options.prompts])
+    asked, contestants = case.conditionings(PROMPTS[: options.prompts]), []
     entry["prompts"] = len(asked)
     for contestant in (*(case.sampler(name) for name in names), *case.baselines()):
         with report.going_on(f"{case.name}: {contestant.name}"):
-            for _ in range(options.warm_up - 1):
+            for _ in range(options.warm_up):
                 contestant(0)
-            _, memory[contestant.name] = with_memory(lambda run=contestant: run(0), device)
             contestants.append(contestant)
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     for seed in range(1, options.repetitions + 1):
@@ -116,21 +109,13 @@ def methods(case: Subject, names: list[str], entry: dict, options, report: Repor
         for conditioning in asked:
             for contestant in contestants:
                 runs[contestant.name].append(contestant.asked(conditioning)(seed))
-        entry["rows"] = [row_of(name, runs, memory[name], BASE, len(asked)) for name in runs]
+        entry["rows"] = [row_of(name, runs, BASE, len(asked)) for name in runs]
         for row in entry["rows"]:
             row |= beside_the_floor(case, row, entry["copy_bytes_per_second"])
             if not entry["random_weights"]:
                 passes[row["name"]] = row["passes"] + 1  # and that of the prompt
             row["pictures_passes"] = passes.get(row["name"])
         report.save()
-    short = Stretch.middle(case.stretch.layout, CURVE_TOKENS)
-    for row in entry["rows"]:
-        if row["name"] not in names or not report.in_time:
-            continue
-        with report.going_on(f"{case.name}: shares of {row['name']}"):
-            worked = profiles.work(lambda span, name=row["name"]: case.sampler(name, short, span=span), device)
-            row["shares"] = profiles.shares(row["shares"], worked, row["pass_ms"]["median"])
-            report.save()
 
 
 def beside_the_floor(case: Subject, row: dict[str, Any], bytes_per_second: float) -> dict[str, Any]:
@@ -180,48 +165,32 @@ def widths(case: Subject, options) -> list[dict[str, Any]]:
     ]
 
 
-def curve(case: Subject, stretches: list[tuple[dict, Stretch, int]], options, report: Report) -> Iterator[dict]:
-    """Milliseconds of a pass of CURVES' methods on each (what it is, stretch, batch)."""
-    for about, stretch, batch in stretches:
+def batches(case: Subject, options, report: Report) -> Iterator[dict]:
+    """A pass of CURVES' methods with 1, 4 and 16 images (whole ones of the bundled model)."""
+    stretch = case.stretch if case.whole else Stretch.middle(case.stretch.layout, BATCH_TOKENS)
+    for batch in BATCHES:
         if not report.in_time:
-            what = ", ".join(f"{key} {value}" for key, value in about.items())
-            report.missing(f"{case.name}: {what}", "out of time")
+            report.missing(f"{case.name}: pictures {batch}", "out of time")
             continue
         contestants = [case.sampler(name, stretch, batch) for name in CURVES]
         for contestant in contestants:
             contestant(0)
-        runs = {name: [] for name in CURVES}
+        runs: dict[str, list[Run]] = {name: [] for name in CURVES}
         for seed in range(1, max(options.repetitions // 2, 1) + 1):
             for contestant in contestants:
                 runs[contestant.name].append(contestant(seed))
-        yield about | {
+        yield {
+            "pictures": batch,
             "ms": {name: spread([run.pass_ms for run in runs[name]]) for name in CURVES},
             "seconds": {name: spread([run.seconds for run in runs[name]]) for name in CURVES},
+            "whole": case.whole,
         }
 
 
-def image_sizes(case: Subject, options, report: Report) -> Iterator[dict]:
-    """A pass at the start, in the middle and at the end of square images of 256 to 4096 tokens."""
-    stretches, tokens = [], CURVE_TOKENS
-    for side in SIDES:
-        layout = TokenLayout.plain(side, side)
-        for place, behind in (("start", 0), ("middle", (layout.length - tokens) // 2), ("end", layout.length - tokens)):
-            stretches.append(({"tokens": layout.length, "place": place}, Stretch(layout, behind, tokens), 1))
-    return curve(case, stretches, options, report)
-
-
-def batches(case: Subject, options, report: Report) -> Iterator[dict]:
-    """A pass of 1, 4 and 16 images (whole ones of the bundled model)."""
-    stretch = case.stretch if case.whole else Stretch.middle(case.stretch.layout, CURVE_TOKENS)
-    found = curve(case, [({"pictures": batch}, stretch, batch) for batch in BATCHES], options, report)
-    for entry in found:
-        yield entry | {"whole": case.whole}
-
-
-def measure(name: str, cfg: float | None, options, report: Report, passes: dict[str, float], full: bool) -> None:
-    """All parts of one model, or (not ``full``) only some methods beside the baselines."""
+def measure(name: str, cfg: float | None, options, report: Report, passes: dict[str, float]) -> None:
+    """All parts of one model."""
     device = torch.device(options.device)
-    case = subject(name, cfg, device, getattr(torch, options.dtype), options.tokens, options.passes)
+    case = subject(name, cfg, device, getattr(torch, options.dtype), options.tokens)
     weights = weights_read(case.model.backbone)
     entry: dict[str, Any] = {
         "name": name,
@@ -235,52 +204,22 @@ def measure(name: str, cfg: float | None, options, report: Report, passes: dict[
         "drawn": {"behind": case.stretch.behind, "tokens": case.stretch.tokens},
     }
     report.content["models"].append(entry)
-    listed = [n for n in (*METHODS, *SMALL) if n in case.cases(lambda _: None)]
-    full = full and not case.narrow
-    if options.methods and not case.narrow:
-        listed = [BASE, *(n for n in case.cases(lambda _: None) if n in options.methods and n != BASE)]
-    elif not full:
-        listed = list(CURVES)
-    if name in ONLY_BASELINES:
-        listed = [BASE]
+    known = case.cases()
+    wanted = CURVES if case.narrow else (BASE, *options.methods) if options.methods else (*METHODS, *SMALL)
     if "methods" in options.parts:
-        methods(case, listed, entry, options, report, passes)
-    if name in ONLY_BASELINES or not full:
-        return
-    if "widths" in options.parts:
+        methods(case, [n for n in dict.fromkeys(wanted) if n in known], entry, options, report, passes)
+    if "widths" in options.parts and not case.narrow:
         entry["widths"] = widths(case, options)
         report.save()
-    for part, found in (("sizes", image_sizes), ("batches", batches)):
-        if part in options.parts and (part != "sizes" or entry["random_weights"]):
-            entry[part] = []
-            for point in found(case, options, report):
-                entry[part].append(point)
-                report.save()
-    if device.type == "cuda":
-        only_on_a_gpu(case, listed, entry, options, report)
-
-
-def only_on_a_gpu(case: Subject, names: list[str], entry: dict, options, report: Report) -> None:
-    """Synchronisations of every method, and the kernels they call."""
-    device, short = case.model.device, Stretch.middle(case.stretch.layout, CURVE_TOKENS)
-    if "trace" in options.parts:
-        entry["trace"] = []
-        for name in names:
-            with report.going_on(f"{case.name}: trace of {name}"):
-                entry["trace"].append({"name": name} | profiles.synchronisations(case.sampler(name, short), device))
-                report.save()
-    if "kernels" in options.parts:
-        entry["kernels"] = profiles.kernels((case.sampler(name, short) for name in names), device)
-        report.save()
+    if "batches" in options.parts and not case.narrow:
+        entry["batches"] = []
+        for point in batches(case, options, report):
+            entry["batches"].append(point)
+            report.save()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks speed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser = command("speed", __doc__)
     parser.add_argument("--dtype", help="precision (default: float32 on a CPU, bfloat16 on a GPU)")
     parser.add_argument(
         "--models", nargs="+", help=f"default, a size ({', '.join(SIZES)}), or default@size; append :int8 or :fp8"
@@ -290,16 +229,9 @@ def main() -> None:
         nargs="+",
         help="names, also those of the documents' tables; a wrong one lists all (default: one of each kind)",
     )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts of the report (default: all)")
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the report (default: all)"
-    )
-    parser.add_argument(
-        "--cfg",
-        type=float,
-        nargs="+",
-        default=[1.0, 2.0],
-        help="guidance scales of the bundled model; all methods run at the last, a few (or those of "
-        "--methods) at the others",
+        "--cfg", type=float, nargs="+", default=[2.0], help="guidance scales of the bundled model (default: 2)"
     )
     parser.add_argument(
         "--prompts",
@@ -311,17 +243,12 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, help="tokens to generate with random weights (default: 64 on a CPU, 1024 on a GPU)"
     )
-    parser.add_argument(
-        "--passes", type=int, help="passes after which these stop (default: 10 on a CPU; 0, no limit, on a GPU)"
-    )
     parser.add_argument("--warm-up", type=int, default=1, help="untimed runs (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="timed runs (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=20, help="start no new measurement after this time")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
     parser.add_argument("--note", help="remark to store in the report")
-    parser.add_argument("--out", type=Path, help="JSON report to write, with its table next to it")
     parser.add_argument("--show", type=Path, help="print the table of this report and write it beside it")
-    options = parser.parse_args()
+    options = parsed(parser)
     if options.show:
         show(options.show)
         return
@@ -336,15 +263,12 @@ def show(path: Path) -> None:
     print(text)
 
 
-def run(options) -> None:
+def run(options: argparse.Namespace) -> None:
     """Measure what the options ask for."""
     device = torch.device(options.device)
     options.dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     options.tokens = options.tokens or TOKENS[device.type]
-    options.passes = PASSES[device.type] if options.passes is None else options.passes
     options.models = options.models or MODELS[device.type]
-    if options.threads:
-        torch.set_num_threads(options.threads)
     here = device.type != "cuda" or torch.cuda.is_available()
     report = Report(
         {
@@ -361,24 +285,17 @@ def run(options) -> None:
         60 * options.minutes,
     )
     passes: dict[str, float] = {}
-    if not here:
-        for name in options.models:
-            report.missing(name, "no CUDA GPU on this machine")
-        for part in ("kernels", "trace"):
-            report.missing(part, "no CUDA GPU on this machine")
-    else:
-        for name in options.models:
-            guidances = [None] if name.partition(":")[0] in SIZES else options.cfg
-            for cfg in guidances:
-                if not report.in_time:
-                    report.missing(name, "out of time")
-                    continue
-                print(f"{name}{'' if cfg is None else f', guidance {cfg:g}'} ...", flush=True)
-                with report.going_on(name):
-                    measure(name, cfg, options, report, passes, full=cfg == guidances[-1])
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+    for name in options.models:
+        for cfg in [None] if name.partition(":")[0] in SIZES else options.cfg:
+            if not (here and report.in_time):
+                report.missing(name, "out of time" if here else "no CUDA GPU on this machine")
+                continue
+            print(f"{name}{'' if cfg is None else f', guidance {cfg:g}'} ...", flush=True)
+            with report.going_on(name):
+                measure(name, cfg, options, report, passes)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     report.save()
     if options.out:
         show(options.out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from comfyui_specar.samplers.contract import SamplingParams
 
 from . import sizes
-from .passes import Baseline, Sampler, Span, StagedDrafter, Stretch, baselines, sampler
+from .passes import Baseline, Sampler, Staged, Stretch, baselines
 from .report import find
 from .runs import PROMPTS, Case, cases, drafter_cases
 from .widen import widen, widen_eagle, widen_small
@@ -37,7 +37,6 @@ METHODS = (  # those of the README's table (documents.METHODS) among them
     "VVS every 4th, EAGLE-1",
 )
 SMALL = ("chain of 5, small model",)  # of the bundled model, which has a small one
-ONLY_BASELINES = ("janus-small", "chameleon-small", "emu3-small")
 STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint4}  # llamagen-b:int8
 BASELINE_TOKENS = 128  # that baselines generate where nothing stops them
 
@@ -53,7 +52,6 @@ class Subject:
     stretch: Stretch
     eagle: Any
     small: Any = None
-    most: int = 0  # passes of a run
 
     def conditionings(self, prompts: Sequence[str]) -> list[Any]:
         """Of these prompts; its own one where the prompt changes nothing that is measured."""
@@ -72,32 +70,20 @@ class Subject:
     def rows(self) -> int:
         return 1 + (self.params.cfg != 1)
 
-    def cases(self, span: Span) -> dict[str, Case]:
-        """All methods by name, with drafters that tell ``span`` of their time."""
-        eagle, small = (StagedDrafter(drafter, span) for drafter in (self.eagle, self.small or self.eagle))
-        listed = [*cases((16, 32)), *drafter_cases(eagle, small)]
+    def cases(self) -> dict[str, Case]:
+        """All methods by name."""
+        listed = [*cases((16, 32)), *drafter_cases(self.eagle, self.small or self.eagle)]
         return {case.name: case for case in listed if self.small or "small model" not in case.name}
-
-    def method(self, name: str) -> Callable[[Span], Any]:
-        return lambda span: self.cases(span)[name].method
 
     def drafter(self, name: str) -> Any:
         """The drafter that a method of ours asks, if any."""
-        found = self.cases(lambda _: None).get(name)
+        found = self.cases().get(name)
         return found and getattr(found.method, "drafter", None)
 
-    def sampler(self, name: str, stretch: Stretch | None = None, batch: int = 1, span: Span | None = None) -> Sampler:
-        return sampler(
-            name,
-            self.method(name),
-            self.model,
-            self.conditioning,
-            stretch or self.stretch,
-            self.params,
-            batch,
-            self.most,
-            span,
-        )
+    def sampler(self, name: str, stretch: Stretch | None = None, batch: int = 1) -> Sampler:
+        stretch = stretch or self.stretch
+        method, staged = self.cases()[name].method, Staged(self.model, stretch)
+        return Sampler(name, method, staged, self.conditioning, stretch, self.params, batch)
 
     @property
     def narrow(self) -> bool:
@@ -108,7 +94,7 @@ class Subject:
         """Those that can have its weights."""
         if self.narrow:
             return []
-        tokens = self.stretch.tokens if self.whole else min(self.stretch.tokens, 1 + (self.most or BASELINE_TOKENS))
+        tokens = self.stretch.tokens if self.whole else min(self.stretch.tokens, BASELINE_TOKENS)
         return baselines(
             self.model,
             self.conditioning,
@@ -119,25 +105,18 @@ class Subject:
         )
 
 
-def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dtype, tokens: int, most: int) -> Subject:
+def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dtype, tokens: int) -> Subject:
     """A model under measurement by its name, with its storage after a colon if it is not its dtype.
 
     A bundled model (``default``) and the same widened to one of ``sizes.SIZES`` (``default@llamagen-b``) generate whole
-    images. One of these sizes with random weights (``llamagen-b``) generates ``tokens`` and is stopped after ``most``
-    passes (0: never).
+    images. One of these sizes with random weights (``llamagen-b``) generates ``tokens``.
     """
     name_of_model, _, storage = name.partition(":")
     if name_of_model in sizes.SIZES:
         model = sizes.build(sizes.SIZES[name_of_model], dtype, device, STORAGES[storage] if storage else None)
         params = model.defaults if cfg is None else replace(model.defaults, cfg=cfg)
         return Subject(
-            name,
-            model,
-            sizes.prompt(model),
-            params,
-            Stretch.middle(model.layout(), tokens),
-            sizes.eagle(model),
-            most=most,
+            name, model, sizes.prompt(model), params, Stretch.middle(model.layout(), tokens), sizes.eagle(model)
         )
     bundled, _, size = name_of_model.partition("@")
     model = specar.load_model(find(bundled), device=device, dtype=dtype)

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from .passes import Run
-from .report import spread
-from .runs import PROMPTS
+from .report import grid, spread
 
 OTHERS = ("generate, static cache", "generate, dynamic cache", "plain loop")
 LEGEND = "\n".join(
     (
         "* **ms per pass**: median, and in brackets least and quartiles; a round of a drafter's method counts as one "
         "pass. The prompt's pass is left out.",
-        "* **model, drafter, sampling, host**: shares of a pass: the model's and the drafter's passes, the sampler's "
-        "arithmetic, and Python between torch's operations (on a GPU: the time in which the device has nothing to do).",
         "* **floor**: weights and cache that a pass must read (with those of the drafter's passes), over the "
         "bandwidth of copying on this machine; wide passes also have to compute, which on a CPU takes longer than "
         "reading.",
@@ -32,34 +29,23 @@ LEGEND = "\n".join(
 )
 
 
-def row_of(name: str, runs: dict[str, list[Run]], memory: int, base: str, prompts: int = 1) -> dict[str, Any]:
+def row_of(name: str, runs: dict[str, list[Run]], base: str, prompts: int = 1) -> dict[str, Any]:
     """A contestant's row. runs: all contestants' runs, equal indices being neighbours in time, ``prompts`` of them in
-    turns; memory: bytes."""
+    turns."""
     own = runs[name]
-    pass_ms = spread([run.pass_ms for run in own])
-    parts = sorted({part for run in own for part in run.parts_ms} - {"prompt"})
-    shares = {part: statistics.median(run.parts_ms.get(part, 0.0) / run.pass_ms for run in own) for part in parts}
     row: dict[str, Any] = {
         "name": name,
         "passes": statistics.fmean(run.passes for run in own),
         "draft_passes": statistics.fmean(run.draft_passes for run in own),
-        "pass_ms": pass_ms,
-        "passes_per_second": round(1e3 / pass_ms["median"], 2),
+        "pass_ms": spread([run.pass_ms for run in own]),
         "seconds": spread([run.seconds for run in own]),
-        "memory": memory,
-        "shares": shares,
     }
-    compared = [other for other in (base, *OTHERS) if other in runs]
     for key, of in (("ms_over", lambda run: run.pass_ms), ("seconds_over", lambda run: run.seconds)):
         row[key] = {
-            other: _rounded(statistics.harmonic_mean(_paired(runs[other], own, of, prompts))) for other in compared
+            other: float(f"{statistics.harmonic_mean(_paired(runs[other], own, of, prompts)):.4g}")
+            for other in (base, *OTHERS)
+            if other in runs
         }
-    if prompts > 1:
-        faster = _paired(runs[base], own, lambda run: run.seconds, prompts)
-        row["by_prompt"] = [
-            {"passes": statistics.fmean(run.passes for run in own[prompt::prompts]), "seconds_over": _rounded(ratio)}
-            for prompt, ratio in enumerate(faster)
-        ]
     return row
 
 
@@ -67,10 +53,6 @@ def _paired(others: Sequence[Run], own: Sequence[Run], of, prompts: int) -> list
     """For each prompt, the median ratio of another contestant's runs to the own ones beside them."""
     ratios = [of(a) / of(b) for a, b in zip(others, own, strict=False)]
     return [statistics.median(ratios[prompt::prompts]) for prompt in range(prompts)]
-
-
-def _rounded(ratio: float) -> float:
-    return float(f"{ratio:.4g}")
 
 
 def table(report: dict[str, Any]) -> str:
@@ -109,14 +91,6 @@ def _model(model: dict[str, Any]) -> list[str]:
     ]
     if model.get("rows"):
         found.append(_methods(model))
-    if model.get("prompts", 1) > 1:
-        found += [
-            "*Faster*, by prompt:",
-            grid(
-                ("method", *PROMPTS[: model["prompts"]]),
-                [(row["name"], *(f"{one['seconds_over']:.2f}" for one in row["by_prompt"])) for row in model["rows"]],
-            ),
-        ]
     if model.get("widths"):
         found += [
             "A pass of the model alone, by its tokens:",
@@ -128,20 +102,14 @@ def _model(model: dict[str, Any]) -> list[str]:
                 ],
             ),
         ]
-    for part, keys, title in (
-        ("sizes", ("tokens", "place"), "Milliseconds of a pass, by the image's tokens:"),
-        ("batches", ("pictures",), "Milliseconds of a pass for each of the images generated together:"),
-    ):
-        if model.get(part):
-            names = list(model[part][0]["ms"])
-            rows = [
-                (
-                    *(point[key] for key in keys),
-                    *(f"{point['ms'][name]['median'] / point.get('pictures', 1):.4g}" for name in names),
-                )
-                for point in model[part]
-            ]
-            found += [title, grid((*keys, *names), rows)]
+    if model.get("batches"):
+        names = list(model["batches"][0]["ms"])
+        rows = [
+            (point["pictures"], *(f"{point['ms'][name]['median'] / point['pictures']:.4g}" for name in names))
+            for point in model["batches"]
+        ]
+        title = "Milliseconds of a pass for each of the images generated together:"
+        found += [title, grid(("pictures", *names), rows)]
     if model.get("batches") and model["batches"][0]["whole"]:
         names = list(model["batches"][0]["seconds"])
         rows = [
@@ -149,27 +117,6 @@ def _model(model: dict[str, Any]) -> list[str]:
             for point in model["batches"]
         ]
         found += ["Seconds per image:", grid(("pictures", *names), rows)]
-    if model.get("trace"):
-        rows = [(t["name"], t["passes"], t["polls"], t["between"] or "none") for t in model["trace"]]
-        found += [
-            "Synchronisations between the first poll and the last:",
-            grid(("method", "passes", "polls", "others between"), rows),
-        ]
-    if model.get("kernels"):
-        rows = [
-            (
-                k["kernel"],
-                ", ".join(k["inputs"]),
-                k["reference_ms"],
-                k.get("triton_ms", ""),
-                k.get("failed") or k["agree"],
-            )
-            for k in model["kernels"]
-        ]
-        found += [
-            "Triton kernels beside their torch references, on what the methods first called them with:",
-            grid(("kernel", "inputs", "torch, ms", "Triton, ms", "agree"), rows),
-        ]
     return found
 
 
@@ -183,19 +130,12 @@ def _methods(model: dict[str, Any]) -> str:
         baseline = row["name"] in OTHERS
         fewer = None if baseline or not row["pictures_passes"] else base["pictures_passes"] / row["pictures_passes"]
         faster = row["seconds_over"][base["name"]] if not model["random_weights"] else fewer and fewer / cost
-        shares = row["shares"]
         rows.append(
             (
                 row["name"],
                 f"{row['pictures_passes']:.0f}" if fewer else "",
                 f"{ms['median']:g} ({ms['min']:g}; {ms['quartile_1']:g} to {ms['quartile_3']:g})",
-                row["passes_per_second"],
-                *(
-                    f"{shares[part]:.0%}" if part in shares else ""
-                    for part in ("forward", "drafter", "sampling", "host")
-                ),
                 f"{row['floor_ms']:.3g} ({row['of_floor']:.0%})",
-                f"{row['memory'] / 1e6:.0f}",
                 f"{row['seconds']['median']:.3g}" if not model["random_weights"] else "",
                 f"{cost:.2f}",
                 f"{fewer:.2f}" if fewer else "",
@@ -209,13 +149,7 @@ def _methods(model: dict[str, Any]) -> str:
             "method",
             "passes",
             "ms per pass",
-            "passes/s",
-            "model",
-            "drafter",
-            "sampling",
-            "host",
             "floor, ms (share)",
-            "peak MB",
             "seconds",
             "cost",
             "fewer passes",
@@ -227,9 +161,3 @@ def _methods(model: dict[str, Any]) -> str:
         ),
         rows,
     )
-
-
-def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

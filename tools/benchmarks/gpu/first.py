@@ -14,11 +14,11 @@ from comfyui_specar.kernels import graphs
 from comfyui_specar.samplers.engine import session
 
 from .. import sizes
-from ..profiles import Eager
 from ..subjects import BASE
 from . import subjects
 from .findings import NEEDS_DEVICE, Findings
 from .graphs import SEED, captures
+from .profiles import Eager
 
 MODEL, METHODS = "lumina-mgpt-7b", (BASE, "sjd coupled w32")
 TOKENS = 128

@@ -16,10 +16,10 @@ from comfyui_specar.samplers.engine import session
 
 from .. import sizes
 from ..passes import Sampler
-from ..profiles import Eager
 from ..subjects import Subject
 from . import subjects
 from .findings import NEEDS_DEVICE, Findings, NotRun
+from .profiles import Eager
 from .stages import ALLOCATOR
 
 SEED = 7

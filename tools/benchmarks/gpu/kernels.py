@@ -19,13 +19,12 @@ from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import capturing, leaves
 from torch import Tensor
 
-from .. import calls, sizes
-from ..passes import Enough
-from ..profiles import Eager
+from .. import sizes
 from ..runs import PROMPTS
 from ..subjects import BASE
-from . import packages, subjects
+from . import calls, packages, subjects
 from .findings import Findings, NotRun
+from .profiles import Eager
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DRY_DTYPES = (torch.float32,)  # whole numbers in bf16 are beyond the interpreter
@@ -41,6 +40,15 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # that lead to other ways through a ke
     {"top_p": 0.9, "order": ("top_p", "top_k")},
     {"top_k": 0},
 )
+
+
+class Enough(Exception):  # noqa: N818 (not an error)
+    """A run has called its kernels."""
+
+
+def enough(state: Any) -> None:
+    if state.passes > PASSES:
+        raise Enough
 
 
 @dataclass
@@ -171,7 +179,7 @@ def comparing(findings: Findings, tries: dict[Hashable, int], model: str, dtype:
 
 def discrete_runs(findings: Findings, title: str, name: str, size: sizes.Size, dtype: torch.dtype) -> None:
     """A few passes of all methods with called steps, and of next-token with other settings."""
-    case = subjects.random_subject(name, size, subjects.device_of(findings.dry), dtype, subjects.FEW, PASSES)
+    case = subjects.random_subject(name, size, subjects.device_of(findings.dry), dtype, subjects.FEW)
     methods = [
         method
         for method in (*subjects.methods(), *MORE)
@@ -183,17 +191,13 @@ def discrete_runs(findings: Findings, title: str, name: str, size: sizes.Size, d
             case.model.defaults = replace(case.params, **settings)
             contestant = replace(case, params=case.model.defaults).sampler(method)
             contestant.staged.sessions = Eager()
-            contestant(0)
+            with suppress(Enough):
+                contestant.output(0, enough)
 
 
 def continuous_runs(device: torch.device) -> None:
     """A few passes of the bundled continuous pair, verified block by block and by the exact rule."""
     packages.need("safetensors", "einops")
-
-    def enough(state: Any) -> None:
-        if state.passes > PASSES:
-            raise Enough
-
     model = specar.load_model(specar.bundled(CONTINUOUS), device=device, dtype=torch.float32)
     drafter = specar.load_drafter(specar.bundled(f"{CONTINUOUS}/small"), model)
     for mode in ("block", "exact"):

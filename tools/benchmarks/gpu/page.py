@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..tables import grid
+from ..report import grid
 
 DRY = (
     "**Dry run, without a CUDA device:** tiny models on a CPU, a tape in place of CUDA graphs, Triton's interpreter "

@@ -6,12 +6,12 @@ import gc
 
 import torch
 
-from .. import profiles, sizes
+from .. import sizes
 from ..passes import Run, Sampler, Stretch, bandwidth, weights_read
 from ..speed import beside_the_floor
 from ..subjects import BASE, Subject
 from ..tables import row_of
-from . import packages, subjects
+from . import packages, profiles, subjects
 from .captures import METHODS
 from .findings import NEEDS_DEVICE, Findings
 from .graphs import Captures, captures
@@ -87,7 +87,7 @@ def measure(findings: Findings, case: Subject, counted: Captures, generate: bool
 def beside(case: Subject, contestant: Sampler, runs: dict[str, list[Run]]) -> dict[str, object]:
     """A row: milliseconds of a pass, those of copying what it must read, the cost in passes of next-token; and of a
     profiled run, what is launched in a pass and what else makes the host wait."""
-    measured = row_of(contestant.name, runs, 0, BASE)
+    measured = row_of(contestant.name, runs, BASE)
     device = case.model.device
     floor = beside_the_floor(case, measured, bandwidth(device, weights_read(case.model.backbone)))
     ms = measured["pass_ms"]["median"]

@@ -27,7 +27,6 @@ def run(findings: Findings, **_options: object) -> None:
     dry = findings.dry
     folder, device = specar.bundled("default"), subjects.device_of(dry)
     small = specar.load_model(folder, device=device, dtype=torch.float32 if dry else torch.bfloat16)
-    vae = specar.load_image_decoder(folder, device=device)
     shapes = sizes.SIZES[SHAPES].config
     if dry:
         findings.not_run("wall-time ratios", NEEDS_DEVICE)
@@ -39,7 +38,7 @@ def run(findings: Findings, **_options: object) -> None:
     settings = {"layout": TokenLayout.plain(2, 16)} if dry else {"cfg": 3.0}
 
     def measured(case: Case) -> dict:
-        return measure(model, vae, case, PROMPTS[:1] if dry else PROMPTS[:3], 1, **settings)
+        return measure(model, case, PROMPTS[:1] if dry else PROMPTS[:3], 1, **settings)
 
     base = None
     with findings.listening():

@@ -66,28 +66,19 @@ def whole_vocabulary(size: sizes.Size) -> sizes.Size:
     return replace(size, config=replace(size.config, vocab=EMU3_IDS))
 
 
-def random_subject(
-    name: str, size: sizes.Size, device: torch.device, dtype: torch.dtype, tokens: int, most: int = 0
-) -> Subject:
+def random_subject(name: str, size: sizes.Size, device: torch.device, dtype: torch.dtype, tokens: int) -> Subject:
     """A model of a size with random weights that generates ``tokens`` in the middle of an image. A name may say how the
     matrices are stored (X:int8, X:fp8, X:int4)."""
     storage = name.partition(":")[2]
     model = sizes.build(size, dtype, device, STORAGES[storage] if storage else None)
-    return Subject(
-        name,
-        model,
-        sizes.prompt(model),
-        model.defaults,
-        Stretch.middle(model.layout(), tokens),
-        sizes.eagle(model),
-        most=most,
-    )
+    stretch = Stretch.middle(model.layout(), tokens)
+    return Subject(name, model, sizes.prompt(model), model.defaults, stretch, sizes.eagle(model))
 
 
 def bundled_subject(device: torch.device, dtype: torch.dtype, tokens: int = 0) -> Subject:
     """The bundled model, which generates a whole image, or ``tokens`` in the middle of one."""
     packages.need("safetensors", "einops")
-    found = subject("default", 3.0, device, dtype, 0, 0)
+    found = subject("default", 3.0, device, dtype, 0)
     return replace(found, stretch=Stretch.middle(found.stretch.layout, tokens)) if tokens else found
 
 
