@@ -53,7 +53,7 @@ def sound(tmp_path_factory):
             written[name] = tmp_path_factory.mktemp("sound") / name
             written[name].mkdir()
             SEEDS[name].write(written[name])
-            SEEDS[name].use(written[name])  # also imports what is imported on first use
+            examine(SEEDS[name], written[name])  # also imports what is imported on first use
         return Path(shutil.copytree(written[name], tmp_path_factory.mktemp("case") / name))
 
     return copy
