@@ -282,7 +282,9 @@ class Tokenizer:
 
     def id(self, token: str) -> int:
         """Id of one token. Raises CheckpointError if the tokenizer does not have it."""
-        found = self._open().token_to_id(token)
+        opened = self._open()
+        with readable(self.file):
+            found = opened.token_to_id(token)
         if found is None:
             raise CheckpointError(
                 f"{self.file} has no token {token}: it is the tokenizer of another model. Use the one released with it."

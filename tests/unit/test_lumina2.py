@@ -125,6 +125,13 @@ def test_without_a_first_token_there_is_no_prompt(copy, settings):
         api.load_model(folder).encode_prompt("a fox")
 
 
+def test_a_first_token_that_is_no_text_is_refused(copy):
+    """Half of a surrogate pair, which JSON can state and UTF-8 cannot."""
+    folder = edit(copy(), "tokenizer_config.json", bos_token="\ud800")
+    with pytest.raises(CheckpointError, match="tokenizer.json.*cannot be read"):
+        api.load_model(folder).encode_prompt("a fox")
+
+
 def test_without_its_tokenizer_it_generates_from_ids(copy):
     folder = copy("lonely")
     (folder / "tokenizer.json").unlink()
