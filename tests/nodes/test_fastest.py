@@ -77,7 +77,7 @@ def find(run, nodes, tiny, drafter, positive):
 
 def request_for(model, tokens: int) -> SimpleNamespace:
     """What candidates read of a request for so many tokens."""
-    return SimpleNamespace(model=model.model, length=tokens, layout=SimpleNamespace(drawn=tokens))
+    return SimpleNamespace(model=model.model, length=tokens, layout=SimpleNamespace(sampled_tokens=tokens))
 
 
 def trials(out) -> list[dict]:
