@@ -96,7 +96,7 @@ class DiscreteMethod(Method):
     def sample(self, request: Request) -> Result:
         self.check(request)
         started = time.perf_counter()
-        with open_session(self, request) as session:
+        with open_session(self, request, getattr(self, "drafter", None)) as session:
             run, state, known = begin(self.bound(request), request, session)
             host = decode(run, request, state, known, started)
             settings = self.describe(request) | asdict(request.params)
