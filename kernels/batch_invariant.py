@@ -177,10 +177,10 @@ def invariant_lengths(dtype: torch.dtype) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(4, 16, n, 64, generator=generator).to(dtype) for n in (QUERIES, KEYS, KEYS))
 
-    def steady(length: int) -> bool:
+    def invariant(length: int) -> bool:
         mask = torch.zeros(1, 1, QUERIES, KEYS, dtype=dtype)
         mask[..., length:] = -torch.inf
         short = F.scaled_dot_product_attention(q, k[:, :, :length], v[:, :, :length], attn_mask=mask[..., :length])
         return torch.equal(short, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
-    return *filter(steady, range(BUCKET, KEYS, BUCKET)), KEYS
+    return *filter(invariant, range(BUCKET, KEYS, BUCKET)), KEYS

@@ -20,13 +20,13 @@ def product(
     """linear(norm(x)) for x [..., K], ``gated`` with gate, plus residual. norm: an RMSNorm or Identity."""
     norm = None if isinstance(norm, nn.Identity) else norm
     operands = _operands(linear, x)
-    if operands is not None and (norm is None or _at_hand(norm, x)):
+    if operands is not None and (norm is None or _own_weights(norm, x)):
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         added = None if residual is None else residual.flatten(0, -2)
         return few_rows(x.flatten(0, -2), *operands, weight, eps, gate, added).unflatten(0, x.shape[:-1])
     y = x if norm is None else norm(x)
     if y.device.type == "cpu":
-        y = cpu.linear(linear, y, isinstance(linear, nn.Linear) and _at_hand(linear, y))
+        y = cpu.linear(linear, y, isinstance(linear, nn.Linear) and _own_weights(linear, y))
     else:
         y = linear(y)
     if gate:
@@ -43,12 +43,12 @@ def _operands(linear: nn.Module, x: Tensor) -> Operands | None:
     if isinstance(linear, NarrowLinear):
         here = linear.weight.device == x.device and rows <= FEW
         return (linear.weight, linear.scale, linear.bias) if here else None
-    if isinstance(linear, nn.Linear) and rows <= FEW_WIDE and _at_hand(linear, x):
+    if isinstance(linear, nn.Linear) and rows <= FEW_WIDE and _own_weights(linear, x):
         return linear.weight, None, linear.bias
     return None
 
 
-def _at_hand(layer: nn.Module, x: Tensor) -> bool:
+def _own_weights(layer: nn.Module, x: Tensor) -> bool:
     """Are the parameters of a layer unpatched, on the device of x and in its dtype?"""
     if getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None):  # by ComfyUI, as for LoRA
         return False

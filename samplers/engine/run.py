@@ -91,7 +91,7 @@ class DiscreteMethod(Method):
 
     def run_bytes(self, request: Request) -> int:
         drafter = getattr(self, "drafter", None)
-        return run_bytes(request, self.width(request), drafter, self.draft_width if drafter else 0)
+        return run_bytes(request, self.width(request), drafter, 0 if drafter is None else self.draft_width)
 
     def sample(self, request: Request) -> Result:
         self.check(request)
@@ -167,7 +167,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Carried:
+class StepInputs:
     """What a captured step is given: a method's state, and the inputs of its run."""
 
     stream: Stream
@@ -223,10 +223,10 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
     """
     method, model, session, length = run.method, run.model, run.session, run.layout.length
     width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
-    carried, step = Carried(run.stream, run.layout, run.strength, run.skippable, state), captured_step(run)
+    inputs, step = StepInputs(run.stream, run.layout, run.strength, run.skippable, state), step_of(run)
     poll, extents, ends = Poll(model.device, request.batch), [], [time.perf_counter()]
     while True:
-        state = carried.state
+        state = inputs.state
         known = torch.maximum(known, poll(state.committed))
         if request.callback:
             passes = len(ends) - poll.lag - len(run.ends.get("skip", ()))
@@ -234,7 +234,7 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
             request.callback(Progress(image, known, length, passes, state.draft, state.committed, p))
         if int(known.min()) >= length:
             break
-        extent = () if state.extent is None else tuple(state.extent.tolist())
+        extent = () if state.extent is None else tuple(state.extent.tolist())  # waits for a GPU where trees vary
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
         longest = None if session.graphs.one_shape else min(length + past_end, decided + width)
@@ -243,9 +243,9 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
             longest = None if session.graphs.one_shape else decided + method.draft_width + 1
             shape.append(run.drafter.set_attention_length(run.memory, longest))
         if session.graphs.active and method.one_shape:
-            carried = session.graphs(tuple(shape), step, carried)
+            inputs = session.graphs(tuple(shape), step, inputs)
         else:
-            carried = replace(carried, state=method.launch(run, state, extent))
+            inputs = replace(inputs, state=method.launch(run, state, extent))
         extents.append(extent)
         ends.append(time.perf_counter())
     surplus = min(poll.lag, len(extents))
@@ -253,18 +253,16 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
     begins = [started, *ends[:-1]]
     host = {"draft_passes": sum(map(method.drafter_passes, extents)), "milliseconds": milliseconds(begins, ends)}
     drafted = [started, *run.ends.get("draft", ())]
-    if (
-        run.drafter is not None and not poll.lag and len(drafted) == len(begins)
-    ):  # on a GPU the host does not wait for the drafts
+    if not poll.lag and run.drafter is not None and len(drafted) == len(begins):  # a GPU's host does not wait for drafts
         host["draft_milliseconds"] = milliseconds(begins, drafted)
     return host
 
 
-def captured_step(run: Run) -> Callable[[Carried], Carried]:
+def step_of(run: Run) -> Callable[[StepInputs], StepInputs]:
     """A step of the run from its inputs alone."""
     run = replace(run, session=None)  # it holds the graphs, and these the step: all would live until a collection
 
-    def step(given: Carried) -> Carried:
+    def step(given: StepInputs) -> StepInputs:
         inputs = {name: getattr(given, name) for name in ("stream", "layout", "strength", "skippable")}
         return replace(given, state=run.method.step(replace(run, **inputs), given.state))
 

@@ -66,7 +66,7 @@ class SJD(DiscreteMethod):
 
     window: tokens W per forward pass, the root included (2 to S). Default: 32 (16 on a CPU in fp32, where wider passes
     cost more than they save), at most S.
-    reuse: one of REUSE, see refine(). "coupled", "gumbel", "threshold_exact" and "resample" sample exactly from the
+    reuse: one of REUSE, see SJD.refine. "coupled", "gumbel", "threshold_exact" and "resample" sample exactly from the
     model's distribution, "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL, see first_guesses().
     threshold: SJD++'s tau (> 0). rule: how a guess is verified; its depth is its place in the window, from 1.
     front: drafts K for the first token of the window (1 to 16, at most V), of which K - 1 are fed besides the window;

@@ -73,10 +73,10 @@ class SkippingRound(Round):
     """A Round with ``uncached`` tokens; skipped [B]: did the last round skip verification; features [R, G, D], known
     [B]: the target's latest hidden states and their number."""
 
-    uncached: Uncached | None = None
-    skipped: Tensor | None = None
-    features: Tensor | None = None
-    known: Tensor | None = None
+    uncached: Uncached
+    skipped: Tensor
+    features: Tensor
+    known: Tensor
 
 
 def begin(method: DraftTree, state: Round, token: Tensor, p: Tensor, hidden: Tensor) -> SkippingRound:

@@ -42,11 +42,11 @@ def size(*layers: nn.Module) -> int:
 @contextmanager
 def copies(model: nn.Module) -> Iterator[list[int]]:
     """Bytes that a GPU would copy meanwhile: those of a streamed layer, whenever it is used."""
-    copied, layers, own_weights = [], set(streamed(model)), products._at_hand
+    copied, layers, own_weights = [], set(streamed(model)), products._own_weights
     hooks = [layer.register_forward_pre_hook(lambda layer, _inputs: copied.append(size(layer))) for layer in layers]
     try:
         # Their weights would be on another device, so each layer is called.
-        with patch.object(products, "_at_hand", lambda layer, x: layer not in layers and own_weights(layer, x)):
+        with patch.object(products, "_own_weights", lambda layer, x: layer not in layers and own_weights(layer, x)):
             yield copied
     finally:
         for hook in hooks:

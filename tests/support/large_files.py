@@ -36,12 +36,12 @@ def write(folder: Path, shapes: Shapes, config: dict[str, Any]) -> Path:
     """Random bf16 weights in two shards, in a folder as Hugging Face lays it out. Returns the folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     half, where = sum(map(prod, shapes.values())) / 2, {}
     shards: list[dict[str, torch.Tensor]] = [{}, {}]
     for name in sorted(shapes):
         number = sum(tensor.numel() for tensor in shards[0].values()) >= half
-        shards[number][name] = torch.randn(shapes[name], dtype=torch.bfloat16) * 0.02
+        shards[number][name] = torch.randn(shapes[name], dtype=torch.bfloat16, generator=generator) * 0.02
         where[name] = f"model-{number + 1:05}-of-00002.safetensors"
     for number, tensors in enumerate(shards):
         save_file(tensors, folder / f"model-{number + 1:05}-of-00002.safetensors")

@@ -40,7 +40,7 @@ class Guesses:
 
 @dataclass(frozen=True)
 class PlainJacobi(DiscreteMethod):
-    """Every pass samples all tokens of the window anew, and a guess is accepted if it is what was sampled.
+    """Every pass samples all tokens of the window again, and a guess is accepted if it is the token sampled.
 
     Exact: what is decided is a sample of p_k, drawn after all that p_k is conditioned on was decided.
     """
@@ -69,7 +69,7 @@ class PlainJacobi(DiscreteMethod):
         accepted = (sampled == guess) & (column < most - 1)  # the last column has no guess
         count = run.before_first_rejection(accepted, now.committed)
         run.record.write(position, column < count[:, None], sampled, p, source=source, finalised_at=now.passes)
-        last = torch.cat((now.token[:, :1], sampled), dim=1)  # the window moves behind the last token decided
+        last = torch.cat((now.token[:, :1], sampled), dim=1)  # the window moves past the last token decided
         token = last.gather(1, (count[:, None] + column).clamp(max=self.window))
         return Guesses(now.committed + count, token, now.passes + 1)
 

@@ -180,10 +180,10 @@ class Case:
             patch.object(type(self.layout), "forces", self.forcing),
         ):
             run, state, _ = engine.begin(method.bound(self.request), self.request, session)
-        carried, step = engine.Carried(run.stream, run.layout, None, None, state), engine.captured_step(run)
+        inputs, step = engine.StepInputs(run.stream, run.layout, None, None, state), engine.step_of(run)
         while True:
             yield
-            carried = self.graphs("step", step, carried)
+            inputs = self.graphs("step", step, inputs)
 
 
 def mar_b(counts: Launches) -> tuple[MaskedModel, MaskedState]:
