@@ -253,7 +253,7 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
     begins = [started, *ends[:-1]]
     host = {"draft_passes": sum(map(method.drafter_passes, extents)), "milliseconds": milliseconds(begins, ends)}
     drafted = [started, *run.ends.get("draft", ())]
-    if not poll.lag and run.drafter is not None and len(drafted) == len(begins):  # a GPU's host does not wait for drafts
+    if not poll.lag and run.drafter is not None and len(drafted) == len(begins):  # a GPU's host never waits
         host["draft_milliseconds"] = milliseconds(begins, drafted)
     return host
 
