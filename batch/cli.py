@@ -19,7 +19,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..common.printable import printable
 from .address import address_of, shown, without_logins
-from .dispatch import FIRST_PATIENCE, PATIENCE, Batch, Options, fetch_missing
+from .copies import fetch_missing
+from .dispatch import FIRST_PATIENCE, PATIENCE, Batch, Options
 from .jobs import SHOWN, Job, JobsError, RowsError, counted, read_jobs
 from .journal import Journal, JournalError
 from .maps import check_ids, has_map, with_maps

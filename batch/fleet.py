@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import FileInUseError
-from .dispatch import write_whole
+from .copies import write_whole
 from .jobs import Job, JobsError, counted
 from .journal import Journal
 from .maps import map_of

@@ -26,6 +26,9 @@ from .answers import (
 from .overrides import Workflow
 
 PORT = 8188  # ComfyUI's default
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+WHOLE_SECONDS = 600.0  # of an answer or file: who sends it so slowly keeps others waiting
 BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
 LOGIN_NEEDED = (401, 403)
 NO_SUCH_NODE = ("invalid_prompt", "missing_node_type")  # types of ComfyUI's errors: of old and newer versions
@@ -73,6 +76,12 @@ class Reply:
     status: int
     kind: str
     content: bytes
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A session for servers that compute, and may be slow to answer."""
+    timeout = aiohttp.ClientTimeout(total=WHOLE_SECONDS, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
+    return aiohttp.ClientSession(timeout=timeout)
 
 
 class Server:

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from comfyui_specar.batch import dispatch
+from comfyui_specar.batch import dispatch, server
 
 from .patience import PATIENCE
 
 
 def without_limits(patch: pytest.MonkeyPatch) -> None:
     """For batches on servers in this process, which answer when their turn comes, and not in a number of seconds."""
-    for name in ("CONNECT_SECONDS", "ANSWER_SECONDS", "WHOLE_SECONDS", "LAST_WORDS"):
-        patch.setattr(dispatch, name, PATIENCE)
-    patch.setattr(dispatch, "SLOW", 0.0)
+    for name in ("CONNECT_SECONDS", "ANSWER_SECONDS", "WHOLE_SECONDS"):
+        patch.setattr(server, name, PATIENCE)
+    patch.setattr(dispatch, "CLOSE_SECONDS", PATIENCE)
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from comfyui_specar.batch import dispatch, journal, server
+from comfyui_specar.batch import copies, dispatch, journal, server
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.journal import Journal
@@ -44,7 +44,7 @@ class Clock:
 
     async def away(self, batch: Batch, seconds: float) -> None:
         """So much time passes once the batch has noticed that its first server does not answer."""
-        await until(lambda: batch.lanes and batch.lanes[0].failures)
+        await until(lambda: batch.workers and batch.workers[0].failures)
         self.now += seconds
 
 
@@ -55,6 +55,12 @@ def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(dispatch, "time", clock)
     return clock
+
+
+def given_back(batch: Batch) -> bool:
+    """Have the jobs of its first server been put back into the queue?"""
+    given = batch.workers[0].given.values()
+    return bool(given) and all(queued in batch.waiting or not queued.prompt_id for queued in given)
 
 
 def jobs_of(number: int, **overrides) -> list[Job]:
@@ -178,9 +184,9 @@ def test_patience_is_not_lost_while_another_server_works(tmp_path, clock, caplog
             one.ends, jobs, nobody = lambda: False, jobs_of(2), FakeComfy()
 
             async def begin(batch):
-                await until(lambda: batch.lanes and batch.lanes[0].failures and one.running)
+                await until(lambda: batch.workers and batch.workers[0].failures and one.running)
                 clock.now += 10 * QUICK.patience
-                await until(lambda failures=batch.lanes[0].failures: batch.lanes[0].failures > failures + 1)
+                await until(lambda failures=batch.workers[0].failures: batch.workers[0].failures > failures + 1)
                 one.ends = lambda: True
 
             await run(tmp_path / "r.jsonl", [nobody, one], jobs, during=begin)
@@ -203,8 +209,8 @@ def test_without_patience_a_server_that_once_answered_is_waited_for_longer(tmp_p
                 await until(lambda: one.running)
                 await one.die()
             await clock.away(batch, patience - 1)
-            noticed = batch.lanes[0].failures
-            await until(lambda: batch.lanes[0].failures > noticed + 1)
+            noticed = batch.workers[0].failures
+            await until(lambda: batch.workers[0].failures > noticed + 1)
             assert not batch.stopping
             clock.now += 2
 
@@ -252,19 +258,19 @@ def test_the_server_that_has_nothing_to_do_gets_the_first_job(tmp_path):
     asyncio.run(check())
 
 
-def test_a_server_that_never_answers_holds_nobody_up(tmp_path, clock, monkeypatch, caplog):
+def test_a_server_that_never_answers_holds_nobody_up(tmp_path, monkeypatch, caplog):
     """It accepts connections, as one that hangs; at the end nothing is left of asking it."""
-    monkeypatch.setattr(dispatch, "LAST_WORDS", 0.01)
+    monkeypatch.setattr(dispatch, "CLOSE_SECONDS", 0.01)
 
     async def check():
         async def begin(batch):
-            await until(lambda: batch.lanes and batch.lanes[1].answered)
+            await until(lambda: batch.workers and batch.workers[1].answered)
             clock.now += dispatch.HELLO
 
         with socket.create_server(("127.0.0.1", 0)) as hung:
             async with FakeComfy() as one:
                 servers = [f"http://127.0.0.1:{hung.getsockname()[1]}", one]
-                await run(tmp_path / "r.jsonl", servers, jobs_of(2), during=begin)
+                await run(tmp_path / "r.jsonl", servers, jobs_of(2))
                 assert_each_once(tmp_path / "r.jsonl", jobs_of(2), one)
 
     gc.collect()  # what other tests left
@@ -276,10 +282,10 @@ def test_a_server_that_never_answers_holds_nobody_up(tmp_path, clock, monkeypatc
 
 
 def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatch):
-    monkeypatch.setattr(dispatch, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.01)
 
     async def check(url: str):
-        async with dispatch.session_of() as session:
+        async with server.open_session() as session:
             await server.Server(session, url).queue()
 
     with socket.create_server(("127.0.0.1", 0)) as hung:
@@ -334,7 +340,7 @@ def test_a_server_that_lacks_a_node_or_file_of_the_workflow_is_set_aside(tmp_pat
             other.ends = lambda: False  # so that the one that is always idle would get the jobs
 
             async def go_on(batch):
-                await until(lambda: batch.lanes and batch.lanes[0].draining)
+                await until(lambda: batch.workers and batch.workers[0].excluded)
                 other.ends = lambda: True
 
             await run(tmp_path / "r.jsonl", [lacking, other], jobs, during=go_on)
@@ -437,7 +443,7 @@ def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp_path,
                 await one.die()
                 if missed:
                     await clock.away(batch, LOST)
-                    await until(lambda: batch.lanes[0].strays)
+                    await until(lambda: given_back(batch))
                 await one.start()
                 one.ends = lambda: True
 
@@ -474,13 +480,52 @@ def test_a_server_that_was_only_silent_goes_on_with_what_it_has(tmp_path, monkey
                 await until(lambda: one.running and one.pending)  # nothing is on its way there
                 silent = True
                 await clock.away(batch, SILENT)
-                await until(lambda: batch.lanes[0].strays)
+                await until(lambda: given_back(batch))
                 silent, one.ends = False, lambda: True
 
             jobs = jobs_of(4)
             await run(tmp_path / "r.jsonl", [one], jobs, during=hush)
             assert_each_once(tmp_path / "r.jsonl", jobs, one)
             assert {record["attempt"] for record in lines(tmp_path / "r.jsonl")} == {1}
+
+    asyncio.run(check())
+
+
+def test_a_silent_server_that_comes_back_may_draw_an_image_again_whose_result_is_recorded_once(
+    tmp_path, monkeypatch, clock
+):
+    """Both servers generate its jobs; it has ended one meanwhile, and the other one is taken from it."""
+    ask, silent = server.Server._request, set()
+
+    async def request(self, *given, **named):
+        if self.url in silent:
+            raise server.ServerAwayError("no answer")
+        return await ask(self, *given, **named)
+
+    monkeypatch.setattr(server.Server, "_request", request)
+
+    async def check():
+        async with FakeComfy() as one, FakeComfy() as other:
+            one.ends = other.ends = lambda: False
+
+            async def hush(batch):
+                await until(lambda: one.running and one.pending and other.running and other.pending)
+                silent.add(one.url)
+                await clock.away(batch, SILENT)
+                await until(lambda: given_back(batch))
+                other.ends = lambda: len(other.drawn) < 2  # the third is one of the silent server's
+                await until(lambda: len(other.drawn) == 2 and other.running and other.pending)
+                one.ends = lambda: not one.drawn
+                await until(lambda: one.drawn and one.running)
+                silent.clear()
+                await until(lambda: not one.running)  # as it was cancelled
+                one.ends = other.ends = lambda: True
+
+            jobs = jobs_of(4)
+            await run(tmp_path / "r.jsonl", [one, other], jobs, during=hush)
+            assert Counter(record["id"] for record in lines(tmp_path / "r.jsonl")) == Counter(job.id for job in jobs)
+            assert {record["server"] for record in lines(tmp_path / "r.jsonl")} == {other.url}
+            assert len(one.drawn) == 1 and max(jobs_drawn(one, other).values()) == 2
 
     asyncio.run(check())
 
@@ -496,7 +541,7 @@ def test_a_job_that_kills_servers_is_given_up(tmp_path, clock, missed):
                     await until(lambda: one.dead)
                     if missed:
                         await clock.away(batch, LOST)
-                        await until(lambda: batch.lanes[0].strays)
+                        await until(lambda: given_back(batch))
                     await one.start()
 
             jobs = [Job("bad", {"prompt": "poison"}, 1), *jobs_of(3)]
@@ -620,7 +665,7 @@ def test_copies_are_named_after_the_job(tmp_path):
 
     asyncio.run(check())
     names = [{"filename": name} for name in ("a.png", "b.json", "c.png", "d.PNG", "e.png", "f")]
-    assert [path.name for path in dispatch.copies_of(names, Path("x/job"))] == [
+    assert [path.name for path in copies.copies_of(names, Path("x/job"))] == [
         "job.png",
         "job.json",
         "job.2.png",
@@ -643,12 +688,7 @@ def test_files_are_numbered_by_the_workflow_whatever_ran_first(tmp_path):
         ("7", "7.png"),
         ("5.0.1", "5.0.1.png"),
     ]
-    assert [path.name for path in dispatch.copies_of(files, tmp_path / "a")] == [
-        "a.png",
-        "a.2.png",
-        "a.3.png",
-        "a.4.png",
-    ]
+    assert [path.name for path in copies.copies_of(files, tmp_path / "a")] == ["a.png", "a.2.png", "a.3.png", "a.4.png"]
 
 
 def test_an_image_that_another_program_holds_open_is_waited_for_and_then_costs_that_job_alone(tmp_path, locked):

@@ -12,7 +12,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 from aiohttp import web
-from comfyui_specar.batch import answers, cli, client, dispatch, server
+from comfyui_specar.batch import answers, cli, client, copies, dispatch, server
 from comfyui_specar.batch.address import address_of, shown, without_logins
 from comfyui_specar.batch.answers import said
 from comfyui_specar.batch.dispatch import Batch, Options
@@ -55,7 +55,7 @@ async def run(path: Path, servers: list, number: int = 1, **options) -> dict[str
     async def passing(batch):
         nonlocal now
         while True:
-            await until(lambda: batch.lanes and batch.lanes[0].failures)
+            await until(lambda: batch.workers and batch.workers[0].failures)
             now += 0.05
 
     jobs = [Job(f"j{i}", {"seed": i}, i) for i in range(number)]
@@ -271,13 +271,13 @@ def test_a_job_that_breaks_servers_fails_once_each_was_asked_and_sets_none_aside
     ],
 )
 def test_a_server_chooses_no_more_of_a_copys_name_than_a_short_ending(name):
-    [path] = dispatch.copies_of([{"filename": name, "node": "9"}], Path("out/job"))
+    [path] = copies.copies_of([{"filename": name, "node": "9"}], Path("out/job"))
     assert path.parent == Path("out") and re.fullmatch(r"job(\.\w{1,16})?", path.name, re.ASCII)
 
 
 def test_copies_of_a_job_have_different_names_whatever_the_server_calls_them():
     files = [{"filename": name, "node": node} for node in ("9", "9_map") for name in ("a.png", "b.webp", "c.PNG", "d")]
-    paths = [path.name.lower() for path in dispatch.copies_of(files, Path("out/job"))]
+    paths = [path.name.lower() for path in copies.copies_of(files, Path("out/job"))]
     assert len(set(paths)) == len(paths) == 8
 
 
