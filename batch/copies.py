@@ -18,8 +18,8 @@ ENDING = re.compile(r"\.[A-Za-z0-9]{1,16}")  # of a copy, which a server chooses
 async def copied(
     server: Server, copies: list[tuple[dict[str, str], Path]], replacing: bool = True
 ) -> tuple[list[str], str]:
-    """Copies files to paths; returns the paths that succeeded, and what is wrong with another. replacing: files that
-    are there already; otherwise those must be the same. Raises ServerAwayError."""
+    """Copies files of a server to paths. Returns the paths that were written, and an error message if one was not.
+    replacing: existing files are replaced; otherwise they must be equal. Raises ServerAwayError."""
     done, error = [], ""
     for file, path in copies:
         content = await server.fetch(file)
@@ -37,8 +37,8 @@ async def copied(
 
 
 async def fetch_missing(journal: Journal, jobs: list[Job], out: Path, urls: list[str]) -> dict[str, str]:
-    """Copies of jobs that were done without them, or whose copies are gone; returns job id -> why it has not all. urls:
-    of servers, for those that need a login."""
+    """Copies the files of finished jobs whose copies are missing. Returns job id -> why some still are. urls: of
+    servers, with their logins."""
     problems: dict[str, str] = {}
     away: dict[str, str] = {}  # servers
     async with open_session() as session:
@@ -65,15 +65,15 @@ async def fetch_missing(journal: Journal, jobs: list[Job], out: Path, urls: list
 
 
 def copies_of(files: list[dict[str, str]], stem: Path) -> list[Path]:
-    """A path for every file: job.png, job.2.png, job.json, ...; for a map (see maps.py) that beside its image. They
-    differ in more than capitals, and of the server's names they have a short ending at most."""
+    """A path for every file: job.png, job.2.png, job.json, ...; a map (see maps.py) is named after its image. Paths
+    differ in more than capitals. The server chooses no more of them than a short ending."""
     paths: list[Path] = []
-    images: dict[str, list[Path]] = {}  # of a node, those whose map has not come yet
+    images: dict[str, list[Path]] = {}  # node -> its images whose maps have not been listed yet
     numbers: Counter[str] = Counter()  # of copies by ending
     for file in files:
         node, (_, dot, ending) = file.get("node", ""), file["filename"].rpartition(".")
-        drawn = images.get(node.removesuffix(MAP)) if node.endswith(MAP) else None
-        if drawn and (path := map_of(drawn.pop(0))) not in paths:
+        unmapped = images.get(node.removesuffix(MAP)) if node.endswith(MAP) else None
+        if unmapped and (path := map_of(unmapped.pop(0))) not in paths:
             paths.append(path)
             continue
         suffix = dot + ending if ENDING.fullmatch(dot + ending) else ""
@@ -85,7 +85,7 @@ def copies_of(files: list[dict[str, str]], stem: Path) -> list[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file with all its bytes or not at all. Raises FileInUseError where it cannot be replaced, OSError where
+    """Writes a file with all its bytes or not at all. Raises FileInUseError where it cannot be replaced, OSError where
     nothing can be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")

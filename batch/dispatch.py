@@ -128,7 +128,7 @@ class Batch:
         workers = {server.url: Worker(server) for server in (Server(session, url) for url in self.urls)}
         for job in jobs:
             queued = QueuedJob(job, prompts[job.id], fingerprint(prompts[job.id]))
-            last = self.journal.queued.get(job.id, [{}])[-1]
+            last = self.journal.submitted.get(job.id, {})
             queued.attempt, url, prompt_id = last.get("attempt", 0), last.get("server"), last.get("prompt_id")
             ended = self.journal.results.get(job.id, {}).get("prompt_id") == prompt_id
             if not last or ended or self.journal.changed(job.id, queued.fingerprint):
@@ -159,7 +159,7 @@ class Batch:
         """Collects results, then submits jobs."""
         if worker.versions is None:
             worker.versions = await worker.server.versions()
-        here = set().union(*await worker.server.queue())
+        here = await worker.server.queue()
         try:
             await self._collect(worker, here)
             if worker.failures:
@@ -281,7 +281,7 @@ class Batch:
         job, server = queued.job, worker.server
         queued.attempt, queued.tries = queued.attempt + 1, queued.tries + 1
         queued.prompt_id = prompt_id = self.journal.prompt_id(job.id, queued.attempt)
-        self.journal.write_queued(job.id, queued.fingerprint, queued.attempt, server.url)
+        self.journal.write_submission(job.id, queued.fingerprint, queued.attempt, server.url)
         worker.given[prompt_id] = queued  # also if the answer is lost: the next visit finds out
         name = job.id if queued.attempt == 1 else f"{job.id}.try{queued.attempt}"
         try:
@@ -366,7 +366,7 @@ class Batch:
         try:
             await worker.server.cancel(list(worker.given))
             while worker.given and time.monotonic() < deadline:
-                await self._collect(worker, set().union(*await worker.server.queue()))
+                await self._collect(worker, await worker.server.queue())
                 await asyncio.sleep(self.options.poll)
         except ServerAwayError as error:
             logger.warning("%s", error)

@@ -162,7 +162,7 @@ def test_the_bar_moves_with_every_job_and_the_end_counts_them(monkeypatch, capsy
         return cancelled
 
     monkeypatch.setattr(cli, "tqdm", Bar)
-    assert cli.followed(journal, jobs, jobs[2:], work, several=True) == code
+    assert cli.run_and_report(journal, jobs, jobs[2:], work, several=True) == code
     assert moved == [(2, 4), 1, 1]
     said = capsys.readouterr().err
     assert "b: error before: before" in said.replace("failed", "error") and "c: warning: odd" in said
