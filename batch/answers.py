@@ -1,5 +1,5 @@
-"""Answers of servers, which may be any program and say anything: bounded, and taken apart by their shape. What is not
-an answer of ComfyUI raises UnexpectedAnswerError, whose message says why, in printable words."""
+"""Reading the answers of servers, which may be any program. Sizes are bounded and types are checked: every function
+here raises UnexpectedAnswerError, with a printable message, for what is not an answer of ComfyUI."""
 
 import json
 import math
@@ -12,11 +12,11 @@ from ..common.printable import printable
 
 
 class UnexpectedAnswerError(aiohttp.ClientError):
-    """Not an answer of ComfyUI; the message says what of it."""
+    """This is not an answer of ComfyUI; the message says why."""
 
 
-async def body_of(reply: aiohttp.ClientResponse, most: int) -> bytes:
-    """Raises UnexpectedAnswerError for more than so many bytes."""
+async def read_body(reply: aiohttp.ClientResponse, most: int) -> bytes:
+    """most: bytes that the body may have."""
     parts, size = [], 0
     async for part in reply.content.iter_any():
         size += len(part)
@@ -26,29 +26,29 @@ async def body_of(reply: aiohttp.ClientResponse, most: int) -> bytes:
     return b"".join(parts)
 
 
-def parsed(body: bytes) -> Any:
-    """The value of an answer in JSON. Raises UnexpectedAnswerError."""
+def parse(body: bytes) -> Any:
+    """The value of an answer in JSON."""
     try:
         return parse_json(body, ANSWER_VALUES)
     except ValueError:
-        raise UnexpectedAnswerError(f"no JSON: {seen(body)}") from None
+        raise UnexpectedAnswerError(f"not JSON: {excerpt(body)}") from None
 
 
-def json_of(body: bytes) -> dict[str, Any]:
-    """The object that most answers are. Raises UnexpectedAnswerError."""
-    answer = parsed(body)
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The value of an answer that must be a JSON object."""
+    answer = parse(body)
     if not isinstance(answer, dict):
-        raise UnexpectedAnswerError(f"not an object: {seen(body)}")
+        raise UnexpectedAnswerError(f"not an object: {excerpt(body)}")
     return answer
 
 
-def seen(body: bytes) -> str:
-    """How an answer begins."""
+def excerpt(body: bytes) -> str:
+    """The beginning of an answer, for a message."""
     return printable(" ".join(body[:NAME].decode(errors="replace").split()), WORD) or "nothing"
 
 
-def part(of: Any, name: str, kind: type | tuple[type, ...], *default: Any) -> Any:
-    """of[name]. default: where it is missing or null. Raises UnexpectedAnswerError for other kinds."""
+def get(of: Any, name: str, kind: type | tuple[type, ...], *default: Any) -> Any:
+    """The value of[name], which must have this type. default: its value where it is missing or null."""
     if not isinstance(of, dict):
         raise UnexpectedAnswerError(f"there is no object to have {name}")
     value = of.get(name)
@@ -59,41 +59,41 @@ def part(of: Any, name: str, kind: type | tuple[type, ...], *default: Any) -> An
     return value
 
 
-def parts(of: Any, name: str, kind: type) -> list[Any]:
-    """The items of the list of[name], none where it is missing. Raises UnexpectedAnswerError for other kinds."""
-    found = part(of, name, list, [])
+def get_list(of: Any, name: str, kind: type) -> list[Any]:
+    """The list of[name], empty where it is missing; its items must have this type."""
+    found = get(of, name, list, [])
     if not all(isinstance(item, kind) for item in found):
         raise UnexpectedAnswerError(f"{name} is not a list of {kind.__name__}s")
     return found
 
 
-def name_in(of: Any, name: str, *default: str) -> str:
-    """A text that is used as it is. Raises UnexpectedAnswerError for one that is none, too long or not printable."""
-    value = part(of, name, str, *default)
+def get_name(of: Any, name: str, *default: str) -> str:
+    """A string that is used unchanged: it must be short and printable."""
+    value = get(of, name, str, *default)
     if len(value) > NAME or printable(value) != value:
         raise UnexpectedAnswerError(f"{name} is {printable(value, WORD)}")
     return value
 
 
-def words_in(of: Any, name: str, default: str = "") -> str:
-    """A text for people, in one line."""
-    return said(part(of, name, str, default))
+def get_text(of: Any, name: str, default: str = "") -> str:
+    """A string for messages, in one line."""
+    return one_line(get(of, name, str, default))
 
 
-def said(text: str) -> str:
+def one_line(text: str) -> str:
     return printable(" ".join(text.split()), SAID)
 
 
-def number_in(of: Any, name: str, default: float) -> float:
-    """A time. Raises UnexpectedAnswerError for one that no clock shows."""
-    value = part(of, name, (int, float), default)
+def get_time(of: Any, name: str, default: float) -> float:
+    """A number of milliseconds, within 64 bits."""
+    value = get(of, name, (int, float), default)
     if not -(2**63) <= value <= 2**63:
-        raise UnexpectedAnswerError(f"{name} is no time")
+        raise UnexpectedAnswerError(f"{name} is not a time")
     return value
 
 
-def plain(value: Any, nested: int = NESTED) -> Any:
-    """A value that goes into a file as it is, its texts printable. Raises UnexpectedAnswerError."""
+def bounded(value: Any, nested: int = NESTED) -> Any:
+    """A copy of a JSON value for a file: strings are made printable, `nested` levels are allowed."""
     if isinstance(value, str):
         return printable(value, SAID)
     if isinstance(value, float) and not math.isfinite(value):
@@ -103,13 +103,13 @@ def plain(value: Any, nested: int = NESTED) -> Any:
     if not nested:
         raise UnexpectedAnswerError("totals are nested too deeply")
     if isinstance(value, list):
-        return [plain(item, nested - 1) for item in value]
-    return {printable(key, NAME): plain(item, nested - 1) for key, item in value.items()}
+        return [bounded(item, nested - 1) for item in value]
+    return {printable(key, NAME): bounded(item, nested - 1) for key, item in value.items()}
 
 
-def totals_in(report: dict[str, Any]) -> dict[str, Any]:
-    """The totals of a run, as they go into the results. Raises UnexpectedAnswerError."""
-    totals = plain(part(report, "totals", dict))
+def get_totals(report: dict[str, Any]) -> dict[str, Any]:
+    """The totals of a run, for the results."""
+    totals = bounded(get(report, "totals", dict))
     if len(json.dumps(totals)) > TOTALS:
         raise UnexpectedAnswerError("the totals of a run are too long")
     return totals

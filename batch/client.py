@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from ..common.limits import ANSWER_BYTES, FILE_BYTES
-from .answers import UnexpectedAnswerError, body_of, json_of, parsed, part, seen
+from .answers import UnexpectedAnswerError, excerpt, get, parse, parse_object, read_body
 
 PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded image
 FINAL_EVENTS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
@@ -18,7 +18,7 @@ FINAL_EVENTS = {"execution_success": "success", "execution_error": "error", "exe
 
 @dataclass
 class Run:
-    """What became of one queued prompt.
+    """The result of one queued prompt.
 
     `outcome` is success, error, interrupted, or rejected (refused by /prompt; `error` is then the reply's body).
     `events` are the websocket messages about this prompt, in order; `outputs` is what /history keeps, by node id.
@@ -36,9 +36,9 @@ class Run:
         return sum(kind == event for kind, _ in self.events)
 
     def message(self) -> str:
-        """Everything that the server said about a failure, as one text."""
+        """The server's whole message about a failure."""
         if self.outcome == "error":
-            return part(self.error, "exception_message", str, "no reason given")
+            return get(self.error, "exception_message", str, "no reason given")
         return json.dumps([self.error, self.node_errors])
 
     def collect(self, key: str) -> list[dict]:
@@ -73,18 +73,18 @@ async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Fol
         if workflow is not None:
             body["extra_data"] = {"extra_pnginfo": {"workflow": workflow}}
         async with session.post(f"{url}/prompt", json=body) as reply:
-            content = await body_of(reply, ANSWER_BYTES)
+            content = await read_body(reply, ANSWER_BYTES)
             if reply.status not in (200, 400):
-                raise UnexpectedAnswerError(f"/prompt answered {reply.status}: {seen(content)}")
-            answer = json_of(content)
-            run.node_errors = part(answer, "node_errors", (dict, list), {}) or {}
+                raise UnexpectedAnswerError(f"/prompt answered {reply.status}: {excerpt(content)}")
+            answer = parse_object(content)
+            run.node_errors = get(answer, "node_errors", (dict, list), {}) or {}
             if reply.status == 400:
-                run.error = part(answer, "error", dict)
+                run.error = get(answer, "error", dict)
                 return run
         await _follow_to_the_end(socket, run, follow)
         async with session.get(f"{url}/history/{run.prompt_id}") as reply:
-            answer = json_of(await body_of(reply, ANSWER_BYTES))
-            run.outputs = part(part(answer, run.prompt_id, dict), "outputs", dict)
+            answer = parse_object(await read_body(reply, ANSWER_BYTES))
+            run.outputs = get(get(answer, run.prompt_id, dict), "outputs", dict)
     return run
 
 
@@ -98,8 +98,8 @@ async def _follow_to_the_end(socket: aiohttp.ClientWebSocketResponse, run: Run, 
             continue
         if message.type != aiohttp.WSMsgType.TEXT:
             raise aiohttp.ClientConnectionError("ComfyUI closed the connection before the prompt ended")
-        content = json_of(message.data.encode())
-        event, data = part(content, "type", str), content.get("data")
+        content = parse_object(message.data.encode())
+        event, data = get(content, "type", str), content.get("data")
         if not isinstance(data, dict) or data.get("prompt_id") != run.prompt_id:
             continue
         run.events.append((event, data))
@@ -123,7 +123,7 @@ async def interrupt(url: str, prompt_id: str) -> None:
 async def get_json(url: str, path: str):
     async with aiohttp.ClientSession() as session, session.get(url + path) as reply:
         reply.raise_for_status()
-        return parsed(await body_of(reply, ANSWER_BYTES))
+        return parse(await read_body(reply, ANSWER_BYTES))
 
 
 async def view(url: str, file: dict) -> bytes:
@@ -131,4 +131,4 @@ async def view(url: str, file: dict) -> bytes:
     query = {key: file[key] for key in ("filename", "subfolder", "type")}
     async with aiohttp.ClientSession() as session, session.get(f"{url}/view", params=query) as reply:
         reply.raise_for_status()
-        return await body_of(reply, FILE_BYTES)
+        return await read_body(reply, FILE_BYTES)

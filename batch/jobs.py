@@ -5,7 +5,8 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,22 +19,35 @@ DELIMITERS = ",;\t"
 ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system
 ID_BYTES = 200  # of the 255 that a file's name may have; prefix, attempt, counter and ending need the others
 DEVICE = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9¹²³]", re.IGNORECASE)  # on Windows, whatever the ending of the file
+SURROGATE = re.compile("[\ud800-\udfff]")  # which JSON can hold, and no file
 SHOWN = 10  # problems or jobs that one message lists
 SHOWN_CHARACTERS = 2000  # of one problem, as a cell may have a million
 SHOWN_LINES = 3  # that it names of equal problems
 Row = tuple[int, dict[str, Any]]  # the line it begins on, and its values
+Problem = tuple[int, str]  # the line, and what is wrong with it
 
 
 class JobsError(ValueError):
-    """The jobs file cannot be used; the message names the lines and what to do about them."""
+    """The jobs file or an option cannot be used; the message says what to do."""
 
 
 class RowsError(JobsError):
-    """Rows do not fit what is to be run; the message begins with their lines."""
+    """Rows cannot be used. The message begins with their lines; equal problems are listed together."""
+
+    def __init__(self, problems: list[Problem]):
+        lines: dict[str, list[int]] = {}
+        for line, problem in problems:
+            lines.setdefault(problem, []).append(line)
+        texts = [
+            f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {printable(problem, SHOWN_CHARACTERS)}"
+            for problem, found in lines.items()
+        ]
+        more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+        super().__init__("\n".join([*texts[:SHOWN], *more]))
 
 
 class Scientific(float):
-    """A number of a JSON file in scientific notation, which shows only digits that its writer kept."""
+    """A number of a JSON file in scientific notation, which shows only the digits that its writer kept."""
 
 
 @dataclass(frozen=True)
@@ -65,168 +79,143 @@ def read_jobs(path: Path) -> list[Job]:
     for marks, most, what in (("\n\r", LINES, "lines"), (DELIMITERS, CELLS, "values")):
         if max(map(text.count, marks)) > most:
             raise JobsError(f"{path.name} has more than {most} {what}: split it into several tables")
-    rows = list(islice(kinds[path.suffix.lower()](text, path.name), JOBS + 1))
-    if len(rows) > JOBS:
+    try:
+        jobs = with_ids(islice(kinds[path.suffix.lower()](text), JOBS + 1))
+    except RowsError as error:
+        raise JobsError(f"{path.name}, {error}") from None
+    if len(jobs) > JOBS:
         raise JobsError(f"{path.name} has more than {JOBS} jobs: split it into several tables")
-    if not rows:
+    if not jobs:
         raise JobsError(f"{path.name} has no jobs")
-    return with_ids(rows, path.name)
+    return jobs
 
 
-def csv_rows(text: str, name: str) -> Iterator[Row]:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter_of(text), strict=True)
-    header, before, problems = None, 0, []
-    while len(problems) < PROBLEMS:
-        line = before + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            break
-        except csv.Error as error:  # where the next row begins is unknown
-            problems.append((line, f"{error} (a quotation mark inside a quoted text is written twice)"))
-            break
-        before = reader.line_num
-        if not any(cell.strip() for cell in cells):
-            continue
-        if len(cells) > COLUMNS:
-            raise JobsError(f"{name}, line {line}: {len(cells)} columns; {COLUMNS} is the limit")
-        if header is None:
-            header = column_names(cells, name, line)
-            continue
-        while len(cells) > len(header) and not cells[-1].strip():
-            cells.pop()
-        if len(cells) != len(header):
-            problems.append(
-                (
-                    line,
-                    f"{counted(len(cells), 'value')} for {counted(len(header), 'column')}, "
-                    f"{', '.join(header)} (a text that contains the separator stands in quotation marks)",
+def csv_rows(text: str) -> Iterator[Row]:
+    """Raises RowsError after the last row, for all that are wrong."""
+    heading = re.search(r"^.*\S.*$", text, re.MULTILINE)
+    delimiter = max(DELIMITERS, key=heading[0].count) if heading else DELIMITERS[0]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    header, names, line, problems = None, "", 1, []
+    try:
+        for cells in reader:
+            begun, line = line, reader.line_num + 1
+            while cells and not cells[-1].strip() and len(cells) > len(header or ()):
+                cells.pop()
+            if not any(cell.strip() for cell in cells):
+                continue
+            if header is None:
+                header = column_names(cells, begun)
+                names = ", ".join(header)[:SHOWN_CHARACTERS]
+            elif len(cells) == len(header):
+                yield begun, {column: cell for column, cell in zip(header, cells, strict=True) if cell.strip()}
+            else:
+                problems.append(
+                    (
+                        begun,
+                        f"{counted(len(cells), 'value')} for {counted(len(header), 'column')}, {names} "
+                        "(a text that contains the separator stands in quotation marks)",
+                    )
                 )
-            )
-            continue
-        yield line, {column: cell for column, cell in zip(header, cells, strict=True) if cell.strip()}
+            if len(problems) == PROBLEMS:
+                break
+    except csv.Error as error:  # where the next row begins is unknown
+        problems.append((line, f"{error} (a quotation mark inside a quoted text is written twice)"))
     if problems:
-        raise JobsError(f"{name}, {several(problems)}")
+        raise RowsError(problems)
 
 
-def delimiter_of(text: str) -> str:
-    """The one that divides the header into most columns; the first of them if there is only one column."""
-    header = re.search(r"^.*\S.*$", text, re.MULTILINE)
-    return max(DELIMITERS, key=header[0].count) if header else DELIMITERS[0]
-
-
-def column_names(cells: list[str], name: str, line: int) -> list[str]:
+def column_names(cells: list[str], line: int) -> list[str]:
     names = [cell.strip() for cell in cells]
-    while not names[-1]:
-        names.pop()
-    if "" in names:
-        raise JobsError(f"{name}, line {line}: column {names.index('') + 1} has no name")
-    check_names(names)
-    if twice := sorted({column for column in names if names.count(column) > 1}):
-        raise JobsError(f"{name}, line {line}: the column {', '.join(twice)} is there twice")
-    if len(names) == 1 and "|" in names[0]:
-        raise JobsError(f"{name}, line {line}: one column, {names[0]!r}; commas, semicolons or tabs divide columns")
+    problem = wrong_columns(names)
+    if not problem and "" in names:
+        problem = f"column {names.index('') + 1} has no name"
+    elif twice := [column for column, number in Counter(names).items() if number > 1]:
+        problem = problem or f"the column {', '.join(sorted(twice))} is there twice"
+    elif len(names) == 1 and "|" in names[0]:
+        problem = f"one column, {names[0]!r}; commas, semicolons or tabs divide columns"
+    if problem:
+        raise RowsError([(line, problem)])
     return names
 
 
-def check_names(columns: Iterable[str]) -> None:
-    """Raises JobsError for a name of any length, which is taken apart at its dots."""
-    if long := next((column for column in columns if len(column) > NAME), ""):
-        raise JobsError(f"the column {long:.50}... has a name of {len(long)} characters; {NAME} is the limit")
+def wrong_columns(names: Iterable[str]) -> str:
+    """What is wrong with the number of columns, or with the length of a name, which is taken apart at its dots."""
+    names = list(names)
+    if len(names) > COLUMNS:
+        return f"{len(names)} columns; {COLUMNS} is the limit"
+    long = next((name for name in names if len(name) > NAME), "")
+    return long and f"the column {long:.50}... has a name of {len(long)} characters; {NAME} is the limit"
 
 
-def json_rows(text: str, name: str) -> Iterator[Row]:
+def json_rows(text: str) -> Iterator[Row]:
+    """Raises RowsError after the last row, for all that are wrong."""
     problems = []
     for line, content in enumerate(io.StringIO(text, newline="\n"), 1):
-        if len(problems) == PROBLEMS:
-            break
         if content.strip():
             try:
                 yield line, json_row(content)
-            except JobsError as error:
+            except json.JSONDecodeError as error:
+                problems.append((line, f"not JSON: {error.msg} at character {error.pos + 1}"))
+            except ValueError as error:
                 problems.append((line, str(error)))
+        if len(problems) == PROBLEMS:
+            break
     if problems:
-        raise JobsError(f"{name}, {several(problems)}")
+        raise RowsError(problems)
 
 
 def json_row(content: str) -> dict[str, Any]:
-    """The values of a line. Raises JobsError."""
+    """The values of a line. Raises ValueError."""
     if len(content) > ROW:
-        raise JobsError(f"a row of {len(content)} characters; {ROW} is the limit")
-    try:
-        row = parse_json(
-            content, object_pairs_hook=without_repetition, parse_constant=refuse_constant, parse_float=fraction
-        )
-    except json.JSONDecodeError as error:
-        raise JobsError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
-    except ValueError as error:
-        raise JobsError(str(error)) from error
+        raise ValueError(f"a row of {len(content)} characters; {ROW} is the limit")
+    row = parse_json(content, object_pairs_hook=unique, parse_constant=not_a_number, parse_float=fraction)
     if not isinstance(row, dict):
-        raise JobsError('expected an object such as {"prompt": "cat", "seed": 1}')
-    if len(row) > COLUMNS:
-        raise JobsError(f"{len(row)} values; {COLUMNS} is the limit")
-    check_names(row)
+        raise ValueError('expected an object such as {"prompt": "cat", "seed": 1}')
+    if problem := wrong_columns(row):
+        raise ValueError(problem)
     for column, value in row.items():
-        if isinstance(value, str) and len(value) > CELL:
-            raise JobsError(f"{column!r:.100} has {len(value)} characters; {CELL} is the limit")
         if isinstance(value, dict | list):
-            raise JobsError(f"{column} is neither a string nor a number nor true or false")
-        if isinstance(value, str) and not is_text(value):
-            raise JobsError(f"{column} has half a character (a lone surrogate)")
+            raise ValueError(f"{column} is neither a string nor a number nor true or false")
+        if isinstance(value, str) and len(value) > CELL:
+            raise ValueError(f"{column!r:.100} has {len(value)} characters; {CELL} is the limit")
+        if isinstance(value, str) and SURROGATE.search(value):
+            raise ValueError(f"{column} has half a character (a lone surrogate)")
     return {column: value for column, value in row.items() if value is not None}
 
 
-def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [key for key, _ in pairs]
-    if len(set(names)) < len(names):
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError where json.loads would take the last of several values of a name."""
+    if len(dict(pairs)) < len(pairs):
         raise ValueError("the same name is there twice")
     return dict(pairs)
+
+
+def not_a_number(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number")
 
 
 def fraction(text: str) -> float:
     return Scientific(text) if "e" in text.lower() else float(text)
 
 
-def refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not a number")
-
-
-def is_text(value: str) -> bool:
-    """JSON can hold what no file can."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def with_ids(rows: list[Row], name: str) -> list[Job]:
+def with_ids(rows: Iterable[Row]) -> list[Job]:
+    """Raises RowsError for ids that cannot be names of files, or are used twice."""
     jobs, lines, problems = [], {}, []
     for number, (line, values) in enumerate(rows, 1):
         given = values.pop("id", None)
         job_id = automatic_id(number, values) if given is None else str(given).strip()
         if not ID.fullmatch(job_id) or len(job_id.encode()) > ID_BYTES:
-            problems.append(
-                (
-                    line,
-                    f"the id {job_id!r} may have only letters, digits, _ and - (100 at most, "
-                    f"{ID_BYTES} bytes), because files are named after it",
-                )
-            )
+            why = f"(100 at most, {ID_BYTES} bytes), because files are named after it"
+            problems.append((line, f"the id {job_id!r} may have only letters, digits, _ and - {why}"))
         if DEVICE.fullmatch(job_id):
-            problems.append(
-                (
-                    line,
-                    f"the id {job_id!r} is the name of a device on Windows, so it cannot be the name of "
-                    "a file there: add something to it",
-                )
-            )
+            why = "is the name of a device on Windows, so it cannot be the name of a file there: add something to it"
+            problems.append((line, f"the id {job_id!r} {why}"))
         first = lines.setdefault(job_id.casefold(), line)  # some file systems do not tell A from a
         if first != line:
             problems.append((line, f"the id {job_id!r} was used on line {first}"))
         jobs.append(Job(job_id, values, line))
     if problems:
-        raise JobsError(f"{name}, {several(problems)}")
+        raise RowsError(problems)
     return jobs
 
 
@@ -235,17 +224,17 @@ def automatic_id(number: int, values: dict[str, Any]) -> str:
     return f"{number:04d}-{hashlib.sha256(content.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
-def several(problems: list[tuple[int, str]]) -> str:
-    """A few problems, each with the lines that have it, and how many more there are."""
-    lines: dict[str, list[int]] = {}
-    for line, problem in problems:
-        lines.setdefault(problem, []).append(line)
-    texts = [
-        f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {printable(problem, SHOWN_CHARACTERS)}"
-        for problem, found in lines.items()
-    ]
-    more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
-    return "\n".join([*texts[:SHOWN], *more])
+def for_each(jobs: list[Job], function: Callable[[Job], Any]) -> dict[str, Any]:
+    """Job id -> function(job). Raises RowsError with all jobs for which it raises ValueError."""
+    found, problems = {}, []
+    for job in jobs:
+        try:
+            found[job.id] = function(job)
+        except ValueError as error:
+            problems.append((job.line, str(error)))
+    if problems:
+        raise RowsError(problems)
+    return found
 
 
 def counted(number: int, noun: str) -> str:

@@ -4,7 +4,7 @@ import copy
 import re
 from pathlib import Path
 
-from .jobs import Job, RowsError, several
+from .jobs import Job, RowsError
 from .overrides import OverrideError, Workflow
 
 SAMPLER = re.compile(r"SpecAR\w*Sampler")  # class of the nodes whose outputs are LATENT and AR_TRACE
@@ -33,8 +33,8 @@ def with_maps(workflow: Workflow) -> Workflow:
 
 
 def sampler_of(workflow: Workflow, node: str) -> str | None:
-    """The AR sampler that generated what reaches a node; None where it is not exactly one, and for images that are
-    drawn from a trace, such as charts."""
+    """The AR sampler that generated what reaches a node; None where it is not exactly one, and for charts and other
+    images of a trace."""
     found, seen, reached = set(), set(), [node]
     while reached:
         here = reached.pop()
@@ -69,14 +69,11 @@ def check_ids(jobs: list[Job]) -> None:
     ids = {job.id.casefold() for job in jobs}
     if taken := [job for job in jobs if (job.id + MAP).casefold() in ids]:
         raise RowsError(
-            several(
-                [
-                    (
-                        job.line,
-                        f"with --maps, the map of {job.id} has the name of the job {job.id}{MAP}: "
-                        "give that job another id",
-                    )
-                    for job in taken
-                ]
-            )
+            [
+                (
+                    job.line,
+                    f"with --maps, the map of {job.id} has the name of the job {job.id}{MAP}: give it another id",
+                )
+                for job in taken
+            ]
         )

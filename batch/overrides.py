@@ -6,11 +6,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..common.limits import NODES, SETTINGS, parse_json
-from .jobs import Job, RowsError, Scientific, several
+from .jobs import Job, Scientific, for_each
 
 Workflow = dict[str, dict]
 Place = tuple[str, str]  # node id, input
@@ -19,39 +20,15 @@ ROLES = {"prompt": "positive", "negative": "negative"}  # column -> the input wh
 TEXTS = ("text", "prompt")  # what nodes that read a prompt call it
 SEEDS = ("seed", "noise_seed")
 # Inputs of this pack's nodes that are whole numbers. A workflow does not show it: ComfyUI's page saves 2.0 as 2.
-WHOLE = {
-    "batch_size",
-    "depth",
-    "depth_max",
-    "depth_min",
-    "depth_step",
-    "draft_length",
-    "frames",
-    "front_drafts",
-    "head_steps",
-    "height",
-    "hold",
-    "interval",
-    "iterations",
-    "neighbours",
-    "nodes",
-    "picture",
-    "seconds",
-    "seed",
-    "steps",
-    "tokens",
-    "top_k",
-    "trial_seed",
-    "width",
-    "width_max",
-    "width_min",
-    "width_step",
-    "window",
-}
+WHOLE = set(
+    "batch_size depth depth_max depth_min depth_step draft_length frames front_drafts head_steps height hold "
+    "interval iterations neighbours nodes picture seconds seed steps tokens top_k trial_seed width width_max "
+    "width_min width_step window".split()
+)
 SCIENTIFIC = re.compile(r"\s*[+-]?\d+([.,]\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 LONG = 1e11  # from here on spreadsheets show a whole number in scientific notation, and save what they show
 EXACT = 2**53  # below, every whole number is a float
-WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 class OverrideError(ValueError):
@@ -78,7 +55,7 @@ def read_workflow(path: Path) -> Workflow:
 
 
 def is_node(node: Any) -> bool:
-    """Has it the parts that are read here? A list among its inputs is a link: a node's id, and the number of its
+    """Has it the parts that are read here? A list among its inputs is a link: a node's id, and the index of its
     output."""
     if not isinstance(node, dict) or not isinstance(node.get("inputs"), dict):
         return False
@@ -88,15 +65,7 @@ def is_node(node: Any) -> bool:
 
 def prompts_of(workflow: Workflow, jobs: list[Job]) -> dict[str, Workflow]:
     """Job id -> its workflow. Raises RowsError with the lines of all jobs that do not fit."""
-    prompts, problems = {}, []
-    for job in jobs:
-        try:
-            prompts[job.id] = with_overrides(workflow, job.overrides)
-        except OverrideError as error:
-            problems.append((job.line, str(error)))
-    if problems:
-        raise RowsError(several(problems))
-    return prompts
+    return for_each(jobs, lambda job: with_overrides(workflow, job.overrides))
 
 
 def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
@@ -113,12 +82,9 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
         setter: dict[Place, str] = {}
         for name in (name for name in found if addressed(workflow, name) == one_node):
             for node, field in found[name]:
-                seed = name.split(".")[-1] in SEEDS
-                whole = seed or is_whole(workflow[node], field)
+                whole = is_seed(name) or is_whole(workflow[node], field)
                 value = converted(overrides[name], workflow[node]["inputs"][field], name, whole)
-                if seed:
-                    check_seed(name, value)
-                elif whole:  # ComfyUI would cut a fraction off silently
+                if whole:
                     check_whole(name, value)
                 other = setter.setdefault((node, field), name)
                 if other != name and changed[node]["inputs"][field] != value:
@@ -155,7 +121,7 @@ def title(node: dict) -> str:
 
 
 def addressed(workflow: Workflow, name: str) -> bool:
-    """Does the name say which node is meant?"""
+    """Is it the name of one node's input?"""
     return "." in name and all(field != name for _, field, _ in widgets(workflow))
 
 
@@ -251,12 +217,12 @@ def with_hints(unknown: list[str], known: Iterable[str]) -> str:
 
 
 def converted(value: Any, current: Any, name: str, whole: bool = False) -> Any:
-    """The value in the type that the workflow has there. whole: only a whole number is meant. Raises OverrideError."""
+    """The value in the type of the current one. whole: it is known to be a whole number. Raises OverrideError."""
     if isinstance(current, bool):
         word = str(value).strip().lower()
-        if word not in WORDS:
+        if word not in BOOLEANS:
             raise OverrideError(f"{name} must be true or false, not {value!r}")
-        return WORDS[word]
+        return BOOLEANS[word]
     if isinstance(current, int | float):
         refuse_rounded(value, name, whole)
         return number(value, name)
@@ -272,15 +238,16 @@ def is_whole(node: dict, field: str) -> bool:
     return node["class_type"] == "PrimitiveInt" or (node["class_type"].startswith("SpecAR") and field in WHOLE)
 
 
+def is_seed(name: str) -> bool:
+    return name.split(".")[-1] in SEEDS
+
+
 def check_whole(name: str, value: Any) -> None:
-    """Refuses what `number` left a fraction."""
+    """Raises OverrideError for a fraction, which ComfyUI would cut off silently, and for what is no seed."""
+    if is_seed(name) and not (isinstance(value, int) and 0 <= value < 2**64):
+        raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {value!r}")
     if isinstance(value, float):
         raise OverrideError(f"{name} must be a whole number, not {value!r}")
-
-
-def check_seed(name: str, value: Any) -> None:
-    if not (isinstance(value, int) and 0 <= value < 2**64):
-        raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {value!r}")
 
 
 def refuse_rounded(value: Any, name: str, whole: bool) -> None:
@@ -302,19 +269,12 @@ def refuse_rounded(value: Any, name: str, whole: bool) -> None:
 
 
 def number(value: Any, name: str) -> int | float:
-    """Whole numbers stay exact: seeds have up to 64 bits."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    found = math.nan
-    if isinstance(value, float) or (isinstance(value, str) and "_" not in value):
-        for kind in (int, float) if isinstance(value, str) else (float,):
-            try:
-                found = kind(value)
-                break
-            except ValueError:
-                continue
-    if isinstance(found, float):
-        if not math.isfinite(found):
-            raise OverrideError(f"{name} must be a number, not {value!r}")
-        return int(found) if found.is_integer() else found
-    return found
+    """An int for every whole number: seeds have up to 64 bits, more than a float. Raises OverrideError."""
+    text, found = str(value).replace("_", "?"), math.nan  # Python would read 1_0 as 10
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        found = float(text)
+    if not math.isfinite(found):
+        raise OverrideError(f"{name} must be a number, not {value!r}")
+    return int(found) if found.is_integer() else found

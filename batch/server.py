@@ -1,8 +1,7 @@
-"""One ComfyUI server, as a batch talks to it. Its answers are untrusted, and read with answers.py."""
+"""A client of one ComfyUI server for batches. Its answers are untrusted: they are read with answers.py."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,21 +11,24 @@ from ..common.limits import ANSWER_BYTES, FILE_BYTES, FILES, NOTICES, REPORTS
 from .address import address_of, shown
 from .answers import (
     UnexpectedAnswerError,
-    body_of,
-    json_of,
-    name_in,
-    number_in,
-    part,
-    parts,
-    said,
-    seen,
-    totals_in,
-    words_in,
+    excerpt,
+    get,
+    get_list,
+    get_name,
+    get_text,
+    get_time,
+    get_totals,
+    one_line,
+    parse_object,
+    read_body,
 )
 from .overrides import Workflow
 
 PORT = 8188  # ComfyUI's default
-BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+WHOLE_SECONDS = 600.0  # of an answer or file; a slower one would keep jobs waiting
+BUSY_GATEWAY = (502, 503, 504)  # of a proxy whose server is away
 LOGIN_NEEDED = (401, 403)
 NO_SUCH_NODE = ("invalid_prompt", "missing_node_type")  # types of ComfyUI's errors: of old and newer versions
 NO_SUCH_VALUE = ("value_not_in_list", "custom_validation_failed")  # of combos: models, images, options
@@ -45,8 +47,8 @@ class ServerAwayError(ConnectionError):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the server's history keeps about a prompt that ended. outcome: success, error or interrupted; or lost, with
-    its server."""
+    """How a prompt ended, from the server's history. outcome: success, error or interrupted; lost, where there is no
+    such entry."""
 
     outcome: str
     seconds: float
@@ -75,6 +77,12 @@ class Reply:
     content: bytes
 
 
+def open_session() -> aiohttp.ClientSession:
+    """A session for servers that compute, and may be slow to answer."""
+    timeout = aiohttp.ClientTimeout(total=WHOLE_SECONDS, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
+    return aiohttp.ClientSession(timeout=timeout)
+
+
 class Server:
     """Every method raises ServerAwayError when the server cannot be reached, and when it answers as no ComfyUI does.
     url: its address without what is private in it, which no message and no file has."""
@@ -83,47 +91,46 @@ class Server:
         self._session, self._address = session, address_of(url)
         self.url = self._address.name
 
-    async def queue(self) -> tuple[set[str], set[str]]:
-        """Ids of the prompts that are running, and of those that wait."""
-        reply = await self._request("GET", "/queue")
-        with self._reading("/queue"):
-            state = object_in(reply)
-            running, pending = (ids_in(state, f"queue_{name}") for name in ("running", "pending"))
-        return running, pending
+    async def queue(self) -> set[str]:
+        """Ids of the prompts that run or wait."""
+        return await self._request("GET", "/queue", read=queued_ids)
 
     async def versions(self) -> dict[str, str]:
         """Of ComfyUI and PyTorch, as far as the server tells them."""
-        reply = await self._request("GET", "/system_stats")
-        if reply.status != 200:
-            return {}
-        with self._reading("/system_stats"):
-            system = part(object_in(reply), "system", dict, {})
-            return {name: self._hidden(name_in(system, key)) for name, key in VERSIONS.items() if key in system}
+
+        def read(reply: Reply) -> dict[str, str]:
+            system = get(object_in(reply), "system", dict, {}) if reply.status == 200 else {}
+            return {name: self._hidden(get_name(system, key)) for name, key in VERSIONS.items() if key in system}
+
+        return await self._request("GET", "/system_stats", read=read)
 
     async def submit(self, prompt: Workflow, prompt_id: str, client_id: str) -> Refusal | None:
         """Queues a prompt; returns why the server will not make all of it (None: it will)."""
-        body = {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id}
-        reply = await self._request("POST", "/prompt", body)
-        if reply.status not in (200, 400):  # ComfyUI broke, or something before it: maybe of this prompt
-            return Refusal(self._hidden(f"ComfyUI answered {reply.status}: {seen(reply.content)}"), [], elsewhere=True)
-        with self._reading("/prompt"):
-            answer = json_of(reply.content)
+
+        def read(reply: Reply) -> Refusal | None:
+            if reply.status not in (200, 400):  # an error in ComfyUI, or in front of it, maybe because of this prompt
+                return Refusal(self._hidden(f"ComfyUI answered {reply.status}: {excerpt(reply.content)}"), [], True)
+            answer = parse_object(reply.content)
             if unknown := refused_nodes(answer).keys() - prompt.keys():
-                raise UnexpectedAnswerError(f"it refuses nodes that it was not sent, such as {said(min(unknown))}")
-            if reply.status == 200 and not refused_nodes(answer):
-                if part(answer, "prompt_id", str) != prompt_id:
-                    raise UnexpectedAnswerError("it does not take the id that the prompt was sent with")
-                return None
-            lacking = missing(answer, prompt)
-            return Refusal(self._hidden(refusal(answer)), lacking, elsewhere=bool(lacking))
+                raise UnexpectedAnswerError(f"it refuses nodes that it was not sent, such as {one_line(min(unknown))}")
+            if reply.status == 400 or refused_nodes(answer):
+                lacking = missing(answer, prompt)
+                return Refusal(self._hidden(refusal(answer)), lacking, elsewhere=bool(lacking))
+            if get(answer, "prompt_id", str) != prompt_id:
+                raise UnexpectedAnswerError("it does not take the id that the prompt was sent with")
+            return None
+
+        body = {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id}
+        return await self._request("POST", "/prompt", body, read=read)
 
     async def history(self, prompt_id: str, prompt: Workflow) -> Entry | None:
         """None: the server knows of no such prompt, or has not finished it."""
-        reply = await self._request("GET", f"/history/{prompt_id}")
-        with self._reading("/history"):
+
+        def read(reply: Reply) -> Entry | None:
             answer = object_in(reply)
-            found = entry(part(answer, prompt_id, dict), prompt) if prompt_id in answer else None
-        hide = self._address.hide_in
+            return entry(get(answer, prompt_id, dict), prompt) if prompt_id in answer else None
+
+        found, hide = await self._request("GET", f"/history/{prompt_id}", read=read), self._address.hide_in
         return found and replace(
             found, error=hide(found.error), traces=hide(found.traces), warnings=hide(found.warnings)
         )
@@ -140,14 +147,16 @@ class Server:
 
     async def fetch(self, file: dict[str, str]) -> bytes | None:
         """The bytes of a file; None where the server does not give it."""
-        query = {key: file[key] for key in ("filename", "subfolder", "type")}
-        reply = await self._request("GET", "/view", query=query, most=FILE_BYTES)
-        if reply.status != 200:
-            return None
-        with self._reading("/view"):
+
+        def read(reply: Reply) -> bytes | None:
+            if reply.status != 200:
+                return None
             if reply.kind == "text/html" and not file["filename"].lower().endswith((".html", ".htm")):
                 raise UnexpectedAnswerError("a page instead of a file")
-        return reply.content
+            return reply.content
+
+        query = {key: file[key] for key in ("filename", "subfolder", "type")}
+        return await self._request("GET", "/view", query=query, most=FILE_BYTES, read=read)
 
     async def _request(
         self,
@@ -156,26 +165,30 @@ class Server:
         body: dict[str, Any] | None = None,
         query: dict[str, str] | None = None,
         most: int = ANSWER_BYTES,
-    ) -> Reply:
+        read: Callable[[Reply], Any] = lambda reply: None,
+    ) -> Any:
+        """What `read` makes of the reply; it raises UnexpectedAnswerError for one that is not ComfyUI's."""
         try:
-            with self._reading(path):
-                async with self._session.request(
-                    method,
-                    self._address.base + path,
-                    json=body,
-                    params=self._address.query | (query or {}),
-                    headers=self._address.headers,
-                    allow_redirects=False,
-                ) as reply:
-                    self._check(reply)
-                    return Reply(reply.status, reply.content_type, await body_of(reply, most))
+            async with self._session.request(
+                method,
+                self._address.base + path,
+                json=body,
+                params=self._address.query | (query or {}),
+                headers=self._address.headers,
+                allow_redirects=False,
+            ) as reply:
+                self._check(reply)
+                return read(Reply(reply.status, reply.content_type, await read_body(reply, most)))
         except ServerAwayError:
             raise
+        except UnexpectedAnswerError as error:
+            what = self._hidden(f"/{path.split('/')[1]}: {error}")
+            raise ServerAwayError(f"{self.url} does not answer as ComfyUI does, {what}", unexpected=True) from None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise self._away(error) from None  # as its text may have the whole address
 
     def _check(self, reply: aiohttp.ClientResponse) -> None:
-        """Raises ServerAwayError for what stands before ComfyUI."""
+        """Raises ServerAwayError for answers of a proxy in front of ComfyUI."""
         if reply.status in BUSY_GATEWAY:
             raise ServerAwayError(f"{self.url} answered {reply.status}")
         if reply.status in LOGIN_NEEDED:
@@ -185,16 +198,8 @@ class Server:
                 unexpected=True,
             )
         if reply.status // 100 == 3:
-            target = self._hidden(said(shown(reply.headers.get("Location", "nowhere"))))
+            target = self._hidden(one_line(shown(reply.headers.get("Location", "nowhere"))))
             raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", unexpected=True)
-
-    @contextmanager
-    def _reading(self, path: str) -> Iterator[None]:
-        try:
-            yield
-        except UnexpectedAnswerError as error:
-            what = self._hidden(f"{path}: {error}")
-            raise ServerAwayError(f"{self.url} does not answer as ComfyUI does, {what}", unexpected=True) from None
 
     def _away(self, error: Exception) -> ServerAwayError:
         if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
@@ -206,7 +211,7 @@ class Server:
         if isinstance(error, asyncio.TimeoutError):
             return ServerAwayError(f"{self.url} does not answer in time.")
         text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
-        return ServerAwayError(f"{self.url}: {self._hidden(said(str(text))) or type(error).__name__}")
+        return ServerAwayError(f"{self.url}: {self._hidden(one_line(str(text))) or type(error).__name__}")
 
     def _hidden(self, text: str) -> str:
         return self._address.hide(text)
@@ -215,86 +220,90 @@ class Server:
 def object_in(reply: Reply) -> dict[str, Any]:
     """Raises UnexpectedAnswerError."""
     if reply.status != 200:
-        raise UnexpectedAnswerError(f"status {reply.status}, {seen(reply.content)}")
-    return json_of(reply.content)
+        raise UnexpectedAnswerError(f"status {reply.status}, {excerpt(reply.content)}")
+    return parse_object(reply.content)
 
 
-def ids_in(state: dict[str, Any], name: str) -> set[str]:
-    """Ids of the prompts of a list of the queue, whose items begin with a number and the id."""
-    items = part(state, name, list)
-    if not all(isinstance(item, list) and len(item) > 1 and isinstance(item[1], str) for item in items):
-        raise UnexpectedAnswerError(f"{name} is not a list of prompts")
-    return {item[1] for item in items}
+def queued_ids(reply: Reply) -> set[str]:
+    """Ids of the prompts that run or wait; the items of both lists begin with a number and the id. Raises
+    UnexpectedAnswerError."""
+    found: set[str] = set()
+    for name in ("queue_running", "queue_pending"):
+        items = get(object_in(reply), name, list)
+        if not all(isinstance(item, list) and len(item) > 1 and isinstance(item[1], str) for item in items):
+            raise UnexpectedAnswerError(f"{name} is not a list of prompts")
+        found.update(item[1] for item in items)
+    return found
 
 
 def refused_nodes(answer: dict[str, Any]) -> dict[str, dict]:
-    """What /prompt says of nodes; old versions say it of none with a list."""
-    found = part(answer, "node_errors", (dict, list), {})
+    """Node id -> its errors, from the answer of /prompt; old versions send an empty list for none."""
+    found = get(answer, "node_errors", (dict, list), {})
     return found if isinstance(found, dict) else dict.fromkeys(map(str, found), {})
 
 
 def refusal(answer: dict[str, Any]) -> str:
-    """Why /prompt refused it. Raises UnexpectedAnswerError where it says nothing of the kind."""
+    """Why /prompt refused the workflow. Raises UnexpectedAnswerError where there is no reason."""
     problems = [
-        f"{words_in(node, 'class_type')}: {words_in(problem, 'message')} ({words_in(problem, 'details')})"
+        f"{get_text(node, 'class_type')}: {get_text(problem, 'message')} ({get_text(problem, 'details')})"
         for node in refused_nodes(answer).values()
-        for problem in parts(node, "errors", dict)
+        for problem in get_list(node, "errors", dict)
     ]
-    error = part(answer, "error", (dict, str), {})
-    message = said(error) if isinstance(error, str) else words_in(error, "message")
+    error = get(answer, "error", (dict, str), {})
+    message = one_line(error) if isinstance(error, str) else get_text(error, "message")
     if not problems and not message:
         raise UnexpectedAnswerError("it refuses a prompt and gives no reason")
-    return said("ComfyUI refused the workflow: " + ("; ".join(problems) or message))
+    return one_line("ComfyUI refused the workflow: " + ("; ".join(problems) or message))
 
 
 def missing(answer: dict[str, Any], prompt: Workflow) -> list[str]:
-    """Nodes and values that this answer to a prompt says are not there."""
-    error = part(answer, "error", (dict, str), {})
-    if isinstance(error, dict) and words_in(error, "type") in NO_SUCH_NODE:
-        return [words_in(error, "message")]
+    """Nodes and values that the server lacks, from the answer of /prompt."""
+    error = get(answer, "error", (dict, str), {})
+    if isinstance(error, dict) and get_text(error, "type") in NO_SUCH_NODE:
+        return [get_text(error, "message")]
     names = [
-        (node, words_in(part(problem, "extra_info", dict, {}), "input_name"))
+        (node, get_text(get(problem, "extra_info", dict, {}), "input_name"))
         for node, about in refused_nodes(answer).items()
-        for problem in parts(about, "errors", dict)
-        if words_in(problem, "type") in NO_SUCH_VALUE
+        for problem in get_list(about, "errors", dict)
+        if get_text(problem, "type") in NO_SUCH_VALUE
     ]
     return [str(prompt[node]["inputs"].get(name)) for node, name in names]
 
 
 def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
-    """What the history has of a prompt. Files and traces in the order of the prompt's nodes: ComfyUI's is that in which
-    they happened to run. Raises UnexpectedAnswerError."""
-    status = part(found, "status", dict, {})
+    """Reads an entry of the history. Files and traces are in the order of the nodes in the prompt, not of their runs.
+    Raises UnexpectedAnswerError."""
+    status = get(found, "status", dict, {})
     messages = {}
-    for message in parts(status, "messages", list):
+    for message in get_list(status, "messages", list):
         if len(message) != 2 or not isinstance(message[0], str) or not isinstance(message[1], dict):
             raise UnexpectedAnswerError("messages are not events with their data")
         messages[message[0]] = message[1]
-    outcome = next((ENDS[event] for event in messages if event in ENDS), words_in(status, "status_str", "error"))
+    outcome = next((ENDS[event] for event in messages if event in ENDS), get_text(status, "status_str", "error"))
     if outcome not in ENDS.values():
         raise UnexpectedAnswerError(f"a prompt ended as {outcome}")
     data = next((data for event, data in messages.items() if event in ENDS), {})
-    begun = number_in(messages.get("execution_start", data), "timestamp", 0)
-    seconds = (number_in(data, "timestamp", begun) - begun) / 1000
+    begun = get_time(messages.get("execution_start", data), "timestamp", 0)
+    seconds = (get_time(data, "timestamp", begun) - begun) / 1000
     order = {node: place for place, node in enumerate(prompt)}
-    found_outputs = part(found, "outputs", dict, {})
+    found_outputs = get(found, "outputs", dict, {})
     nodes = sorted(found_outputs, key=lambda node: order.get(node, len(order)))  # added by nodes: last
-    outputs = {node: part(found_outputs, node, dict, {}) for node in nodes}
+    outputs = {node: get(found_outputs, node, dict, {}) for node in nodes}
     error = ""
     if outcome == "error":
-        reason = words_in(data, "exception_message", "no reason given")
-        error = f"{words_in(data, 'node_type', 'ComfyUI')}: {reason}"
+        reason = get_text(data, "exception_message", "no reason given")
+        error = f"{get_text(data, 'node_type', 'ComfyUI')}: {reason}"
     reports = [found for node, output in outputs.items() for found in reports_of(prompt.get(node), output)]
     if len(reports) > REPORTS:
         raise UnexpectedAnswerError(f"{len(reports)} reports of one prompt")
     notices = dict.fromkeys(
-        said(notice) for _, report in reports for notice in parts(part(report, "settings", dict), "notices", str)
+        one_line(notice) for _, report in reports for notice in get_list(get(report, "settings", dict), "notices", str)
     )
     return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), list(notices)[:NOTICES])
 
 
 def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
-    """Everything that was saved, with the node that saved it; of workflows that save nothing, what they show. Raises
+    """All saved files, with the nodes that saved them; the previews of a workflow that saves nothing. Raises
     UnexpectedAnswerError."""
     listed = [
         (node, file)
@@ -308,10 +317,10 @@ def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
         raise UnexpectedAnswerError(f"{len(listed)} files of one prompt")
     files = [
         {
-            "filename": name_in(file, "filename"),
-            "subfolder": name_in(file, "subfolder", ""),
-            "type": name_in(file, "type", "output"),
-            "node": said(node),
+            "filename": get_name(file, "filename"),
+            "subfolder": get_name(file, "subfolder", ""),
+            "type": get_name(file, "type", "output"),
+            "node": one_line(node),
         }
         for node, file in listed
     ]
@@ -319,8 +328,8 @@ def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
 
 
 def reports_of(node: dict | None, output: dict) -> list[tuple[str | None, dict]]:
-    """What a node reported of the runs whose traces it got, each with the id of the node that the trace came from."""
-    reports = [report for report in parts(output, "specar", dict) if "totals" in report]
+    """The reports of runs that a node shows, each with the id of the node that its trace came from."""
+    reports = [report for report in get_list(output, "specar", dict) if "totals" in report]
     inputs = node["inputs"].items() if node else ()
     sources = [str(value[0]) for name, value in inputs if name.startswith("trace") and isinstance(value, list)]
     if len(sources) != len(reports):  # a node added by another one
@@ -331,7 +340,7 @@ def reports_of(node: dict | None, output: dict) -> list[tuple[str | None, dict]]
 def traces_of(reports: list[tuple[str | None, dict]]) -> list[dict[str, Any]]:
     """Sampler, method and totals of every run that Acceptance Map, Compare Runs or Save Trace reported."""
     found = [
-        {"node": node, "method": words_in(part(report, "settings", dict), "method") or None, **totals_in(report)}
+        {"node": node, "method": get_text(get(report, "settings", dict), "method") or None, **get_totals(report)}
         for node, report in reports
     ]
     return [trace for number, trace in enumerate(found) if trace not in found[:number]]

@@ -1,4 +1,4 @@
-"""One model that runs jobs without ComfyUI: what the actors of a Ray cluster hold (see fleet.py)."""
+"""A model that runs jobs without ComfyUI: what the actors of a Ray cluster hold (see fleet.py)."""
 
 import io
 import json
@@ -17,8 +17,8 @@ from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE, conditions
 from ..samplers.contract import Method
 from ..samplers.registry import METHODS, PUBLISHED
 from ..samplers.settings import Setting, settings_of
-from .jobs import Job, JobsError, RowsError, several
-from .overrides import OverrideError, check_seed, check_whole, converted, with_hints
+from .jobs import Job, JobsError, for_each
+from .overrides import OverrideError, check_whole, converted, with_hints
 
 EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
 SAMPLING = {"seed": "int", "cfg": "float", "temperature": "float", "top_k": "int", "top_p": "float"}
@@ -49,9 +49,9 @@ RECIPES |= {each.name: Recipe(each.build, each.settings) for each in PUBLISHED.v
 
 
 @dataclass(frozen=True)
-class Studio:
-    """Which files to use, and how. Every one is the name of a bundled model, or a path that all machines have. dtype: a
-    name of DTYPES."""
+class ModelOptions:
+    """Which files to use, and how. Each is the name of a bundled model, or a path that all machines have. dtype: a name
+    of DTYPES."""
 
     model: str
     method: str
@@ -83,23 +83,17 @@ class Studio:
         """Job id -> its settings in their types. Raises RowsError with the lines of all jobs that do not fit."""
         recipe = self.recipe()
         known, legal = TEXTS | SAMPLING | recipe.columns(), settings_of(recipe.settings)
-        found, problems = {}, []
-        for job in jobs:
-            try:
-                if unknown := [name for name in job.overrides if name not in known]:
-                    raise OverrideError(
-                        f"there is no setting {with_hints(unknown, known)}; this method has {', '.join(known)}"
-                    )
-                found[job.id] = {
-                    name: typed(name, value, known[name], legal.get(name)) for name, value in job.overrides.items()
-                }
-                if "prompt" not in job.overrides:
-                    raise OverrideError("there is no prompt")
-            except ValueError as error:
-                problems.append((job.line, str(error)))
-        if problems:
-            raise RowsError(several(problems))
-        return found
+
+        def of(job: Job) -> dict[str, Any]:
+            if unknown := [name for name in job.overrides if name not in known]:
+                hints = with_hints(unknown, known)
+                raise OverrideError(f"there is no setting {hints}; this method has {', '.join(known)}")
+            found = {name: typed(name, value, known[name], legal.get(name)) for name, value in job.overrides.items()}
+            if "prompt" not in found:
+                raise OverrideError("there is no prompt")
+            return found
+
+        return for_each(jobs, of)
 
 
 def typed(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
@@ -108,27 +102,25 @@ def typed(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
     found = converted(value, EXAMPLES[kind], name, whole)
     if whole:
         check_whole(name, found)
-    if name == "seed":
-        check_seed(name, found)
     if legal:
         legal.check(name, found)
     return found
 
 
-class Painter:
-    """Holds what a studio names, and generates. maps: acceptance maps, too."""
+class ModelWorker:
+    """Loads a model, and generates with it. maps: acceptance maps, too."""
 
-    def __init__(self, studio: Studio, maps: bool = False):
-        self.studio, self.recipe, self.maps = studio, studio.recipe(), maps
+    def __init__(self, options: ModelOptions, maps: bool = False):
+        self.options, self.recipe, self.maps = options, options.recipe(), maps
         self.model = api.load_model(
-            find(studio.model),
-            device=studio.device,
-            dtype=DTYPES[studio.dtype],
-            storage=STORAGE.get(studio.dtype),
-            int8_cache=studio.dtype == INT8_CACHE,
+            find(options.model),
+            device=options.device,
+            dtype=DTYPES[options.dtype],
+            storage=STORAGE.get(options.dtype),
+            int8_cache=options.dtype == INT8_CACHE,
         )
-        self.decoder = api.load_image_decoder(find(studio.decoder or studio.model), device=studio.device)
-        self.drafter = api.load_drafter(find(studio.drafter), self.model) if studio.drafter else None
+        self.decoder = api.load_image_decoder(find(options.decoder or options.model), device=options.device)
+        self.drafter = api.load_drafter(find(options.drafter), self.model) if options.drafter else None
 
     def generate(self, settings: dict[str, Any]) -> tuple[bytes, bytes, dict[str, Any], list[str]]:
         """PNGs of the image and of its acceptance map (empty unless wanted), with what it takes to repeat the image and
@@ -147,7 +139,7 @@ class Painter:
         decoded = self.decoder.decode(out.latent)
         pixels = (decoded[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does
         totals = {"method": out.trace.settings.get("method"), **out.trace.summary()}
-        files = {name: getattr(self.studio, name) for name in ("model", "decoder", "drafter")}
+        files = {name: getattr(self.options, name) for name in ("model", "decoder", "drafter")}
         about = {
             "settings": settings,
             "method": out.trace.settings,
@@ -159,7 +151,7 @@ class Painter:
         return png(pixels, about), overlay, totals, out.notices
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list]:
-        """Runs the jobs of a batch; one that fails says why in its record, and stops none of the others."""
+        """Runs the jobs of a batch. One that fails has the reason in its record, and stops none of the others."""
         records, images, maps = [], [], []
         for text in batch["job"]:
             job, begun, image, overlay = json.loads(text), time.monotonic(), b"", b""
@@ -167,7 +159,7 @@ class Painter:
             try:
                 image, overlay, totals, notices = self.generate(job["settings"])
                 record |= {"traces": [totals], "warnings": notices}
-            except Exception as error:  # of whatever kind: a job's trouble is not the batch's
+            except Exception as error:  # of any kind: the other jobs go on
                 record |= {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
             records.append(json.dumps(record | {"seconds": round(time.monotonic() - begun, 3)}))
             images.append(image)

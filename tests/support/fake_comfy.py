@@ -1,23 +1,42 @@
 """A ComfyUI server without images: queue, history and files as a batch sees them, and what it was asked to generate."""
 
 import asyncio
+import functools
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from aiohttp import web
-from comfyui_specar.batch import dispatch
+from comfyui_specar.batch import cli, dispatch, server
 
 from .patience import PATIENCE
+
+WORKFLOW = {
+    "1": {"class_type": "Encoder", "inputs": {"text": "cat", "clip": ["2", 0]}},
+    "3": {"class_type": "Sampler", "inputs": {"positive": ["1", 0], "seed": 0}},
+    "9": {"class_type": "SaveImage", "inputs": {"filename_prefix": "p", "images": ["3", 0]}},
+    "10": {"class_type": "Map", "inputs": {"trace": ["3", 1]}},
+    "11": {"class_type": "Compare", "inputs": {"trace_1": ["3", 1]}},
+}
 
 
 def without_limits(patch: pytest.MonkeyPatch) -> None:
     """For batches on servers in this process, which answer when their turn comes, and not in a number of seconds."""
-    for name in ("CONNECT_SECONDS", "ANSWER_SECONDS", "WHOLE_SECONDS", "LAST_WORDS"):
-        patch.setattr(dispatch, name, PATIENCE)
-    patch.setattr(dispatch, "SLOW", 0.0)
+    for name in ("CONNECT_SECONDS", "ANSWER_SECONDS", "WHOLE_SECONDS"):
+        patch.setattr(server, name, PATIENCE)
+    patch.setattr(dispatch, "CLOSE_SECONDS", PATIENCE)
+
+
+def asynchronous(test: Callable[..., Coroutine]) -> Callable[..., None]:
+    """A test that is a coroutine, in a loop of its own."""
+
+    @functools.wraps(test)
+    def run(*given, **named) -> None:
+        asyncio.run(test(*given, **named))
+
+    return run
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -194,3 +213,14 @@ class FakeComfy:
 
     async def _view(self, request: web.Request) -> web.Response:
         return web.Response(body=request.query["filename"].encode())
+
+
+def run_beside(one: FakeComfy, *arguments: str) -> int:
+    """The command on jobs.csv and workflow.json in this process, with the server in a loop of its own thread."""
+
+    async def serve() -> int:
+        async with one:
+            server = () if "--server" in arguments else ("--server", one.url)
+            return await asyncio.to_thread(cli.main, ["jobs.csv", "--workflow", "workflow.json", *server, *arguments])
+
+    return asyncio.run(serve())

@@ -1,11 +1,11 @@
-"""A painter for Ray's actors whose process dies of one prompt, as of a lack of memory."""
+"""A worker for Ray's actors whose process dies of one prompt, as of a lack of memory."""
 
 import os
 
-from comfyui_specar.batch.studio import Painter
+from comfyui_specar.batch.studio import ModelWorker
 
 
-class MortalPainter(Painter):
+class MortalWorker(ModelWorker):
     def generate(self, settings):
         if settings["prompt"] == "poison":
             os._exit(1)

@@ -22,29 +22,29 @@ def unexpected(function, *arguments, match=None):
 
 
 def test_an_answer_is_shown_by_its_beginning():
-    assert answers.seen(b"<html>\n  no \x1b[1m") == "<html> no \\x1b[1m" and answers.seen(b" \n") == "nothing"
-    assert answers.seen(b"a" * 500) == "a" * 100 + "... (500 characters)" and answers.seen(b"\xff!") == "\ufffd!"
+    assert answers.excerpt(b"<html>\n  no \x1b[1m") == "<html> no \\x1b[1m" and answers.excerpt(b" \n") == "nothing"
+    assert answers.excerpt(b"a" * 500) == "a" * 100 + "... (500 characters)" and answers.excerpt(b"\xff!") == "\ufffd!"
 
 
 def test_an_answer_is_an_object():
-    assert answers.json_of(b'{"a": 1}') == {"a": 1} and answers.parsed(b"[1]") == [1]
-    unexpected(answers.json_of, b"[1]", match="not an object")
+    assert answers.parse_object(b'{"a": 1}') == {"a": 1} and answers.parse(b"[1]") == [1]
+    unexpected(answers.parse_object, b"[1]", match="not an object")
     for body in (b"{", b"", b"[" * 100_000):
-        unexpected(answers.parsed, body, match="no JSON")
+        unexpected(answers.parse, body, match="not JSON")
 
 
 def test_a_part_has_its_kind_or_its_default():
-    assert answers.part({"a": 1}, "a", int) == 1 and answers.part({"a": 0}, "a", int, 7) == 0
-    assert answers.part({}, "a", int, 7) == answers.part({"a": None}, "a", int, 7) == 7
-    assert answers.part({"a": None}, "a", int, None) is None
-    unexpected(answers.part, {"a": "1"}, "a", int, 7, match="a is a str")
-    unexpected(answers.part, {}, "a", int, match="a is missing")
-    unexpected(answers.part, [], "a", int, 7, match="no object to have a")
-    assert answers.parts({"a": ["x"]}, "a", str) == ["x"] and answers.parts({}, "a", str) == []
-    unexpected(answers.parts, {"a": ["x", 1]}, "a", str, match="list of strs")
+    assert answers.get({"a": 1}, "a", int) == 1 and answers.get({"a": 0}, "a", int, 7) == 0
+    assert answers.get({}, "a", int, 7) == answers.get({"a": None}, "a", int, 7) == 7
+    assert answers.get({"a": None}, "a", int, None) is None
+    unexpected(answers.get, {"a": "1"}, "a", int, 7, match="a is a str")
+    unexpected(answers.get, {}, "a", int, match="a is missing")
+    unexpected(answers.get, [], "a", int, 7, match="no object to have a")
+    assert answers.get_list({"a": ["x"]}, "a", str) == ["x"] and answers.get_list({}, "a", str) == []
+    unexpected(answers.get_list, {"a": ["x", 1]}, "a", str, match="list of strs")
 
 
-@pytest.mark.parametrize(("function", "most"), [(answers.name_in, 1000)])
+@pytest.mark.parametrize(("function", "most"), [(answers.get_name, 1000)])
 def test_a_name_is_used_whole_or_not_at_all(function, most):
     assert function({"a": "x" * most}, "a") == "x" * most and function({}, "a", "d") == "d"
     for text in ("x" * (most + 1), "x\x1b", "x\u202e"):
@@ -52,33 +52,36 @@ def test_a_name_is_used_whole_or_not_at_all(function, most):
 
 
 def test_words_are_one_line_and_not_too_many():
-    assert answers.words_in({"a": " so \n it \t is "}, "a") == "so it is" and answers.words_in({}, "a", "d") == "d"
-    assert answers.said("x" * 2000) == "x" * 2000 and answers.said("x" * 2001) == "x" * 2000 + "... (2001 characters)"
-    assert "\x1b" not in answers.said("x\x1b[2J")
+    assert answers.get_text({"a": " so \n it \t is "}, "a") == "so it is" and answers.get_text({}, "a", "d") == "d"
+    assert (
+        answers.one_line("x" * 2000) == "x" * 2000
+        and answers.one_line("x" * 2001) == "x" * 2000 + "... (2001 characters)"
+    )
+    assert "\x1b" not in answers.one_line("x\x1b[2J")
 
 
 def test_a_time_is_one_that_a_clock_shows():
     for value in (0, -1.5, 2**63, -(2**63)):
-        assert answers.number_in({"a": value}, "a", 1) == value
-    assert answers.number_in({}, "a", 1.5) == 1.5
+        assert answers.get_time({"a": value}, "a", 1) == value
+    assert answers.get_time({}, "a", 1.5) == 1.5
     for value in (2**63 + 2**12, -(2**63) - 2**12, math.nan, math.inf):
-        unexpected(answers.number_in, {"a": value}, "a", 1, match="a is no time")
+        unexpected(answers.get_time, {"a": value}, "a", 1, match="a is not a time")
 
 
 def test_totals_are_as_deep_and_as_long_as_ours_and_finite():
     value: object = 1
     for _ in range(answers.NESTED):
         value = [value]
-        assert answers.plain(value) == value
-    unexpected(answers.plain, [value], match="nested")
-    unexpected(answers.plain, {"a": {"b": math.nan}}, match="finite")
-    assert answers.plain({"a\x1b": ["b\x1b", True, None, 2.5]}) != {"a\x1b": ["b\x1b", True, None, 2.5]}
+        assert answers.bounded(value) == value
+    unexpected(answers.bounded, [value], match="nested")
+    unexpected(answers.bounded, {"a": {"b": math.nan}}, match="finite")
+    assert answers.bounded({"a\x1b": ["b\x1b", True, None, 2.5]}) != {"a\x1b": ["b\x1b", True, None, 2.5]}
     room = answers.TOTALS - len(json.dumps({"a": [""]}))
     lines = ["x" * 1996] * (room // 2000)
     last = room - len(", ".join(json.dumps(line) for line in lines)) + len('""') - len(', ""')
-    assert answers.totals_in({"totals": {"a": [*lines, "x" * last]}})
-    unexpected(answers.totals_in, {"totals": {"a": [*lines, "x" * (last + 1)]}}, match="too long")
-    unexpected(answers.totals_in, {"totals": [1]}, match="totals is a list")
+    assert answers.get_totals({"totals": {"a": [*lines, "x" * last]}})
+    unexpected(answers.get_totals, {"totals": {"a": [*lines, "x" * (last + 1)]}}, match="too long")
+    unexpected(answers.get_totals, {"totals": [1]}, match="totals is a list")
 
 
 def test_an_address_keeps_empty_values_and_hides_what_is_private():
@@ -184,8 +187,8 @@ def test_versions_are_told_where_the_server_tells_them(monkeypatch, status, vers
     server = Server(None, "host")
     body = json.dumps({"system": {"comfyui_version": "0.3", "pytorch_version": "2", "os": "x"}}).encode()
 
-    async def request(*_):
-        return Reply(status, "application/json", body if status == 200 else b"<html>")
+    async def request(*_, read):
+        return read(Reply(status, "application/json", body if status == 200 else b"<html>"))
 
     monkeypatch.setattr(server, "_request", request)
     assert asyncio.run(server.versions()) == versions
@@ -231,7 +234,7 @@ def test_reports_belong_to_the_nodes_whose_traces_they_are_of():
 
 
 def test_the_first_signal_cancels_and_the_second_ends_the_program(monkeypatch, capsys):
-    before, seen = [signal.getsignal(number) for number in cli.CANCELLING], []
+    before, seen = [signal.getsignal(number) for number in cli.CANCEL_SIGNALS], []
 
     class Stopped:
         def __init__(self, *_):
@@ -241,12 +244,12 @@ def test_the_first_signal_cancels_and_the_second_ends_the_program(monkeypatch, c
         async def run(self, *_):
             signal.raise_signal(signal.SIGINT)
             await asyncio.wait_for(self.event.wait(), 60)
-            seen.extend(signal.getsignal(number) for number in cli.CANCELLING)
+            seen.extend(signal.getsignal(number) for number in cli.CANCEL_SIGNALS)
 
     monkeypatch.setattr(cli, "Batch", Stopped)
-    assert cli.drive(None, [], None, [], {}, None)
+    assert cli.run_batch(None, [], None, [], {}, None)
     assert seen == [signal.SIG_DFL] * 2 and "Cancelling" in capsys.readouterr().err
-    assert [signal.getsignal(number) for number in cli.CANCELLING] == before
+    assert [signal.getsignal(number) for number in cli.CANCEL_SIGNALS] == before
 
 
 class Answers:

@@ -10,24 +10,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from comfyui_specar.batch import dispatch, journal, server
+from comfyui_specar.batch import copies, dispatch, journal, server
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.overrides import fingerprint, with_overrides
 from comfyui_specar.common import files
-from comfyui_specar.tests.support.fake_comfy import FakeComfy, until, without_limits
+from comfyui_specar.tests.support.fake_comfy import WORKFLOW, FakeComfy, asynchronous, until, without_limits
 from comfyui_specar.tests.support.patience import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-WORKFLOW = {
-    "1": {"class_type": "Encoder", "inputs": {"text": "cat", "clip": ["2", 0]}},
-    "3": {"class_type": "Sampler", "inputs": {"positive": ["1", 0], "seed": 0}},
-    "9": {"class_type": "SaveImage", "inputs": {"filename_prefix": "p", "images": ["3", 0]}},
-    "10": {"class_type": "Map", "inputs": {"trace": ["3", 1]}},
-    "11": {"class_type": "Compare", "inputs": {"trace_1": ["3", 1]}},
-}
 QUICK = Options(poll=0.005, grace=0.1, patience=0.4)
 LOST = 0.05  # seconds after which the jobs of a server that has ended go to others ...
 SILENT = 0.2  # ... and those of one that only says nothing
@@ -44,7 +37,7 @@ class Clock:
 
     async def away(self, batch: Batch, seconds: float) -> None:
         """So much time passes once the batch has noticed that its first server does not answer."""
-        await until(lambda: batch.lanes and batch.lanes[0].failures)
+        await until(lambda: batch.workers and batch.workers[0].failures)
         self.now += seconds
 
 
@@ -55,6 +48,12 @@ def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(dispatch, "time", clock)
     return clock
+
+
+def given_back(batch: Batch) -> bool:
+    """Have the jobs of its first server been put back into the queue?"""
+    given = batch.workers[0].given.values()
+    return bool(given) and all(queued in batch.waiting or not queued.prompt_id for queued in given)
 
 
 def jobs_of(number: int, **overrides) -> list[Job]:
@@ -106,165 +105,149 @@ def assert_each_once(path: Path, jobs: list[Job], *servers: FakeComfy) -> None:
     assert jobs_drawn(*servers) == Counter(job.id for job in jobs)
 
 
-def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
-    async def check():
-        async with FakeComfy() as one:
-            journal_of = await run(tmp_path / "r.jsonl", [one], jobs_of(1))
-            assert one.history == {}  # the server need not keep it
-            [record] = lines(tmp_path / "r.jsonl")
-            assert (
-                record
-                == journal_of.results["j0"]
-                == {
-                    "id": "j0",
-                    "status": "success",
-                    "overrides": {"seed": 0},
-                    "server": one.url,
-                    "attempt": 1,
-                    "prompt_id": journal_of.prompt_id("j0", 1),
-                    "seconds": 0.25,
-                    "error": "",
-                    "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
-                    "traces": [{"node": "3", "method": "sjd", "target_passes": 5}],
-                    "warnings": [],
-                    "versions": {"comfyui": "0.1", "torch": "2.0"},
-                    "ended": record["ended"],
-                }
-            )
-            assert one.drawn == ["p_j0"]
-
-    asyncio.run(check())
+@asynchronous
+async def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
+    async with FakeComfy() as one:
+        journal_of = await run(tmp_path / "r.jsonl", [one], jobs_of(1))
+        assert one.history == {}  # the server need not keep it
+        [record] = lines(tmp_path / "r.jsonl")
+        assert (
+            record
+            == journal_of.results["j0"]
+            == {
+                "id": "j0",
+                "status": "success",
+                "overrides": {"seed": 0},
+                "server": one.url,
+                "attempt": 1,
+                "prompt_id": journal_of.prompt_id("j0", 1),
+                "seconds": 0.25,
+                "error": "",
+                "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
+                "traces": [{"node": "3", "method": "sjd", "target_passes": 5}],
+                "warnings": [],
+                "versions": {"comfyui": "0.1", "torch": "2.0"},
+                "ended": record["ended"],
+            }
+        )
+        assert one.drawn == ["p_j0"]
 
 
-def test_where_no_server_is_the_first_line_says_at_once_how_to_get_one(tmp_path, caplog):
-    async def check():
-        nobody, first = FakeComfy(), []
+@asynchronous
+async def test_where_no_server_is_the_first_line_says_at_once_how_to_get_one(tmp_path, caplog):
+    nobody, first = FakeComfy(), []
 
-        async def during(batch):
-            await until(lambda: said(caplog))
-            first.extend(said(caplog))  # before any time has passed
-            batch.stop()
+    async def during(batch):
+        await until(lambda: said(caplog))
+        first.extend(said(caplog))  # before any time has passed
+        batch.stop()
 
-        await run(tmp_path / "r.jsonl", [nobody], jobs_of(1), during=during)
-        for part in (nobody.url, f"port {nobody.port}", "main.py", "--server"):
-            assert part in first[0]
-        assert len(first) == 2 and "0.4 s" in first[1]
-
-    asyncio.run(check())
+    await run(tmp_path / "r.jsonl", [nobody], jobs_of(1), during=during)
+    for part in (nobody.url, f"port {nobody.port}", "main.py", "--server"):
+        assert part in first[0]
+    assert len(first) == 2 and "0.4 s" in first[1]
 
 
-def test_a_server_that_is_starting_is_waited_for_where_patience_is_given(tmp_path, clock, caplog):
-    async def check():
-        one, jobs = FakeComfy(), jobs_of(2)
+@asynchronous
+async def test_a_server_that_is_starting_is_waited_for_where_patience_is_given(tmp_path, clock, caplog):
+    one, jobs = FakeComfy(), jobs_of(2)
+
+    async def begin(batch):
+        await clock.away(batch, 6 * dispatch.FIRST_PATIENCE - 1)
+        await one.start()
+
+    options = Options(poll=QUICK.poll, grace=QUICK.grace, patience=6 * dispatch.FIRST_PATIENCE)
+    await run(tmp_path / "r.jsonl", [one], jobs, options, during=begin)
+    assert_each_once(tmp_path / "r.jsonl", jobs, one)
+    assert said(caplog)[1:] == ["Waiting up to 60 s for a server.", f"{one.url} answers."]
+    await one.die()
+
+
+@asynchronous
+async def test_patience_is_not_lost_while_another_server_works(tmp_path, clock, caplog):
+    """However long a job takes there, and however long the other server has been away."""
+    async with FakeComfy() as one:
+        one.ends, jobs, nobody = lambda: False, jobs_of(2), FakeComfy()
 
         async def begin(batch):
-            await clock.away(batch, 6 * dispatch.FIRST_PATIENCE - 1)
-            await one.start()
+            await until(lambda: batch.workers and batch.workers[0].failures and one.running)
+            clock.now += 10 * QUICK.patience
+            await until(lambda failures=batch.workers[0].failures: batch.workers[0].failures > failures + 1)
+            one.ends = lambda: True
 
-        options = Options(poll=QUICK.poll, grace=QUICK.grace, patience=6 * dispatch.FIRST_PATIENCE)
-        await run(tmp_path / "r.jsonl", [one], jobs, options, during=begin)
+        await run(tmp_path / "r.jsonl", [nobody, one], jobs, during=begin)
         assert_each_once(tmp_path / "r.jsonl", jobs, one)
-        assert said(caplog)[1:] == ["Waiting up to 60 s for a server.", f"{one.url} answers."]
-        await one.die()
-
-    asyncio.run(check())
-
-
-def test_patience_is_not_lost_while_another_server_works(tmp_path, clock, caplog):
-    """However long a job takes there, and however long the other server has been away."""
-
-    async def check():
-        async with FakeComfy() as one:
-            one.ends, jobs, nobody = lambda: False, jobs_of(2), FakeComfy()
-
-            async def begin(batch):
-                await until(lambda: batch.lanes and batch.lanes[0].failures and one.running)
-                clock.now += 10 * QUICK.patience
-                await until(lambda failures=batch.lanes[0].failures: batch.lanes[0].failures > failures + 1)
-                one.ends = lambda: True
-
-            await run(tmp_path / "r.jsonl", [nobody, one], jobs, during=begin)
-            assert_each_once(tmp_path / "r.jsonl", jobs, one)
-            assert not any("given up" in line for line in said(caplog))
-
-    asyncio.run(check())
+        assert not any("given up" in line for line in said(caplog))
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_without_patience_a_server_that_once_answered_is_waited_for_longer(tmp_path, clock, caplog, answered):
-    async def check():
-        one, patience = FakeComfy(), dispatch.PATIENCE if answered else dispatch.FIRST_PATIENCE
+@asynchronous
+async def test_without_patience_a_server_that_once_answered_is_waited_for_longer(tmp_path, clock, caplog, answered):
+    one, patience = FakeComfy(), dispatch.PATIENCE if answered else dispatch.FIRST_PATIENCE
+    if answered:
+        await one.start()
+        one.ends = lambda: False
+
+    async def wait(batch):
         if answered:
-            await one.start()
-            one.ends = lambda: False
+            await until(lambda: one.running)
+            await one.die()
+        await clock.away(batch, patience - 1)
+        noticed = batch.workers[0].failures
+        await until(lambda: batch.workers[0].failures > noticed + 1)
+        assert not batch.stopping
+        clock.now += 2
 
-        async def wait(batch):
-            if answered:
-                await until(lambda: one.running)
-                await one.die()
-            await clock.away(batch, patience - 1)
-            noticed = batch.lanes[0].failures
-            await until(lambda: batch.lanes[0].failures > noticed + 1)
-            assert not batch.stopping
-            clock.now += 2
-
-        await run(tmp_path / "r.jsonl", [one], jobs_of(1), Options(poll=QUICK.poll, grace=QUICK.grace), during=wait)
-        assert f"{patience:g} s" in said(caplog)[1] and "given up" in said(caplog)[-1]
-
-    asyncio.run(check())
+    await run(tmp_path / "r.jsonl", [one], jobs_of(1), Options(poll=QUICK.poll, grace=QUICK.grace), during=wait)
+    assert f"{patience:g} s" in said(caplog)[1] and "given up" in said(caplog)[-1]
 
 
-def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may(tmp_path):
+@asynchronous
+async def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may(tmp_path):
     """All three are filled; then the middle one generates one image, the fast one all that are left for it."""
+    async with FakeComfy() as fast, FakeComfy() as middle, FakeComfy() as slow:
+        servers, jobs = [slow, middle, fast], jobs_of(16)
 
-    async def check():
-        async with FakeComfy() as fast, FakeComfy() as middle, FakeComfy() as slow:
-            servers, jobs = [slow, middle, fast], jobs_of(16)
+        def full() -> bool:
+            return all(one.running and one.pending for one in servers)
 
-            def full() -> bool:
-                return all(one.running and one.pending for one in servers)
+        async def pace(_batch):
+            await until(full)
+            middle.ends = lambda: not middle.drawn
+            await until(lambda: middle.drawn and full())
+            fast.ends = lambda: True
+            await until(lambda: len(fast.drawn) == 16 - 2 - 3)
+            slow.ends = middle.ends = lambda: True
 
-            async def pace(_batch):
-                await until(full)
-                middle.ends = lambda: not middle.drawn
-                await until(lambda: middle.drawn and full())
-                fast.ends = lambda: True
-                await until(lambda: len(fast.drawn) == 16 - 2 - 3)
-                slow.ends = middle.ends = lambda: True
-
-            for one in servers:
-                one.ends = lambda: False
-            await run(tmp_path / "r.jsonl", servers, jobs, during=pace)
-            assert_each_once(tmp_path / "r.jsonl", jobs, *servers)
-            assert [len(one.drawn) for one in servers] == [2, 3, 11]
-            assert {one.most_queued for one in servers} == {QUICK.in_flight}
-
-    asyncio.run(check())
+        for one in servers:
+            one.ends = lambda: False
+        await run(tmp_path / "r.jsonl", servers, jobs, during=pace)
+        assert_each_once(tmp_path / "r.jsonl", jobs, *servers)
+        assert [len(one.drawn) for one in servers] == [2, 3, 11]
+        assert {one.most_queued for one in servers} == {QUICK.in_flight}
 
 
-def test_the_server_that_has_nothing_to_do_gets_the_first_job(tmp_path):
-    async def check():
-        async with FakeComfy() as busy, FakeComfy() as free:
-            busy.ends, busy.pending = lambda: False, [("someone's", WORKFLOW)]
-            await run(tmp_path / "r.jsonl", [busy, free], jobs_of(1))
-            assert_each_once(tmp_path / "r.jsonl", jobs_of(1), free)
-
-    asyncio.run(check())
+@asynchronous
+async def test_the_server_that_has_nothing_to_do_gets_the_first_job(tmp_path):
+    async with FakeComfy() as busy, FakeComfy() as free:
+        busy.ends, busy.pending = lambda: False, [("someone's", WORKFLOW)]
+        await run(tmp_path / "r.jsonl", [busy, free], jobs_of(1))
+        assert_each_once(tmp_path / "r.jsonl", jobs_of(1), free)
 
 
-def test_a_server_that_never_answers_holds_nobody_up(tmp_path, clock, monkeypatch, caplog):
+def test_a_server_that_never_answers_holds_nobody_up(tmp_path, monkeypatch, caplog):
     """It accepts connections, as one that hangs; at the end nothing is left of asking it."""
-    monkeypatch.setattr(dispatch, "LAST_WORDS", 0.01)
+    monkeypatch.setattr(dispatch, "CLOSE_SECONDS", 0.01)
 
     async def check():
         async def begin(batch):
-            await until(lambda: batch.lanes and batch.lanes[1].answered)
+            await until(lambda: batch.workers and batch.workers[1].answered)
             clock.now += dispatch.HELLO
 
         with socket.create_server(("127.0.0.1", 0)) as hung:
             async with FakeComfy() as one:
                 servers = [f"http://127.0.0.1:{hung.getsockname()[1]}", one]
-                await run(tmp_path / "r.jsonl", servers, jobs_of(2), during=begin)
+                await run(tmp_path / "r.jsonl", servers, jobs_of(2))
                 assert_each_once(tmp_path / "r.jsonl", jobs_of(2), one)
 
     gc.collect()  # what other tests left
@@ -276,10 +259,10 @@ def test_a_server_that_never_answers_holds_nobody_up(tmp_path, clock, monkeypatc
 
 
 def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatch):
-    monkeypatch.setattr(dispatch, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.01)
 
     async def check(url: str):
-        async with dispatch.session_of() as session:
+        async with server.open_session() as session:
             await server.Server(session, url).queue()
 
     with socket.create_server(("127.0.0.1", 0)) as hung:
@@ -289,171 +272,151 @@ def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatc
     assert "socket" not in str(error.value) and not error.value.gone
 
 
-def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
-    async def check():
-        async with FakeComfy() as busy, FakeComfy() as free:
-            busy.ends = lambda: False
-            busy.pending += [(f"someone's {i}", WORKFLOW) for i in range(5)]
-            jobs = jobs_of(8)
-            await run(tmp_path / "r.jsonl", [busy, free], jobs)
-            assert_each_once(tmp_path / "r.jsonl", jobs, free)
-            busy.ends = lambda: True
-            more = [Job(f"k{i}", {"seed": i}, i) for i in range(3)]
-            await run(tmp_path / "s.jsonl", [busy], more)  # where there is no other, ours wait in line
-            assert [name for name in busy.drawn if "_k" in name] == ["p_k0", "p_k1", "p_k2"]
-            assert {"someone's 4"} <= busy.history.keys()  # and what is not ours stays in the history
-
-    asyncio.run(check())
+@asynchronous
+async def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
+    async with FakeComfy() as busy, FakeComfy() as free:
+        busy.ends = lambda: False
+        busy.pending += [(f"someone's {i}", WORKFLOW) for i in range(5)]
+        jobs = jobs_of(8)
+        await run(tmp_path / "r.jsonl", [busy, free], jobs)
+        assert_each_once(tmp_path / "r.jsonl", jobs, free)
+        busy.ends = lambda: True
+        more = [Job(f"k{i}", {"seed": i}, i) for i in range(3)]
+        await run(tmp_path / "s.jsonl", [busy], more)  # where there is no other, ours wait in line
+        assert [name for name in busy.drawn if "_k" in name] == ["p_k0", "p_k1", "p_k2"]
+        assert {"someone's 4"} <= busy.history.keys()  # and what is not ours stays in the history
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [("refuse", "Encoder: bad value (text)"), ("half", "Encoder: bad value (text)"), ("fail", "Encoder: no such word")],
 )
-def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, error):
-    async def check():
-        async with FakeComfy() as one:
-            jobs = [Job("bad", {"prompt": text}, 2), *jobs_of(3)]
-            await run(tmp_path / "r.jsonl", [one], jobs)
-            records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
-            assert error in records.pop("bad")["error"] and one.drawn == ["p_j0", "p_j1", "p_j2"]
-            assert {record["status"] for record in records.values()} == {"success"}
-            await run(tmp_path / "r.jsonl", [one], jobs)
-            assert len(lines(tmp_path / "r.jsonl")) == 4 and len(one.drawn) == 3
-
-    asyncio.run(check())
+@asynchronous
+async def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, error):
+    async with FakeComfy() as one:
+        jobs = [Job("bad", {"prompt": text}, 2), *jobs_of(3)]
+        await run(tmp_path / "r.jsonl", [one], jobs)
+        records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
+        assert error in records.pop("bad")["error"] and one.drawn == ["p_j0", "p_j1", "p_j2"]
+        assert {record["status"] for record in records.values()} == {"success"}
+        await run(tmp_path / "r.jsonl", [one], jobs)
+        assert len(lines(tmp_path / "r.jsonl")) == 4 and len(one.drawn) == 3
 
 
 @pytest.mark.parametrize("missing", ["Sampler", "cat"])
-def test_a_server_that_lacks_a_node_or_file_of_the_workflow_is_set_aside(tmp_path, caplog, missing):
+@asynchronous
+async def test_a_server_that_lacks_a_node_or_file_of_the_workflow_is_set_aside(tmp_path, caplog, missing):
     """Where it is the only one, the batch stops, and no job has failed."""
+    async with FakeComfy() as lacking, FakeComfy() as other:
+        lacking.lacks, jobs = {missing}, jobs_of(6)
+        other.ends = lambda: False  # so that the one that is always idle would get the jobs
 
-    async def check():
-        async with FakeComfy() as lacking, FakeComfy() as other:
-            lacking.lacks, jobs = {missing}, jobs_of(6)
-            other.ends = lambda: False  # so that the one that is always idle would get the jobs
+        async def go_on(batch):
+            await until(lambda: batch.workers and batch.workers[0].excluded)
+            other.ends = lambda: True
 
-            async def go_on(batch):
-                await until(lambda: batch.lanes and batch.lanes[0].draining)
-                other.ends = lambda: True
+        await run(tmp_path / "r.jsonl", [lacking, other], jobs, during=go_on)
+        assert_each_once(tmp_path / "r.jsonl", jobs, other)
+        [line] = said(caplog)
+        assert lacking.url in line and "set aside" in line and missing in line
 
-            await run(tmp_path / "r.jsonl", [lacking, other], jobs, during=go_on)
-            assert_each_once(tmp_path / "r.jsonl", jobs, other)
-            [line] = said(caplog)
-            assert lacking.url in line and "set aside" in line and missing in line
-
-            await run(tmp_path / "s.jsonl", [lacking], jobs)
-            assert lines(tmp_path / "s.jsonl") == [] and "--server" in said(caplog)[-1]
-            lacking.lacks = set()
-            await run(tmp_path / "s.jsonl", [lacking], jobs)
-            assert_each_once(tmp_path / "s.jsonl", jobs, lacking)
-
-    asyncio.run(check())
+        await run(tmp_path / "s.jsonl", [lacking], jobs)
+        assert lines(tmp_path / "s.jsonl") == [] and "--server" in said(caplog)[-1]
+        lacking.lacks = set()
+        await run(tmp_path / "s.jsonl", [lacking], jobs)
+        assert_each_once(tmp_path / "s.jsonl", jobs, lacking)
 
 
-def test_what_a_server_made_of_a_prompt_that_it_refused_in_part_is_no_image_of_the_job(tmp_path, monkeypatch):
+@asynchronous
+async def test_what_a_server_made_of_a_prompt_that_it_refused_in_part_is_no_image_of_the_job(tmp_path, monkeypatch):
     """It was quicker than the cancelling; the next command does not take it for the job's."""
-
-    async def check():
-        async with FakeComfy() as one:
-            one.lacks, one.partly = {"cat"}, True
-            with monkeypatch.context() as patch:
-                patch.setattr(server.Server, "cancel", lambda *_given: until(lambda: one.history))
-                await run(tmp_path / "r.jsonl", [one], jobs_of(1))
-            assert lines(tmp_path / "r.jsonl") == [] and one.history == {}
-            one.lacks = set()
+    async with FakeComfy() as one:
+        one.lacks, one.partly = {"cat"}, True
+        with monkeypatch.context() as patch:
+            patch.setattr(server.Server, "cancel", lambda *_given: until(lambda: one.history))
             await run(tmp_path / "r.jsonl", [one], jobs_of(1))
-            assert [record["attempt"] for record in lines(tmp_path / "r.jsonl")] == [2]
-
-    asyncio.run(check())
-
-
-def test_a_file_that_a_row_names_is_looked_for_on_every_server(tmp_path):
-    async def check():
-        async with FakeComfy() as one, FakeComfy() as other:
-            one.lacks, other.lacks = {"here", "nowhere"}, {"nowhere"}
-            jobs = [Job("bad", {"prompt": "nowhere"}, 1), Job("good", {"prompt": "here"}, 2), *jobs_of(4)]
-            await run(tmp_path / "r.jsonl", [one, other], jobs)
-            records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
-            bad = records.pop("bad")
-            assert bad["status"] == "error" and one.url in bad["error"] and other.url in bad["error"]
-            assert {record["status"] for record in records.values()} == {"success"} and len(records) == 5
-            assert any("good" in name for name in other.drawn)
-
-    asyncio.run(check())
+        assert lines(tmp_path / "r.jsonl") == [] and one.history == {}
+        one.lacks = set()
+        await run(tmp_path / "r.jsonl", [one], jobs_of(1))
+        assert [record["attempt"] for record in lines(tmp_path / "r.jsonl")] == [2]
 
 
-def test_rows_that_wait_for_the_one_server_with_their_file_hold_no_other_row_up(tmp_path):
+@asynchronous
+async def test_a_file_that_a_row_names_is_looked_for_on_every_server(tmp_path):
+    async with FakeComfy() as one, FakeComfy() as other:
+        one.lacks, other.lacks = {"here", "nowhere"}, {"nowhere"}
+        jobs = [Job("bad", {"prompt": "nowhere"}, 1), Job("good", {"prompt": "here"}, 2), *jobs_of(4)]
+        await run(tmp_path / "r.jsonl", [one, other], jobs)
+        records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
+        bad = records.pop("bad")
+        assert bad["status"] == "error" and one.url in bad["error"] and other.url in bad["error"]
+        assert {record["status"] for record in records.values()} == {"success"} and len(records) == 5
+        assert any("good" in name for name in other.drawn)
+
+
+@asynchronous
+async def test_rows_that_wait_for_the_one_server_with_their_file_hold_no_other_row_up(tmp_path):
     """It generates nothing until the other has generated all that it can."""
-
-    async def check():
-        async with FakeComfy() as lacking, FakeComfy() as full:
-            lacking.lacks, full.ends = {"here"}, lambda: len(lacking.drawn) == 4
-            jobs = [Job(f"k{i}", {"prompt": "here"}, i) for i in range(4)] + jobs_of(4)
-            await run(tmp_path / "r.jsonl", [lacking, full], jobs)
-            assert {record["status"] for record in lines(tmp_path / "r.jsonl")} == {"success"}
-            assert sorted(jobs_drawn(lacking)) == ["j0", "j1", "j2", "j3"] and len(full.drawn) == 4
-
-    asyncio.run(check())
+    async with FakeComfy() as lacking, FakeComfy() as full:
+        lacking.lacks, full.ends = {"here"}, lambda: len(lacking.drawn) == 4
+        jobs = [Job(f"k{i}", {"prompt": "here"}, i) for i in range(4)] + jobs_of(4)
+        await run(tmp_path / "r.jsonl", [lacking, full], jobs)
+        assert {record["status"] for record in lines(tmp_path / "r.jsonl")} == {"success"}
+        assert sorted(jobs_drawn(lacking)) == ["j0", "j1", "j2", "j3"] and len(full.drawn) == 4
 
 
-def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock, caplog):
+@asynchronous
+async def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock, caplog):
     """It dies while it generates its second image."""
+    async with FakeComfy() as mortal, FakeComfy() as other:
+        mortal.ends = lambda: not mortal.drawn
 
-    async def check():
-        async with FakeComfy() as mortal, FakeComfy() as other:
-            mortal.ends = lambda: not mortal.drawn
+        async def kill(batch):
+            await until(lambda: mortal.drawn and mortal.running)
+            await mortal.die()
+            await clock.away(batch, LOST)
 
-            async def kill(batch):
-                await until(lambda: mortal.drawn and mortal.running)
-                await mortal.die()
-                await clock.away(batch, LOST)
-
-            jobs = jobs_of(10)
-            found = await run(tmp_path / "r.jsonl", [mortal, other], jobs, during=kill)
-            assert {record["status"] for record in found.results.values()} == {"success"}
-            assert len(lines(tmp_path / "r.jsonl")) == 10
-            recorded = Counter(record["files"][0]["filename"] for record in lines(tmp_path / "r.jsonl"))
-            assert max(recorded.values()) == 1
-            assert not any("Waiting" in line for line in said(caplog))
-            assert any("go to servers that answer" in line for line in said(caplog))
-            # Only an image that was finished, but not yet fetched, when the server died may have been generated again.
-            assert set(jobs_drawn(mortal, other)) == {job.id for job in jobs}
-            assert max(jobs_drawn(other).values()) == 1 and jobs_drawn(mortal, other).total() <= 11
-
-    asyncio.run(check())
+        jobs = jobs_of(10)
+        found = await run(tmp_path / "r.jsonl", [mortal, other], jobs, during=kill)
+        assert {record["status"] for record in found.results.values()} == {"success"}
+        assert len(lines(tmp_path / "r.jsonl")) == 10
+        recorded = Counter(record["files"][0]["filename"] for record in lines(tmp_path / "r.jsonl"))
+        assert max(recorded.values()) == 1
+        assert not any("Waiting" in line for line in said(caplog))
+        assert any("go to servers that answer" in line for line in said(caplog))
+        # Only an image that was finished, but not yet fetched, when the server died may have been generated again.
+        assert set(jobs_drawn(mortal, other)) == {job.id for job in jobs}
+        assert max(jobs_drawn(other).values()) == 1 and jobs_drawn(mortal, other).total() <= 11
 
 
 @pytest.mark.parametrize("missed", [False, True])
-def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp_path, clock, caplog, missed):
+@asynchronous
+async def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp_path, clock, caplog, missed):
     """Also where it was away for so long that its jobs were taken back, which is said, and that it is back."""
+    async with FakeComfy() as one:
+        one.ends = lambda: False
 
-    async def check():
-        async with FakeComfy() as one:
-            one.ends = lambda: False
-
-            async def restart(batch):
-                await until(lambda: one.running)
-                await one.die()
-                if missed:
-                    await clock.away(batch, LOST)
-                    await until(lambda: batch.lanes[0].strays)
-                await one.start()
-                one.ends = lambda: True
-
-            jobs = jobs_of(4)
-            await run(tmp_path / "r.jsonl", [one], jobs, during=restart)
-            assert_each_once(tmp_path / "r.jsonl", jobs, one)
-            assert "p_j0.try2" in one.drawn
+        async def restart(batch):
+            await until(lambda: one.running)
+            await one.die()
             if missed:
-                waiting, moved, again = said(caplog)[1:]
-                assert waiting == "Waiting up to 0.4 s for a server." and again == f"{one.url} answers again."
-                assert moved.startswith(one.url) and "jobs (2) wait for a server" in moved
+                await clock.away(batch, LOST)
+                await until(lambda: given_back(batch))
+            await one.start()
+            one.ends = lambda: True
 
-    asyncio.run(check())
+        jobs = jobs_of(4)
+        await run(tmp_path / "r.jsonl", [one], jobs, during=restart)
+        assert_each_once(tmp_path / "r.jsonl", jobs, one)
+        assert "p_j0.try2" in one.drawn
+        if missed:
+            waiting, moved, again = said(caplog)[1:]
+            assert waiting == "Waiting up to 0.4 s for a server." and again == f"{one.url} answers again."
+            assert moved.startswith(one.url) and "jobs (2) wait for a server" in moved
 
 
-def test_a_server_that_was_only_silent_goes_on_with_what_it_has(tmp_path, monkeypatch, clock):
+@asynchronous
+async def test_a_server_that_was_only_silent_goes_on_with_what_it_has(tmp_path, monkeypatch, clock):
     """Longer than the grace, so that its jobs were taken back; but nobody else could begin them."""
     silent = False
     ask = server.Server._request
@@ -464,73 +427,101 @@ def test_a_server_that_was_only_silent_goes_on_with_what_it_has(tmp_path, monkey
         return await ask(self, *given, **named)
 
     monkeypatch.setattr(server.Server, "_request", request)
+    async with FakeComfy() as one:
+        one.ends = lambda: False
 
-    async def check():
-        async with FakeComfy() as one:
-            one.ends = lambda: False
+        async def hush(batch):
+            nonlocal silent
+            await until(lambda: one.running and one.pending)  # nothing is on its way there
+            silent = True
+            await clock.away(batch, SILENT)
+            await until(lambda: given_back(batch))
+            silent, one.ends = False, lambda: True
 
-            async def hush(batch):
-                nonlocal silent
-                await until(lambda: one.running and one.pending)  # nothing is on its way there
-                silent = True
-                await clock.away(batch, SILENT)
-                await until(lambda: batch.lanes[0].strays)
-                silent, one.ends = False, lambda: True
+        jobs = jobs_of(4)
+        await run(tmp_path / "r.jsonl", [one], jobs, during=hush)
+        assert_each_once(tmp_path / "r.jsonl", jobs, one)
+        assert {record["attempt"] for record in lines(tmp_path / "r.jsonl")} == {1}
 
-            jobs = jobs_of(4)
-            await run(tmp_path / "r.jsonl", [one], jobs, during=hush)
-            assert_each_once(tmp_path / "r.jsonl", jobs, one)
-            assert {record["attempt"] for record in lines(tmp_path / "r.jsonl")} == {1}
 
-    asyncio.run(check())
+@asynchronous
+async def test_a_silent_server_that_comes_back_may_draw_an_image_again_whose_result_is_recorded_once(
+    tmp_path, monkeypatch, clock
+):
+    """Both servers generate its jobs; it has ended one meanwhile, and the other one is taken from it."""
+    ask, silent = server.Server._request, set()
+
+    async def request(self, *given, **named):
+        if self.url in silent:
+            raise server.ServerAwayError("no answer")
+        return await ask(self, *given, **named)
+
+    monkeypatch.setattr(server.Server, "_request", request)
+    async with FakeComfy() as one, FakeComfy() as other:
+        one.ends = other.ends = lambda: False
+
+        async def hush(batch):
+            await until(lambda: one.running and one.pending and other.running and other.pending)
+            silent.add(one.url)
+            await clock.away(batch, SILENT)
+            await until(lambda: given_back(batch))
+            other.ends = lambda: len(other.drawn) < 2  # the third is one of the silent server's
+            await until(lambda: len(other.drawn) == 2 and other.running and other.pending)
+            one.ends = lambda: not one.drawn
+            await until(lambda: one.drawn and one.running)
+            silent.clear()
+            await until(lambda: not one.running)  # as it was cancelled
+            one.ends = other.ends = lambda: True
+
+        jobs = jobs_of(4)
+        await run(tmp_path / "r.jsonl", [one, other], jobs, during=hush)
+        assert Counter(record["id"] for record in lines(tmp_path / "r.jsonl")) == Counter(job.id for job in jobs)
+        assert {record["server"] for record in lines(tmp_path / "r.jsonl")} == {other.url}
+        assert len(one.drawn) == 1 and max(jobs_drawn(one, other).values()) == 2
 
 
 @pytest.mark.parametrize("missed", [False, True])
-def test_a_job_that_kills_servers_is_given_up(tmp_path, clock, missed):
-    async def check():
-        async with FakeComfy() as one:
-            one.ends = lambda: not one.history  # what is finished is fetched before the server can die
+@asynchronous
+async def test_a_job_that_kills_servers_is_given_up(tmp_path, clock, missed):
+    async with FakeComfy() as one:
+        one.ends = lambda: not one.history  # what is finished is fetched before the server can die
 
-            async def revive(batch):
-                while True:
-                    await until(lambda: one.dead)
-                    if missed:
-                        await clock.away(batch, LOST)
-                        await until(lambda: batch.lanes[0].strays)
-                    await one.start()
+        async def revive(batch):
+            while True:
+                await until(lambda: one.dead)
+                if missed:
+                    await clock.away(batch, LOST)
+                    await until(lambda: given_back(batch))
+                await one.start()
 
-            jobs = [Job("bad", {"prompt": "poison"}, 1), *jobs_of(3)]
-            options = Options(retries=2, poll=QUICK.poll, grace=QUICK.grace, patience=QUICK.patience)
-            await run(tmp_path / "r.jsonl", [one], jobs, options, during=revive)
-            records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
-            assert records["bad"]["status"] == "lost" and "3 attempts" in records["bad"]["error"]
-            assert {record["status"] for job, record in records.items() if job != "bad"} == {"success"}
-            assert set(jobs_drawn(one)) == {"j0", "j1", "j2"}  # although each was on the server when it died
-
-    asyncio.run(check())
+        jobs = [Job("bad", {"prompt": "poison"}, 1), *jobs_of(3)]
+        options = Options(retries=2, poll=QUICK.poll, grace=QUICK.grace, patience=QUICK.patience)
+        await run(tmp_path / "r.jsonl", [one], jobs, options, during=revive)
+        records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
+        assert records["bad"]["status"] == "lost" and "3 attempts" in records["bad"]["error"]
+        assert {record["status"] for job, record in records.items() if job != "bad"} == {"success"}
+        assert set(jobs_drawn(one)) == {"j0", "j1", "j2"}  # although each was on the server when it died
 
 
-def test_without_any_server_it_gives_up_and_can_go_on_later(tmp_path, clock):
-    async def check():
-        one, jobs, long = FakeComfy(), jobs_of(3), QUICK.patience + 0.1
-        await run(tmp_path / "r.jsonl", [one], jobs, during=lambda batch: clock.away(batch, long))
-        assert lines(tmp_path / "r.jsonl") == []
-        async with one:
-            one.ends = lambda: not one.drawn
+@asynchronous
+async def test_without_any_server_it_gives_up_and_can_go_on_later(tmp_path, clock):
+    one, jobs, long = FakeComfy(), jobs_of(3), QUICK.patience + 0.1
+    await run(tmp_path / "r.jsonl", [one], jobs, during=lambda batch: clock.away(batch, long))
+    assert lines(tmp_path / "r.jsonl") == []
+    async with one:
+        one.ends = lambda: not one.drawn
 
-            async def kill(batch):
-                await until(lambda: one.drawn and one.running)
-                await one.die()
-                await clock.away(batch, long)
+        async def kill(batch):
+            await until(lambda: one.drawn and one.running)
+            await one.die()
+            await clock.away(batch, long)
 
-            await run(tmp_path / "r.jsonl", [one], jobs, during=kill)
-            assert len(lines(tmp_path / "r.jsonl")) < 3
-            one.ends = lambda: True
-            await one.start()
-            await run(tmp_path / "r.jsonl", [one], jobs)
-            assert {record["id"] for record in lines(tmp_path / "r.jsonl")} == {"j0", "j1", "j2"}
-
-    asyncio.run(check())
+        await run(tmp_path / "r.jsonl", [one], jobs, during=kill)
+        assert len(lines(tmp_path / "r.jsonl")) < 3
+        one.ends = lambda: True
+        await one.start()
+        await run(tmp_path / "r.jsonl", [one], jobs)
+        assert {record["id"] for record in lines(tmp_path / "r.jsonl")} == {"j0", "j1", "j2"}
 
 
 def test_that_no_server_answers_is_said_once(tmp_path, clock, monkeypatch, caplog):
@@ -548,79 +539,71 @@ def test_that_no_server_answers_is_said_once(tmp_path, clock, monkeypatch, caplo
     assert sum("given up" in message for message in said(caplog)) == 1
 
 
-def test_cancelling_takes_ours_and_leaves_what_others_queued(tmp_path):
-    async def check():
-        async with FakeComfy() as one:
-            one.ends = lambda: not one.drawn
+@asynchronous
+async def test_cancelling_takes_ours_and_leaves_what_others_queued(tmp_path):
+    async with FakeComfy() as one:
+        one.ends = lambda: not one.drawn
 
-            async def stop(batch):
-                await until(lambda: one.drawn and one.running)
-                one.pending.append(("someone's", WORKFLOW))
-                batch.stop()
+        async def stop(batch):
+            await until(lambda: one.drawn and one.running)
+            one.pending.append(("someone's", WORKFLOW))
+            batch.stop()
 
-            jobs = jobs_of(6)
-            found = await run(tmp_path / "r.jsonl", [one], jobs, during=stop)
-            here = {key for key, _ in one.pending} | {one.running} | one.history.keys()
-            assert "someone's" in here and not set(found.queued) & here
-            assert [(record["id"], record["status"]) for record in lines(tmp_path / "r.jsonl")] == [("j0", "success")]
-            one.ends = lambda: True
-            await run(tmp_path / "r.jsonl", [one], jobs)
-            ours = Counter(job for job, count in jobs_drawn(one).items() for _ in range(count) if job.startswith("j"))
-            assert ours == Counter(job.id for job in jobs)
-
-    asyncio.run(check())
+        jobs = jobs_of(6)
+        found = await run(tmp_path / "r.jsonl", [one], jobs, during=stop)
+        here = {key for key, _ in one.pending} | {one.running}
+        assert "someone's" in here and not {entry["prompt_id"] for entry in found.submitted.values()} & here
+        assert [(record["id"], record["status"]) for record in lines(tmp_path / "r.jsonl")] == [("j0", "success")]
+        one.ends = lambda: True
+        await run(tmp_path / "r.jsonl", [one], jobs)
+        ours = Counter(job for job, count in jobs_drawn(one).items() for _ in range(count) if job.startswith("j"))
+        assert ours == Counter(job.id for job in jobs)
 
 
-def test_results_of_a_server_that_is_no_longer_named_are_fetched_all_the_same(tmp_path):
-    async def check():
-        async with FakeComfy() as first, FakeComfy() as second:
-            first.ends = lambda: False
-            jobs = jobs_of(4)
-            prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
-            with Journal(tmp_path / "r.jsonl") as found:
-                batch = asyncio.ensure_future(Batch(found, [first.url], QUICK).run(jobs, prompts))
-                await asyncio.wait_for(until(lambda: first.running and first.pending), PATIENCE)
-                batch.cancel()
-                await asyncio.gather(batch, return_exceptions=True)
-            first.ends = lambda: True
-            await run(tmp_path / "r.jsonl", [second], jobs)
-            assert_each_once(tmp_path / "r.jsonl", jobs, first, second)
-            assert first.drawn and second.drawn
-
-    asyncio.run(check())
+@asynchronous
+async def test_results_of_a_server_that_is_no_longer_named_are_fetched_all_the_same(tmp_path):
+    async with FakeComfy() as first, FakeComfy() as second:
+        first.ends = lambda: False
+        jobs = jobs_of(4)
+        prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
+        with Journal(tmp_path / "r.jsonl") as found:
+            batch = asyncio.ensure_future(Batch(found, [first.url], QUICK).run(jobs, prompts))
+            await asyncio.wait_for(until(lambda: first.running and first.pending), PATIENCE)
+            batch.cancel()
+            await asyncio.gather(batch, return_exceptions=True)
+        first.ends = lambda: True
+        await run(tmp_path / "r.jsonl", [second], jobs)
+        assert_each_once(tmp_path / "r.jsonl", jobs, first, second)
+        assert first.drawn and second.drawn
 
 
-def test_a_row_that_was_changed_while_its_server_had_it_is_run_as_it_is_now(tmp_path):
-    async def check():
-        async with FakeComfy() as one:
-            one.ends, jobs = lambda: False, jobs_of(2)
-            prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
-            with Journal(tmp_path / "r.jsonl") as found:
-                batch = asyncio.ensure_future(Batch(found, [one.url], QUICK).run(jobs, prompts))
-                await asyncio.wait_for(until(lambda: one.running and one.pending), PATIENCE)
-                batch.cancel()
-                await asyncio.gather(batch, return_exceptions=True)
-            one.ends = lambda: one.running not in {found.prompt_id(job.id, 1) for job in jobs}
-            changed = [Job(job.id, {"seed": 7}, job.line) for job in jobs]
-            await run(tmp_path / "r.jsonl", [one], changed)
-            assert [record["overrides"] for record in lines(tmp_path / "r.jsonl")] == [{"seed": 7}] * 2
-            assert sorted(one.drawn) == ["p_j0.try2", "p_j1.try2"]
-
-    asyncio.run(check())
+@asynchronous
+async def test_a_row_that_was_changed_while_its_server_had_it_is_run_as_it_is_now(tmp_path):
+    async with FakeComfy() as one:
+        one.ends, jobs = lambda: False, jobs_of(2)
+        prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
+        with Journal(tmp_path / "r.jsonl") as found:
+            batch = asyncio.ensure_future(Batch(found, [one.url], QUICK).run(jobs, prompts))
+            await asyncio.wait_for(until(lambda: one.running and one.pending), PATIENCE)
+            batch.cancel()
+            await asyncio.gather(batch, return_exceptions=True)
+        one.ends = lambda: one.running not in {found.prompt_id(job.id, 1) for job in jobs}
+        changed = [Job(job.id, {"seed": 7}, job.line) for job in jobs]
+        await run(tmp_path / "r.jsonl", [one], changed)
+        assert [record["overrides"] for record in lines(tmp_path / "r.jsonl")] == [{"seed": 7}] * 2
+        assert sorted(one.drawn) == ["p_j0.try2", "p_j1.try2"]
 
 
-def test_copies_are_named_after_the_job(tmp_path):
-    async def check():
-        async with FakeComfy() as one:
-            options = Options(poll=0.005, download=tmp_path / "out")
-            found = await run(tmp_path / "r.jsonl", [one], jobs_of(2), options)
-            assert (tmp_path / "out/j1.png").read_bytes() == b"p_j1_00001_.png"
-            assert found.results["j1"]["copies"] == [str(tmp_path / "out/j1.png")]
-            assert len(list((tmp_path / "out").iterdir())) == 2
-
-    asyncio.run(check())
+@asynchronous
+async def test_copies_are_named_after_the_job(tmp_path):
+    async with FakeComfy() as one:
+        options = Options(poll=0.005, download=tmp_path / "out")
+        found = await run(tmp_path / "r.jsonl", [one], jobs_of(2), options)
+        assert (tmp_path / "out/j1.png").read_bytes() == b"p_j1_00001_.png"
+        assert found.results["j1"]["copies"] == [str(tmp_path / "out/j1.png")]
+        assert len(list((tmp_path / "out").iterdir())) == 2
     names = [{"filename": name} for name in ("a.png", "b.json", "c.png", "d.PNG", "e.png", "f")]
-    assert [path.name for path in dispatch.copies_of(names, Path("x/job"))] == [
+    assert [path.name for path in copies.copies_of(names, Path("x/job"))] == [
         "job.png",
         "job.json",
         "job.2.png",
@@ -643,12 +626,7 @@ def test_files_are_numbered_by_the_workflow_whatever_ran_first(tmp_path):
         ("7", "7.png"),
         ("5.0.1", "5.0.1.png"),
     ]
-    assert [path.name for path in dispatch.copies_of(files, tmp_path / "a")] == [
-        "a.png",
-        "a.2.png",
-        "a.3.png",
-        "a.4.png",
-    ]
+    assert [path.name for path in copies.copies_of(files, tmp_path / "a")] == ["a.png", "a.2.png", "a.3.png", "a.4.png"]
 
 
 def test_an_image_that_another_program_holds_open_is_waited_for_and_then_costs_that_job_alone(tmp_path, locked):
@@ -682,7 +660,7 @@ class Fate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.left = None
-        append, submit, forget = journal.Lines.append, server.Server.submit, server.Server.forget
+        append, submit, forget = journal.JsonLines.append, server.Server.submit, server.Server.forget
 
         def torn(lines, record):
             if self.strikes():
@@ -701,7 +679,7 @@ class Fate:
 
             return wrapped
 
-        monkeypatch.setattr(journal.Lines, "append", torn)
+        monkeypatch.setattr(journal.JsonLines, "append", torn)
         monkeypatch.setattr(server.Server, "submit", around(submit))
         monkeypatch.setattr(server.Server, "forget", around(forget))
 
@@ -762,3 +740,51 @@ async def crashes_at(step: int, fate: Fate, path: Path, servers: list, jobs: lis
     except CrashError:
         return True
     return False
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=ANY_TIME)
+@given(
+    faults=st.lists(
+        st.tuples(st.integers(0, 1), st.sampled_from(["dies", "is silent", "loses its history"]), st.integers(0, 3)),
+        min_size=1,
+        max_size=5,
+    )
+)
+@asynchronous
+async def test_whatever_fails_on_two_servers_every_job_has_one_result(tmp_path_factory, faults):
+    """One fault after the other, each after so many more images, and over before the next one begins."""
+    path, jobs = tmp_path_factory.mktemp("batch") / "r.jsonl", jobs_of(6)
+    ask, silent, clock = server.Server._request, set(), Clock()
+
+    async def request(self, *given, **named):
+        if self.url in silent:
+            raise server.ServerAwayError("no answer")
+        return await ask(self, *given, **named)
+
+    async with FakeComfy() as one, FakeComfy() as other:
+
+        async def break_and_mend(batch):
+            for number, fault, images in faults:
+                broken, wanted = (one, other)[number], len(one.drawn) + len(other.drawn) + images
+                await until(lambda wanted=wanted: len(one.drawn) + len(other.drawn) >= wanted)
+                worker = batch.workers[number]
+                if fault == "loses its history":
+                    broken.history.clear()
+                    continue
+                silent.update([broken.url] if fault == "is silent" else [])
+                await (broken.die() if fault == "dies" else asyncio.sleep(0))
+                await until(lambda worker=worker: worker.failures)
+                clock.now += SILENT
+                await until(lambda worker=worker, failures=worker.failures: worker.failures > failures)
+                silent.clear()
+                await (broken.start() if fault == "dies" else asyncio.sleep(0))
+                await until(lambda worker=worker: not worker.failures)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "time", clock)
+            patch.setattr(dispatch, "CLOSE_SECONDS", 0.01)  # a server that died may still hold a request
+            patch.setattr(server.Server, "_request", request)
+            options = Options(poll=0.002, grace=QUICK.grace, patience=100.0, retries=9)
+            await run(path, [one, other], jobs, options, during=break_and_mend)
+        assert Counter(record["id"] for record in lines(path)) == Counter(job.id for job in jobs)
+        assert {record["status"] for record in lines(path)} == {"success"}

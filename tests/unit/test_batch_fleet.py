@@ -1,4 +1,4 @@
-"""What is asked of Ray and what becomes of what it gives back, without Ray; and how a painter rounds its pixels."""
+"""What is asked of Ray and what becomes of what it gives back, without Ray; and how a worker rounds its pixels."""
 
 import io
 import json
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from comfyui_specar.batch import fleet, studio
-from comfyui_specar.batch.fleet import Fleet
+from comfyui_specar.batch.fleet import RayOptions
 from comfyui_specar.batch.jobs import Job
+from comfyui_specar.batch.journal import Journal
 from PIL import Image
 
 
@@ -34,8 +35,8 @@ class Asked:
         self.asked[name] = given
         return given
 
-    def map_batches(self, painter, **given):
-        self.note("map", {"painter": painter, **given})
+    def map_batches(self, worker, **given):
+        self.note("map", {"worker": worker, **given})
         return self
 
     def iter_rows(self):
@@ -60,17 +61,17 @@ def test_a_ray_of_its_own_has_the_processors_that_the_actors_need_and_listens_to
         init(**given)
 
     ray.init = with_a_handler_of_its_own
-    assert fleet.started(Fleet(actors=500, cpus=3)) is ray
+    assert fleet.started(RayOptions(actors=500, cpus=3)) is ray
     given = ray.asked["init"]
     assert given["num_cpus"] == 1500 and given["_node_ip_address"] == "127.0.0.1" and given["address"] == "local"
     assert given["object_store_memory"] == 2**28 and given["include_dashboard"] is False
     assert ray.context.max_errored_blocks == -1 and signal.getsignal(signal.SIGTERM) == handler
-    fleet.started(Fleet())
+    fleet.started(RayOptions())
     assert ray.asked["init"]["num_cpus"] == os.cpu_count()
 
 
 def test_a_cluster_is_left_as_it_is(ray):
-    fleet.started(Fleet(address="auto"))
+    fleet.started(RayOptions(address="auto"))
     assert ray.asked["init"] == {"log_to_driver": False, "logging_level": "ERROR", "address": "auto"}
 
 
@@ -80,13 +81,13 @@ def test_a_ray_that_is_not_there_is_named(ray, error):
         raise error("nobody")
 
     ray.init = init
-    with pytest.raises(fleet.FleetError, match="no Ray at auto: nobody"):
-        fleet.started(Fleet(address="auto"))
+    with pytest.raises(fleet.RayRunError, match="no Ray at auto: nobody"):
+        fleet.started(RayOptions(address="auto"))
 
 
 def test_an_actor_has_one_job_at_a_time(ray):
     jobs = [Job("a", {}, 1), Job("b", {}, 2)]
-    fleet.rows(ray, "studio", Fleet(actors=3, cpus=2, gpus=0.5, retries=4), jobs, {"a": {"x": 1}, "b": {}}, True)
+    fleet.rows(ray, "studio", RayOptions(actors=3, cpus=2, gpus=0.5, retries=4), jobs, {"a": {"x": 1}, "b": {}}, True)
     assert ray.asked["pool"] == {"size": 3, "max_tasks_in_flight_per_actor": 1}
     assert ray.asked["items"]["override_num_blocks"] == 2
     assert [item["job"] for item in ray.asked["items"]["items"]] == [
@@ -96,56 +97,60 @@ def test_an_actor_has_one_job_at_a_time(ray):
     given = ray.asked["map"]
     assert given["batch_size"] == 1 and given["fn_constructor_args"] == ("studio", True)
     assert (given["num_cpus"], given["num_gpus"], given["max_task_retries"]) == (2, 0.5, 4)
-    fleet.rows(ray, "studio", Fleet(), jobs, {"a": {}, "b": {}}, False)
+    fleet.rows(ray, "studio", RayOptions(), jobs, {"a": {}, "b": {}}, False)
     assert ray.asked["map"]["num_gpus"] is None
 
 
 @pytest.mark.parametrize(("retries", "attempts"), [(0, "1 attempt:"), (1, "2 attempts:"), (3, "4 attempts:")])
-def test_a_job_that_no_actor_survives_says_how_often_it_was_tried(ray, monkeypatch, tmp_path, retries, attempts):
-    results, begun = [], []
-    monkeypatch.setattr(fleet, "begin", lambda journal, job, prints: begun.append(job.id))
-    monkeypatch.setattr(fleet, "write", lambda journal, job, record, images, out, on_result: results.append(record))
-    fleet.generate_all(None, None, Fleet(retries=retries), [Job("a", {}, 1)], {"a": {}}, {}, tmp_path, None, False)
-    assert begun == ["a"] and results[0]["status"] == "lost" and attempts in results[0]["error"]
-    assert results[0]["seconds"] == 0 and ray.asked["shutdown"]
+def test_a_job_that_no_actor_survives_says_how_often_it_was_tried(ray, tmp_path, retries, attempts):
+    path, jobs, told = tmp_path / "r.jsonl", [Job("a", {"seed": 1}, 1)], []
+    with Journal(path) as journal:
+        fleet.generate_all(
+            journal, None, RayOptions(retries=retries), jobs, {"a": {}}, {"a": "f"}, tmp_path, told.append, False
+        )
+        assert journal.submitted["a"].items() >= {"attempt": 1, "server": "ray", "fingerprint": "f"}.items()
+    assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == told
+    [record] = told
+    assert (record["id"], record["status"], record["overrides"]) == ("a", "lost", {"seed": 1})
+    assert attempts in record["error"] and record["seconds"] == 0 and ray.asked["shutdown"]
 
 
 def test_nothing_is_started_for_no_job(ray, tmp_path):
-    fleet.generate_all(None, None, Fleet(), [], {}, {}, tmp_path, None, False)
+    fleet.generate_all(None, None, RayOptions(), [], {}, {}, tmp_path, None, False)
     assert not ray.asked
 
 
 def test_pixels_are_rounded_as_save_image_does(monkeypatch):
     values = [-0.1, 0.0, 0.4999, 0.5, 0.9999, 1.0, 1.2, 1 / 255, 254.5 / 255]
     decoded = torch.tensor(values * 3).reshape(1, 3, 3, 3)
-    painter = object.__new__(studio.Painter)
-    painter.studio, painter.recipe = (
+    worker = object.__new__(studio.ModelWorker)
+    worker.options, worker.recipe = (
         SimpleNamespace(model="m", decoder=None, drafter=None),
         SimpleNamespace(build=lambda drafter, **_: None),
     )
-    painter.model, painter.drafter, painter.maps = SimpleNamespace(encode_prompt=lambda text: text), None, False
-    painter.decoder = SimpleNamespace(decode=lambda latent: decoded)
+    worker.model, worker.drafter, worker.maps = SimpleNamespace(encode_prompt=lambda text: text), None, False
+    worker.decoder = SimpleNamespace(decode=lambda latent: decoded)
     trace = SimpleNamespace(settings={"method": "x"}, summary=lambda: {"images": 1})
     monkeypatch.setattr(studio.api, "sample", lambda *_, **__: SimpleNamespace(trace=trace, latent=None, notices=["n"]))
     monkeypatch.setattr(studio, "conditions", lambda model: {})
-    content, overlay, totals, notices = painter.generate({"prompt": "a"})
+    content, overlay, totals, notices = worker.generate({"prompt": "a"})
     found = np.asarray(Image.open(io.BytesIO(content))).reshape(3, 9)
     wanted = np.clip(255 * np.array(values, dtype=np.float32), 0, 255).astype(np.uint8)
     assert (found == wanted).all() and overlay == b"" and totals == {"method": "x", "images": 1} and notices == ["n"]
 
 
-def test_a_painter_says_of_each_job_what_became_of_it(monkeypatch):
-    painter = object.__new__(studio.Painter)
+def test_a_worker_says_of_each_job_what_became_of_it(monkeypatch):
+    worker = object.__new__(studio.ModelWorker)
 
     def generate(settings):
         if settings["prompt"] == "bad":
             raise ValueError("no\n such  word")
         return b"image", b"map", {"tokens": 4}, ["a notice"]
 
-    painter.generate = generate
+    worker.generate = generate
     monkeypatch.setattr(studio.time, "monotonic", iter([1.0, 3.5, 4.0, 4.25]).__next__)
     jobs = [json.dumps({"id": name, "settings": {"prompt": name}}) for name in ("good", "bad")]
-    found = painter({"job": np.array(jobs)})
+    found = worker({"job": np.array(jobs)})
     good, bad = map(json.loads, found["record"])
     assert good == {
         "id": "good",

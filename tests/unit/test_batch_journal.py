@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 from comfyui_specar.batch import cli, dispatch
 from comfyui_specar.batch.jobs import Job
-from comfyui_specar.batch.journal import Journal, JournalError, Lines
-from comfyui_specar.tests.support.fake_comfy import FakeComfy, until
+from comfyui_specar.batch.journal import Journal, JournalError, JsonLines
+from comfyui_specar.tests.support.fake_comfy import WORKFLOW, FakeComfy, asynchronous, run_beside, until
 from comfyui_specar.tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,9 +29,9 @@ def test_a_torn_line_is_removed_wherever_it_was_cut(tmp_path):
     path = tmp_path / "r.jsonl"
     with Journal(path) as journal:
         batch = journal.batch
-        journal.write_queued("a", "f", 1, "http://x")
+        journal.write_submission("a", "f", 1, "http://x")
         journal.write_result(RECORD | {"text": "Hütte"})
-        journal.write_queued("b", "f", 1, "http://x")
+        journal.write_submission("b", "f", 1, "http://x")
     files = {path: path.read_bytes(), Path(f"{path}.journal"): Path(f"{path}.journal").read_bytes()}
     for file, whole in files.items():
         last = whole.rstrip(b"\n").rfind(b"\n") + 1
@@ -40,10 +40,10 @@ def test_a_torn_line_is_removed_wherever_it_was_cut(tmp_path):
                 other.write_bytes(content)
             file.write_bytes(whole[:cut])
             with Journal(path) as journal:
-                assert journal.batch == batch and "a" in journal.queued
+                assert journal.batch == batch and "a" in journal.submitted
                 complete = cut >= len(whole) - 1  # without its end the line is whole all the same
                 assert ("a" in journal.results) == (complete or file != path)
-                assert ("b" in journal.queued) == (complete or file == path)
+                assert ("b" in journal.submitted) == (complete or file == path)
                 journal.write_result({"id": "z", "status": "success"})
             assert [json.loads(line)["id"] for line in path.read_text(encoding="utf-8").splitlines()][-1] == "z"
 
@@ -80,7 +80,11 @@ A = "a"
         ("r.jsonl.journal", '{"schema": "other/1"}\n', "not .*journal"),
         ("r.jsonl", '{"id": [], "status": "success"}\n', "no results"),
         ("r.jsonl", "[" * 100_000 + "\n{}\n", "line 1.*damaged"),
-        ("r.jsonl.journal", f'{{"schema": "specar.batch/1", "batch": "{32 * A}"}}\n{{"job": "a"}}\n', "of no job"),
+        (
+            "r.jsonl.journal",
+            f'{{"schema": "specar.batch/1", "batch": "{32 * A}"}}\n{{"job": "a"}}\n',
+            "line 2 is not the submission of a job",
+        ),
         ("r.jsonl", "precious notes\nof somebody\n", "line 1.*damaged"),
     ],
 )
@@ -94,7 +98,7 @@ def test_files_of_others_are_left_alone(tmp_path, name, content, message):
 def test_a_job_that_has_its_image_cannot_change_under_its_id(tmp_path):
     with Journal(tmp_path / "r.jsonl") as journal:
         for job in "abcd":
-            journal.write_queued(job, "old", 1, "http://x")
+            journal.write_submission(job, "old", 1, "http://x")
         journal.write_result(RECORD)
         journal.write_result(RECORD | {"id": "b"})
         journal.write_result({"id": "c", "status": "error"})
@@ -102,7 +106,7 @@ def test_a_job_that_has_its_image_cannot_change_under_its_id(tmp_path):
         with pytest.raises(JournalError, match=r"^a, b: .*r\.jsonl.*settings.*workflow"):
             journal.check(dict.fromkeys("abcde", "new"))
         for number in range(50):
-            journal.write_queued(f"j{number}", "old", 1, "http://x")
+            journal.write_submission(f"j{number}", "old", 1, "http://x")
             journal.write_result(RECORD | {"id": f"j{number}"})
         with pytest.raises(JournalError, match=r"^j0, .*, j9 and 40 more: "):
             journal.check({f"j{number}": "new" for number in range(50)})
@@ -115,13 +119,6 @@ def test_where_nothing_can_be_written_it_says_so(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(JournalError, match=r"file.r\.jsonl"), Journal(tmp_path / "file/r.jsonl"):
         pass
-
-
-WORKFLOW = {
-    "1": {"class_type": "Encoder", "inputs": {"text": "cat", "clip": ["2", 0]}},
-    "3": {"class_type": "Sampler", "inputs": {"positive": ["1", 0], "seed": 0}},
-    "9": {"class_type": "SaveImage", "inputs": {"filename_prefix": "p", "images": ["3", 0]}},
-}
 
 
 @pytest.fixture
@@ -173,21 +170,18 @@ async def code_of(process: asyncio.subprocess.Process) -> tuple[int, str]:
     return process.returncode, said.decode()
 
 
-def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
+@asynchronous
+async def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
     """At the first write, at the second of the next start, and so on: at its header, its lines and its images."""
-
-    async def check():
-        async with FakeComfy() as one, FakeComfy() as other:
-            servers = ["--server", one.url, "--server", other.url, "--out", "out"]
-            for write in range(1, 7):  # 21 of the 25 writes
-                code, said = await code_of(await started(killed_at(write), *servers))
-                assert code not in (cli.DONE, cli.LEFT, cli.FAILED) and "Traceback" not in said, said
-            code, said = await code_of(await started(COMMAND, *servers))
-            assert code == cli.DONE, said
-            names = [name for server in (one, other) for name in server.drawn]
-            assert Counter(name.split(".")[0] for name in names) == Counter(f"p_j{i}" for i in range(8))
-
-    asyncio.run(check())
+    async with FakeComfy() as one, FakeComfy() as other:
+        servers = ["--server", one.url, "--server", other.url, "--out", "out"]
+        for write in range(1, 7):  # 21 of the 25 writes
+            code, said = await code_of(await started(killed_at(write), *servers))
+            assert code not in (cli.DONE, cli.UNFINISHED, cli.FAILED) and "Traceback" not in said, said
+        code, said = await code_of(await started(COMMAND, *servers))
+        assert code == cli.DONE, said
+        names = [name for server in (one, other) for name in server.drawn]
+        assert Counter(name.split(".")[0] for name in names) == Counter(f"p_j{i}" for i in range(8))
     records = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert Counter((record["id"], record["status"]) for record in records) == Counter(
         (f"j{i}", "success") for i in range(8)
@@ -196,34 +190,21 @@ def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal for one process")
-def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goes_on(table):
+@asynchronous
+async def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goes_on(table):
     """While the server generates the second image."""
-
-    async def check():
-        async with FakeComfy() as one:
-            one.ends = lambda: not one.drawn
-            process = await started(COMMAND, "--server", one.url)
-            await asyncio.wait_for(until(lambda: one.drawn and one.running), PATIENCE)
-            process.send_signal(signal.SIGINT)
-            code, said = await code_of(process)
-            assert code == cli.CANCELLED and "Cancelling" in said and "Traceback" not in said
-            assert not one.pending and not one.running
-            assert list(recorded(table / "jobs.results.jsonl")) == ["j0"] and one.drawn == ["p_j0"]
-            one.ends = lambda: True
-            assert (await code_of(await started(COMMAND, "--server", one.url)))[0] == cli.DONE
-            assert len(one.drawn) == 8
-
-    asyncio.run(check())
-
-
-def run_beside(server: FakeComfy, *arguments: str) -> int:
-    """The command in this process, with the server in a loop of its own thread."""
-
-    async def serve():
-        async with server:
-            return await asyncio.to_thread(cli.main, command("--server", server.url, *arguments))
-
-    return asyncio.run(serve())
+    async with FakeComfy() as one:
+        one.ends = lambda: not one.drawn
+        process = await started(COMMAND, "--server", one.url)
+        await asyncio.wait_for(until(lambda: one.drawn and one.running), PATIENCE)
+        process.send_signal(signal.SIGINT)
+        code, said = await code_of(process)
+        assert code == cli.CANCELLED and "Cancelling" in said and "Traceback" not in said
+        assert not one.pending and not one.running
+        assert list(recorded(table / "jobs.results.jsonl")) == ["j0"] and one.drawn == ["p_j0"]
+        one.ends = lambda: True
+        assert (await code_of(await started(COMMAND, "--server", one.url)))[0] == cli.DONE
+        assert len(one.drawn) == 8
 
 
 @pytest.fixture
@@ -286,18 +267,18 @@ def test_every_line_of_a_log_has_the_time_in_front(table):
     """What the command says, and what it logs on the way."""
     program = [*COMMAND, *command("--server", "http://127.0.0.1:9", "--patience", "0.1")]
     run = subprocess.run(program, capture_output=True, encoding="utf-8", timeout=PATIENCE)
-    assert run.returncode == cli.LEFT and "given up" in run.stderr and "8 still to do" in run.stderr
+    assert run.returncode == cli.UNFINISHED and "given up" in run.stderr and "8 still to do" in run.stderr
     assert all(re.match(r"\d\d:\d\d:\d\d \S", line) for line in run.stderr.splitlines()), run.stderr
 
 
 def test_lines_have_the_time(tmp_path):
     with Journal(tmp_path / "r.jsonl") as journal:
-        journal.write_queued("a", "", 1, "here")
+        journal.write_submission("a", "", 1, "here")
         journal.write_result({"id": "a", "status": "success"})
         first = journal.results["a"]
         journal.write_result({**first, "copies": [], "ended": "2026-01-02T03:04:05Z"})
         assert journal.results["a"]["ended"] == "2026-01-02T03:04:05Z", "it ended then; its copies came later"
-    times = first["ended"], journal.queued["a"][0]["time"]
+    times = first["ended"], journal.submitted["a"]["time"]
     assert all(
         abs((datetime.now(timezone.utc) - datetime.fromisoformat(time.replace("Z", "+00:00"))).total_seconds())
         < PATIENCE
@@ -330,8 +311,8 @@ def test_copies_can_be_had_later(table, here, capsys):
     (table / "out/j0.png").write_text("another's", encoding="utf-8")
     away = cli.main(command("--server", server.url, "--out", "out"))
     said = capsys.readouterr().err
-    assert away == cli.LEFT and re.search(rf"^[\d:]{{8}} j7: .*copy.*{server.url}", said, re.MULTILINE)
-    assert run_beside(server, "--out", "out") == cli.LEFT and len(server.drawn) == 8
+    assert away == cli.UNFINISHED and re.search(rf"^[\d:]{{8}} j7: .*copy.*{server.url}", said, re.MULTILINE)
+    assert run_beside(server, "--out", "out") == cli.UNFINISHED and len(server.drawn) == 8
     assert {path.name for path in (table / "out").iterdir()} == {f"j{i}.png" for i in range(8)}
     assert re.search("j0: .*out.j0.png is there already and is not of this batch", capsys.readouterr().err)
     assert (table / "out/j0.png").read_text("utf-8") == "another's"
@@ -351,7 +332,7 @@ def test_a_copy_that_is_missing_is_something_to_do_although_a_row_failed(table, 
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
     server = FakeComfy()
     assert run_beside(server) == cli.FAILED
-    assert cli.main(command("--server", server.url, "--out", "out")) == cli.LEFT
+    assert cli.main(command("--server", server.url, "--out", "out")) == cli.UNFINISHED
     assert run_beside(server, "--out", "out") == cli.FAILED and (table / "out/good.png").exists()
 
 
@@ -377,7 +358,7 @@ def test_a_corrected_row_that_was_not_run_is_still_to_do(table, here, capsys):
     assert run_beside(FakeComfy()) == cli.FAILED
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,dog\n", encoding="utf-8")
     capsys.readouterr()
-    assert cli.main(command("--server", "http://127.0.0.1:9", "--patience", "0.1")) == cli.LEFT
+    assert cli.main(command("--server", "http://127.0.0.1:9", "--patience", "0.1")) == cli.UNFINISHED
     assert "1 of 2 jobs done, 0 failed, 1 still to do" in capsys.readouterr().err
 
 
@@ -415,7 +396,7 @@ def test_a_failure_names_its_server_where_there_are_several(capsys, several):
     record = {"id": "a", "status": "error", "error": "disk full", "server": "http://b:1", "warnings": []}
     journal = SimpleNamespace(results={"a": record}, path="results", done=lambda job: False)
     job = Job("a", {}, 1)
-    assert cli.followed(journal, [job], [job], lambda on_result: on_result(record), several) == cli.FAILED
+    assert cli.run_and_report(journal, [job], [job], lambda on_result: on_result(record), several) == cli.FAILED
     assert f"a{' on http://b:1' if several else ''}: disk full" in capsys.readouterr().err
 
 
@@ -466,7 +447,7 @@ def test_without_a_server_it_says_so_soon(table, here, capsys, monkeypatch):
     """By a clock that goes on by a tenth of a second whenever it is asked."""
     asked = itertools.count()
     monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=lambda: next(asked) / 10))
-    assert cli.main(command("--server", "127.0.0.1:9", "--patience", "0.5")) == cli.LEFT
+    assert cli.main(command("--server", "127.0.0.1:9", "--patience", "0.5")) == cli.UNFINISHED
     assert next(asked) / 10 < 2 and "8 still to do" in capsys.readouterr().err
 
 
@@ -480,7 +461,7 @@ def test_a_full_disk_stops_the_batch_and_loses_nothing(table, here, capsys, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "write_result", full)
-        assert run_beside(one) == cli.LEFT
+        assert run_beside(one) == cli.UNFINISHED
     *_, error, counts, _where_the_images_are = capsys.readouterr().err.splitlines()
     assert "No space left on device; the same command goes on" in error
     assert "1 of 8 jobs done, 0 failed, 7 still to do" in counts
@@ -492,7 +473,7 @@ def test_a_full_disk_is_named_and_counted_where_only_copies_are_missing(table, h
     assert run_beside(one) == cli.DONE
     capsys.readouterr()
     monkeypatch.setattr(os, "fsync", full_disk)
-    assert run_beside(one, "--out", "out") == cli.LEFT
+    assert run_beside(one, "--out", "out") == cli.UNFINISHED
     *_, error, last = capsys.readouterr().err.splitlines()
     assert "No space left on device: 'out" in error and "j0.png'; the same command goes on" in error
     assert "8 of 8 jobs done, 0 failed, 0 still to do" in last and list(Path("out").iterdir()) == []
@@ -514,7 +495,7 @@ class FullDisk(io.RawIOBase):
 
 def test_what_a_full_disk_did_not_take_is_an_error_once(tmp_path):
     """Closing tries to write it again."""
-    lines = Lines(tmp_path / "r.jsonl")
+    lines = JsonLines(tmp_path / "r.jsonl")
     lines.file = io.BufferedWriter(FullDisk())
     with pytest.raises(OSError, match=r"No space left on device: .*r\.jsonl"):
         lines.append(RECORD)

@@ -15,7 +15,7 @@ from comfyui_specar.batch.jobs import Job, JobsError
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.maps import SAMPLER, check_ids, sampler_of, with_maps
 from comfyui_specar.batch.overrides import OverrideError, fingerprint, read_workflow
-from comfyui_specar.batch.studio import Painter, Studio
+from comfyui_specar.batch.studio import ModelOptions, ModelWorker
 from comfyui_specar.tests.support.fake_comfy import FakeComfy
 from comfyui_specar.tests.support.patience import PATIENCE
 from PIL import Image
@@ -110,7 +110,7 @@ def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path
                     options = Options(poll=0.005, download=tmp_path / "out", maps=maps)
                     batch = Batch(found, [one.url], options)
                     await asyncio.wait_for(batch.run([Job(job, {}, 1)], {job: workflow()}), PATIENCE)
-                assert {entries[-1]["fingerprint"] for entries in found.queued.values()} == {fingerprint(workflow())}
+                assert {entry["fingerprint"] for entry in found.submitted.values()} == {fingerprint(workflow())}
                 return found.results
 
     results = asyncio.run(check())
@@ -123,9 +123,9 @@ def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path
     assert results["mapped"]["copies"] == [str(tmp_path / f"out/{name}.png") for name in ("mapped", "mapped_map")]
 
 
-def test_a_painter_draws_the_map_of_its_image():
+def test_a_worker_draws_the_map_of_its_image():
     settings = {"prompt": "star, 3d, on a blue background", "seed": 1}
-    image, drawn, totals, _ = Painter(Studio("default", "sjd"), maps=True).generate(settings)
+    image, drawn, totals, _ = ModelWorker(ModelOptions("default", "sjd"), maps=True).generate(settings)
     model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
     out = specar.sample(model, model.encode_prompt(settings["prompt"]), specar.methods.SJD(), seed=1)
     wanted = specar.acceptance_map(out.trace, decoder.decode(out.latent))[0]
@@ -137,21 +137,21 @@ def test_a_painter_draws_the_map_of_its_image():
 def test_a_blank_negative_prompt_is_none(monkeypatch):
     drawn = []
     monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *_, negative, **__: drawn.append(negative))
-    painter = Painter(Studio("default", "sjd"))
+    worker = ModelWorker(ModelOptions("default", "sjd"))
     for settings in ({}, {"negative": ""}, {"negative": " "}, {"negative": "dog"}):
         with pytest.raises(AttributeError):  # nothing is generated
-            painter.generate({"prompt": "star", **settings})
+            worker.generate({"prompt": "star", **settings})
     assert drawn[:3] == [None] * 3 and drawn[3][0][1]["ar"]["text"] == "dog"
 
 
 def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job(tmp_path, locked):
     locked({"b_map.png": 99})
-    records = []
+    made = {"status": "success", "traces": [], "warnings": [], "seconds": 1.0, "error": ""}
     with Journal(tmp_path / "r.jsonl") as journal:
-        for name in "ab":
-            journal.write_queued(name, "same", 1, "ray")
-            record = {"status": "success", "traces": [], "warnings": [], "seconds": 1.0, "error": ""}
-            fleet.write(journal, Job(name, {}, 1), record, (b"image", b"map"), tmp_path / "out", records.append)
+        records = [
+            fleet.write(journal, Job(name, {}, 1), "same", {"id": name, **made}, (b"image", b"map"), tmp_path / "out")
+            for name in "ab"
+        ]
     assert [record["status"] for record in records] == ["success", "error"] and "b_map.png" in records[1]["error"]
     assert [len(record["copies"]) for record in records] == [2, 1]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "a_map.png", "b.png"]

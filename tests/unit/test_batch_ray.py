@@ -18,9 +18,9 @@ from comfyui_specar.batch import cli, fleet
 from comfyui_specar.batch.jobs import Job, JobsError, read_jobs
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.overrides import fingerprint
-from comfyui_specar.batch.studio import RECIPES, Painter, Studio
+from comfyui_specar.batch.studio import RECIPES, ModelOptions, ModelWorker
 from comfyui_specar.model_loaders.conditions import VERSION, precision
-from comfyui_specar.tests.support.mortal import MortalPainter
+from comfyui_specar.tests.support.mortal import MortalWorker
 from comfyui_specar.tests.support.patience import PATIENCE
 from PIL import Image
 
@@ -32,7 +32,7 @@ poison,poison,1,
 late,"heart, 3d, aple, on a red background",2,
 """
 COMMAND = ["jobs.csv", "--ray", "--out", "out"]
-STUDIO = Studio("default", "sjd")
+MODEL = ModelOptions("default", "sjd")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -45,11 +45,11 @@ def table(tmp_path, monkeypatch) -> Path:
 
 def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypatch, capsys):
     jobs = read_jobs(table / "jobs.csv")
-    prints = {job: fingerprint([asdict(STUDIO), found]) for job, found in STUDIO.settings(jobs).items()}
+    prints = {job: fingerprint([asdict(MODEL), found]) for job, found in MODEL.settings(jobs).items()}
     with Journal(table / "jobs.results.jsonl") as journal:
-        journal.write_queued("before", prints["before"], 1, "ray")
+        journal.write_submission("before", prints["before"], 1, "ray")
         journal.write_result({"id": "before", "status": "success"})
-    monkeypatch.setattr(fleet, "Painter", MortalPainter)
+    monkeypatch.setattr(fleet, "ModelWorker", MortalWorker)
     assert cli.main([*COMMAND, "--retries", "1"]) == cli.FAILED
     said = capsys.readouterr().err
     assert "late: done" in said and "3 of 5 jobs done, 1 failed, 1 given up, 0 still" in said
@@ -149,25 +149,11 @@ def test_what_does_not_fit_the_method_is_refused_before_ray_starts(
     assert cli.main([*COMMAND, *arguments, "--dry-run"]) == cli.BAD_INPUT
 
 
-def test_an_image_that_another_program_holds_open_costs_that_job_alone(tmp_path, locked):
-    locked({"a.png": 99})
-    jobs, records = [Job(name, {}, 1) for name in "ab"], []
-    with Journal(tmp_path / "r.jsonl") as journal:
-        for job in jobs:
-            journal.write_queued(job.id, "same", 1, "ray")
-            record = {"status": "success", "traces": [], "warnings": [], "seconds": 1.0, "error": ""}
-            fleet.write(journal, job, record, (b"image", b""), tmp_path / "out", records.append)
-    assert [record["status"] for record in records] == ["error", "success"]
-    error = records[0]["error"]
-    assert "a.png" in error and "open in another program" in error and records[0]["copies"] == []
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.png"]
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "127.0.0.1:port", "127.0.0.1:99999"])
 def test_where_no_cluster_listens_it_says_so_at_once(table, monkeypatch, capsys, address):
     monkeypatch.setitem(sys.modules, "ray", None)  # which is not asked
     (table / "jobs.csv").write_text("prompt\ncat\n", encoding="utf-8")
-    assert cli.main(["jobs.csv", "--ray", address, "--out", "out"]) == cli.LEFT
+    assert cli.main(["jobs.csv", "--ray", address, "--out", "out"]) == cli.UNFINISHED
     assert f"no Ray at {address}: " in capsys.readouterr().err
 
 
@@ -180,9 +166,9 @@ def test_a_job_that_ray_never_ended_is_no_job_of_the_batch(table, monkeypatch, c
     errors = SimpleNamespace(RayError=ConnectionError, RayTaskError=ConnectionError)
     monkeypatch.setattr(fleet, "started", lambda _fleet: SimpleNamespace(exceptions=errors, shutdown=lambda: None))
     monkeypatch.setattr(fleet, "rows", dies)
-    assert cli.main(COMMAND) == cli.LEFT and "went away" in capsys.readouterr().err
+    assert cli.main(COMMAND) == cli.UNFINISHED and "went away" in capsys.readouterr().err
     with Journal(table / "jobs.results.jsonl") as journal:
-        assert journal.queued == {} == journal.results
+        assert journal.submitted == {} == journal.results
 
 
 def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
@@ -202,13 +188,13 @@ def test_every_method_generates_with_its_settings(method, monkeypatch):
     monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *given, **named: drawn.append((given, named)))
     continuous = method.startswith("continuous")
     bundled, drafter = ("continuous", "continuous/small") if continuous else ("default", "default/eagle")
-    studio = Studio(bundled, method, drafter=drafter if RECIPES[method].needs_drafter else None)
+    studio = ModelOptions(bundled, method, drafter=drafter if RECIPES[method].needs_drafter else None)
     columns = RECIPES[method].columns()
     made = RECIPES[method].settings
     defaults = {name: getattr(made, name) for name in columns if getattr(made, name) is not None}
     settings = studio.settings([Job("a", {"prompt": "cat", "negative": "dog", "cfg": "2", **defaults}, 1)])["a"]
     with pytest.raises(AttributeError):  # nothing is generated
-        Painter(studio).generate(settings)
+        ModelWorker(studio).generate(settings)
     [((_, prompt, built), named)] = drawn
     assert named["cfg"] == 2 and named["negative"] is not None and prompt is not None and "seed" not in named
     assert built == RECIPES[method].build(built.drafter if hasattr(built, "drafter") else None)
@@ -216,15 +202,15 @@ def test_every_method_generates_with_its_settings(method, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8 (storage)", "int8 (storage and KV cache)"])
 def test_a_precision_is_that_of_the_loader(dtype):
-    painter = Painter(Studio("default", "cool_sd", drafter="default/eagle", dtype=dtype))
-    assert precision(painter.model).split(", ")[-1] == dtype and painter.model.int8_cache == ("KV" in dtype)
+    worker = ModelWorker(ModelOptions("default", "cool_sd", drafter="default/eagle", dtype=dtype))
+    assert precision(worker.model).split(", ")[-1] == dtype and worker.model.int8_cache == ("KV" in dtype)
 
 
 def test_a_setting_of_a_method_that_needs_a_drafter_reaches_it():
-    studio = Studio("default", "cool_sd", drafter="default/eagle")
+    studio = ModelOptions("default", "cool_sd", drafter="default/eagle")
     settings = studio.settings([Job("a", {"prompt": "cat", "delta": "2", "floor": "no"}, 1)])["a"]
-    painter = Painter(studio)
-    assert painter.recipe.build(painter.drafter, delta=settings["delta"], floor=settings["floor"]).rule == (
+    worker = ModelWorker(studio)
+    assert worker.recipe.build(worker.drafter, delta=settings["delta"], floor=settings["floor"]).rule == (
         specar.rules.CoolSD(delta=2.0, floor=False)
     )
     with pytest.raises(JobsError, match="window"):

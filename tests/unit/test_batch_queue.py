@@ -1,109 +1,108 @@
-"""Which server gets a job, by hand: no server, no time, only what the batch knows of both. And what names and writes
-its files."""
+"""Which server pulls which job, by hand: no server, no time, only what the batch knows of both. And what names and
+writes its files."""
 
 import hashlib
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from comfyui_specar.batch import cli
-from comfyui_specar.batch.dispatch import HELLO, Batch, Lane, Options, Work, write_whole
+from comfyui_specar.batch.copies import write_whole
+from comfyui_specar.batch.dispatch import Batch, Options, QueuedJob, Worker
 from comfyui_specar.batch.jobs import Job, automatic_id
 from comfyui_specar.batch.journal import naming
 
 
-def lane(url, foreign=0, sent=0, answered=1.0, **known):
-    return Lane(
-        SimpleNamespace(url=url),
-        foreign=foreign,
-        answered=answered,
-        sent={f"{url} {n}": None for n in range(sent)},
-        **known,
-    )
+def worker(url, foreign=0, own=0, answered=1.0, **known):
+    given = {f"{url} {n}": None for n in range(own)}
+    return Worker(SimpleNamespace(url=url), foreign=foreign, answered=answered, given=given, **known)
 
 
-def work(number, **known):
-    return Work(SimpleNamespace(id=f"job {number}"), {}, "", **known)
+def job(number, **known):
+    return QueuedJob(Job(str(number), {}, 1), {}, "", **known)
 
 
-def assigned(lanes, jobs, in_flight=2, begun=None):
-    """The jobs of every server, by url, and those that wait."""
-    batch = Batch(None, [], Options(in_flight=in_flight))
-    batch.lanes, batch.begun = lanes, time.monotonic() if begun is None else begun
+def batch_of(workers, jobs):
+    batch = Batch(None, [], Options())
+    batch.workers = workers
     batch.waiting.extend(jobs)
-    batch._assign()
-    given = {lane.server.url: [work.job.id[4:] for work in lane.given] for lane in lanes}
-    assert all(lane.news.is_set() == bool(lane.given) for lane in lanes)
-    return given, [work.job.id[4:] for work in batch.waiting]
+    return batch
+
+
+def pulled(workers, jobs):
+    """The jobs of every server, by url, and those that wait: the servers pull in this order until none gets more."""
+    batch, found = batch_of(workers, jobs), {each.server.url: "" for each in workers}
+    more = True
+    while more:
+        more = False
+        for each in workers:
+            while each.answered and not each.failures and (queued := batch._pull(each)):
+                each.given[queued.job.id] = queued
+                found[each.server.url] += queued.job.id
+                more = True
+    return found, "".join(queued.job.id for queued in batch.waiting)
 
 
 @pytest.mark.parametrize(
     ("busy", "jobs", "given", "left"),
     [
-        ((0, 0), 5, {"a": "02", "b": "13"}, "4"),  # no more than in_flight each, the emptier one first
-        ((1, 0), 4, {"a": "13", "b": "02"}, ""),
+        ((0, 0), 5, {"a": "01", "b": "23"}, "4"),  # no more than in_flight each
+        ((0, 0), 2, {"a": "0", "b": "1"}, ""),  # a busier server leaves the last ones to others
+        ((1, 0), 1, {"a": "", "b": "0"}, ""),
+        ((1, 0), 4, {"a": "03", "b": "12"}, ""),
         ((2, 0), 4, {"a": "2", "b": "01"}, "3"),  # others filled the first: it gets one when the second is as full
         ((3, 0), 4, {"a": "", "b": "01"}, "23"),
-        ((3, 3), 3, {"a": "02", "b": "1"}, ""),  # with no shorter queue anywhere
+        ((3, 3), 3, {"a": "0", "b": "12"}, ""),  # with no shorter queue anywhere
         ((7,), 3, {"a": "01"}, "2"),
     ],
 )
 def test_the_least_busy_server_gets_the_next_job(busy, jobs, given, left):
-    lanes = [lane(url, foreign) for url, foreign in zip("ab", busy)]
-    found = assigned(lanes, [work(number) for number in range(jobs)])
-    assert found == ({url: list(numbers) for url, numbers in given.items()}, list(left))
+    workers = [worker(url, foreign) for url, foreign in zip("ab", busy)]
+    assert pulled(workers, map(job, range(jobs))) == (given, left)
 
 
-def test_what_a_server_has_of_ours_counts():
-    assert assigned([lane("a", sent=1), lane("b", sent=2)], [work(0), work(1)]) == ({"a": ["0"], "b": []}, ["1"])
-    assert assigned([lane("a", foreign=1), lane("b", sent=1)], [work(0)]) == ({"a": ["0"], "b": []}, [])
+def test_jobs_that_a_server_has_count():
+    assert pulled([worker("a", own=1), worker("b", own=2)], [job(0), job(1)]) == ({"a": "0", "b": ""}, "1")
+    assert pulled([worker("a", own=1), worker("b")], [job(0)]) == ({"a": "", "b": "0"}, "")
 
 
-@pytest.mark.parametrize("unable", [{"draining": True}, {"failures": 1}])
-def test_a_server_that_is_away_or_left_gets_nothing(unable):
-    lanes = [lane("a", **unable), lane("b")]
-    assert assigned(lanes, [work(0), work(1), work(2)]) == ({"a": [], "b": ["0", "1"]}, ["2"])
+@pytest.mark.parametrize("unable", [{"excluded": True}, {"failures": 1}])
+def test_a_server_that_is_away_or_excluded_gets_nothing(unable):
+    workers = [worker("a", **unable), worker("b")]
+    assert pulled(workers, map(job, range(3))) == ({"a": "", "b": "01"}, "2")
 
 
-def test_all_servers_are_heard_before_the_first_job_is_given_but_not_for_long():
-    jobs = [work(0)]
-    assert assigned([lane("a", answered=None), lane("b")], jobs) == ({"a": [], "b": []}, ["0"])
-    late = time.monotonic() - HELLO - 1
-    assert assigned([lane("a", answered=None), lane("b")], jobs, begun=late) == ({"a": [], "b": ["0"]}, [])
-    gone = lane("a", answered=None, failures=1), lane("c", answered=None, draining=True)
-    assert assigned([*gone, lane("b")], jobs) == ({"a": [], "b": ["0"], "c": []}, [])
+def test_a_server_that_has_not_answered_yet_is_left_the_last_job_by_a_busier_one_only():
+    silent = {"answered": None}
+    assert pulled([worker("a", **silent), worker("b")], [job(0)]) == ({"a": "", "b": "0"}, "")
+    assert pulled([worker("a", **silent), worker("b", foreign=1)], [job(0)]) == ({"a": "", "b": ""}, "0")
+    assert pulled([worker("a", **silent), worker("b", foreign=1)], [job(0), job(1)]) == ({"a": "", "b": "0"}, "1")
 
 
 def test_a_job_avoids_the_servers_that_refused_or_lost_it():
-    refused, lost = work(0, refused={"a": "lacks it"}), work(1, lost={"a"})
-    assert assigned([lane("a"), lane("b")], [refused, lost]) == ({"a": [], "b": ["0", "1"]}, [])
-    assert assigned([lane("a")], [work(1, lost={"a"})]) == ({"a": ["1"]}, []), "there is no other"
-    full = [lane("a"), lane("b", sent=2)]
-    assert assigned(full, [work(0, refused={"a": "lacks it"}), work(1, lost={"a"}), work(2)]) == (
-        {"a": ["2"], "b": []},
-        ["0", "1"],
+    refused, lost = job(0, refused={"a": "lacks it"}), job(1, lost={"a"})
+    assert pulled([worker("a"), worker("b")], [refused, lost]) == ({"a": "", "b": "01"}, "")
+    assert pulled([worker("a")], [job(1, lost={"a"})]) == ({"a": "1"}, ""), "there is no other"
+    full = [worker("a"), worker("b", own=2)]
+    assert pulled(full, [job(0, refused={"a": "lacks it"}), job(1, lost={"a"}), job(2)]) == (
+        {"a": "2", "b": ""},
+        "01",
     ), "those that wait for the other server hold nobody up"
 
 
 def test_a_batch_that_ends_gives_nothing():
-    batch = Batch(None, [], Options())
-    batch.lanes, batch.stopping = [lane("a")], True
-    batch.waiting.append(work(0))
-    batch._assign()
-    assert len(batch.waiting) == 1 and not batch.lanes[0].given
+    batch = batch_of([worker("a")], [job(0)])
+    batch.stop()
+    assert batch._pull(batch.workers[0]) is None and len(batch.waiting) == 1
 
 
 def test_a_job_that_no_server_can_make_ends_with_their_reasons():
-    ended, batch = [], Batch(None, [], Options())
-    batch.journal = SimpleNamespace(prompt_id=lambda *_: "id")
-    batch._line, batch._end = lambda lane, work, prompt_id, entry: entry, ended.append
-    batch.lanes = [lane("a"), lane("b")]
-    batch.waiting.append(work(0, refused={"a": "lacks x", "b": "lacks y"}))
-    batch._assign()
-    assert not batch.waiting and len(ended) == 1
-    assert (ended[0].outcome, ended[0].seconds, ended[0].error) == ("error", 0, "a: lacks x; b: lacks y")
+    ended, batch = [], batch_of([worker("a"), worker("b")], [job(0, refused={"a": "lacks x", "b": "lacks y"})])
+    batch._end = lambda queued, record: ended.append(record)
+    assert batch._pull(batch.workers[0]) is None and not batch.waiting
+    [record] = ended
+    assert (record["status"], record["seconds"], record["error"]) == ("error", 0, "a: lacks x; b: lacks y")
 
 
 def test_a_row_without_an_id_has_that_of_its_number_and_values_in_any_order():
@@ -163,7 +162,7 @@ def test_the_bar_moves_with_every_job_and_the_end_counts_them(monkeypatch, capsy
         return cancelled
 
     monkeypatch.setattr(cli, "tqdm", Bar)
-    assert cli.followed(journal, jobs, jobs[2:], work, several=True) == code
+    assert cli.run_and_report(journal, jobs, jobs[2:], work, several=True) == code
     assert moved == [(2, 4), 1, 1]
     said = capsys.readouterr().err
     assert "b: error before: before" in said.replace("failed", "error") and "c: warning: odd" in said
