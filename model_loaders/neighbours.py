@@ -92,7 +92,7 @@ def _read(path: Path, vocab: int, columns: int) -> Tensor | None:
         log.warning("The cached neighbour table %s is damaged (%s) and is computed again.", path, error)
         return None
     legal = table.shape == (vocab, columns) and table.dtype == torch.int32
-    if not (legal and (0 <= table).all() and (table < vocab).all()):
+    if not (legal and (table >= 0).all() and (table < vocab).all()):
         log.warning("The cached neighbour table %s does not fit its codebook and is computed again.", path)
         return None
     return table

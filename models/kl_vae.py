@@ -69,7 +69,7 @@ class Encoder(nn.Module):
         widths, last = config.widths, len(config.ch_mult) - 1
         self.conv_in = operations.Conv2d(3, config.base_channels, 3, padding=1)
         self.down = nn.ModuleList()
-        for i, (before, after) in enumerate(zip([config.base_channels, *widths], widths)):
+        for i, (before, after) in enumerate(zip([config.base_channels, *widths], widths, strict=False)):
             attention = config.encoder_attention and i == last
             level = Level(before, after, config.num_res_blocks, attention, operations)
             if i < last:
@@ -95,7 +95,7 @@ class Decoder(nn.Module):
         self.conv_in = operations.Conv2d(config.channels, widths[-1], 3, padding=1)
         self.mid = Middle(widths[-1], config.middle_attention, operations)
         self.up = nn.ModuleList()
-        for i, (before, after) in enumerate(zip([*widths[1:], widths[-1]], widths)):
+        for i, (before, after) in enumerate(zip([*widths[1:], widths[-1]], widths, strict=True)):
             attention = config.decoder_attention and i == last
             level = Level(before, after, config.num_res_blocks + 1, attention, operations)
             if i > 0:

@@ -133,7 +133,7 @@ class Encoder(nn.Module):
         widths = [config.base_channels * m for m in config.ch_mult]
         self.conv_in = operations.Conv2d(3, config.base_channels, 3, padding=1)
         self.conv_blocks = nn.ModuleList()
-        for i, (before, after) in enumerate(zip([config.base_channels, *widths], widths)):
+        for i, (before, after) in enumerate(zip([config.base_channels, *widths], widths, strict=False)):
             deepest = i == len(widths) - 1
             level = Level(before, after, config.num_res_blocks, deepest and config.attention, operations)
             if not deepest:
@@ -157,7 +157,7 @@ class Decoder(nn.Module):
         self.conv_in = operations.Conv2d(config.z_channels, widths[0], 3, padding=1)
         self.mid = _mid(widths[0], operations)
         self.conv_blocks = nn.ModuleList()
-        for i, (before, after) in enumerate(zip([widths[0], *widths], widths)):
+        for i, (before, after) in enumerate(zip([widths[0], *widths], widths, strict=False)):
             level = Level(before, after, config.num_res_blocks + 1, i == 0 and config.attention, operations)
             if i < len(widths) - 1:
                 level.upsample = Upsample(after, operations)

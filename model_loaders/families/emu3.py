@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log, sqrt
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ def size_table(side: float) -> list[tuple[int, int]]:
     steps = [(i + 0.5) / side for i in range(int(side * widest) + 1)]
     turns = sorted(turn for step in steps for turn in (step, 1 / step) if 1 / widest < turn < widest)
     turns = [1 / widest, *turns, widest]
-    middles = [(a + b) / 2 for a, b in zip(turns, turns[1:])]
+    middles = [(a + b) / 2 for a, b in pairwise(turns)]
     return list(dict.fromkeys((round(side / stretch), round(side * stretch)) for stretch in middles))
 
 

@@ -7,7 +7,7 @@ steps.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from weakref import WeakSet
 
@@ -62,11 +62,8 @@ def trial(method: Method, request: Request | ContinuousRequest, captured: bool) 
         if progress.passes >= PASSES:
             raise _StoppedError
 
-    with nullcontext() if captured else graphs.called():
-        try:
-            method.sample(replace(request, callback=stop))
-        except _StoppedError:
-            pass
+    with nullcontext() if captured else graphs.called(), suppress(_StoppedError):
+        method.sample(replace(request, callback=stop))
     return found[0]
 
 

@@ -25,7 +25,7 @@ def jobs(workflows):
             shuffled.shuffle(names)
             yield from ((name, seed) for name in names)
 
-    for pair in zip(endless(default), endless(sorted(workflows.keys() - default))):
+    for pair in zip(endless(default), endless(sorted(workflows.keys() - default)), strict=True):
         yield from pair
 
 

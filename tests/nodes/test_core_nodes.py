@@ -46,7 +46,7 @@ def test_decode_and_encode(sample, tiny):
     latent, _ = sample("NextToken", batch=2)
     (pixels,) = core.VAEDecode().decode(tiny[2], latent)
     assert pixels.shape == (2, 32, 32, 3) and pixels.dtype == torch.float32
-    assert 0 <= pixels.min() and pixels.max() <= 1
+    assert pixels.min() >= 0 and pixels.max() <= 1
     (tiled,) = core.VAEDecodeTiled().decode(tiny[2], latent, 512)
     torch.testing.assert_close(pixels, tiled, atol=1e-4, rtol=0)
     (encoded,) = core.VAEEncode().encode(tiny[2], pixels)

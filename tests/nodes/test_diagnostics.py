@@ -178,7 +178,7 @@ def test_acceptance_map_of_a_continuous_run(metric, run, nodes, draw_vectors, co
     out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=image)
     overlay, colours, mask, report = out.result
     assert overlay.shape[0] == 2 and overlay.shape[2] == 512 and colours.shape == (2, 32, 32, 3)
-    assert 0 <= mask.min() and mask.max() <= 1 and json.loads(report) == as_json(trace)
+    assert mask.min() >= 0 and mask.max() <= 1 and json.loads(report) == as_json(trace)
 
 
 def test_traces_of_continuous_runs_survive_saving_and_loading(run, nodes, draw_vectors):

@@ -18,7 +18,7 @@ LAYERS = {"Linear": ((3, 2), (2, 3)), "Embedding": ((5, 2), (5, 2))}
 
 
 def test_dynamic_vram_is_simulated_where_this_comfyui_has_it():
-    assert DYNAMIC_VRAM == (find_spec("comfy.memory_management") is not None)
+    assert (find_spec("comfy.memory_management") is not None) == DYNAMIC_VRAM
     layer = comfy.ops.disable_weight_init.Linear(3, 2)
     assert (layer.weight is None) == DYNAMIC_VRAM, "else these tests would prove nothing"
 

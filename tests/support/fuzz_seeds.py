@@ -6,6 +6,7 @@ names what is wrong, soon, and without the memory that the file lies about.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -78,10 +79,8 @@ def draw(model, prompt: str, method=None) -> None:
     rows, cols = model.grid
     if rows * cols > DRAWN:
         return  # an image so large is what the file asks for: it would be generated, and can be cancelled
-    try:
+    with contextlib.suppress(EnoughError):
         api.sample(model, model.encode_prompt(prompt), method=method, callback=enough)
-    except EnoughError:
-        pass
 
 
 def paint(decoder) -> None:

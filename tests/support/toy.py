@@ -75,7 +75,7 @@ class ToyModel:
             torch.cat(
                 [
                     (torch.randn(r, self.vocab_total, generator=generator) * sharpness).repeat(size // r, 1)
-                    for r, size in zip(rows, sizes)
+                    for r, size in zip(rows, sizes, strict=True)
                 ]
             )
             for _ in range(2)
@@ -181,7 +181,7 @@ def next_token_probs(
     """Guidance, temperature, top-k and top-p (in this order) on the first ``vocab`` logits, written independently. With
     an entropy temperature the filters come before the temperature."""
     heat = 1.0 if params.entropy else params.temperature
-    z = [(u + params.cfg * (c - u)) / heat for c, u in zip(conditional[:vocab], unconditional)]
+    z = [(u + params.cfg * (c - u)) / heat for c, u in zip(conditional, unconditional[:vocab], strict=False)]
     ranked = sorted(range(vocab), key=lambda i: -z[i])
     if params.top_k:
         ranked = ranked[: params.top_k]
@@ -239,7 +239,7 @@ def chi_square(tokens: Tensor, distribution: dict[tuple[int, ...], float]) -> Si
     """
     total = len(tokens)
     images, counts = tokens.unique(dim=0, return_counts=True)
-    seen = {tuple(image): count for image, count in zip(images.tolist(), counts.tolist())}
+    seen = {tuple(image): count for image, count in zip(images.tolist(), counts.tolist(), strict=True)}
     if any(distribution.get(image, 0.0) == 0 for image in seen):
         return SimpleNamespace(z=math.inf, tv=1.0)
     cells, rare = [], [0.0, 0.0]
@@ -278,7 +278,7 @@ class ToyDrafter:
 
     def __init__(self, target: ToyModel, noise: float = 1.0, stale: bool = False, seed: int = 7):
         self.model, self.stale = ToyModel(target._layout, target.vocab_total - target.vocab, seed=seed), stale
-        self.model.tables = [t + noise * n for t, n in zip(target.tables, self.model.tables)]
+        self.model.tables = [t + noise * n for t, n in zip(target.tables, self.model.tables, strict=True)]
         self.module = self.model
 
     def start(self, target_state, conditioning, negative, batch, layout, slack, guided, into=None):

@@ -127,7 +127,7 @@ class ToyHead(Toy):
     def moments(self, context: Tensor, temperature: float = 1.0, last: bool = True) -> tuple[Tensor, float]:
         """Mean and standard deviation of a token with its last step's noise (or without), in closed form (bend 0)."""
         gain, variance = 1.0, 0.0
-        for index, (slope, width) in enumerate(zip(self.slopes, self.widths)):
+        for index, (slope, width) in enumerate(zip(self.slopes, self.widths, strict=True)):
             variance += (gain * temperature * width) ** 2 if index or last else 0.0
             gain *= slope
         return (1 - gain) * context, math.sqrt(variance + gain**2)

@@ -123,7 +123,9 @@ def _call_backwards(function: str, given: tuple) -> Any:
     from triton.runtime.interpreter import interpreter_builder as grid
 
     place = grid.set_grid_idx
-    with patch.object(grid, "set_grid_idx", lambda *at: place(*(n - 1 - i for n, i in zip(grid.grid_dim, at)))):
+    with patch.object(
+        grid, "set_grid_idx", lambda *at: place(*(n - 1 - i for n, i in zip(grid.grid_dim, at, strict=True)))
+    ):
         return _call(function, given)
 
 
@@ -147,7 +149,9 @@ def compile_here(function: str, given: tuple, capability: int) -> list[Kernel]:
     kernels, run = [], JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
-        assert all(1 <= n < limit for n, limit in zip(grid, (2**31, 2**16, 2**16))), f"{self.__name__}: grid {grid}"
+        assert all(1 <= n < limit for n, limit in zip(grid, (2**31, 2**16, 2**16), strict=True)), (
+            f"{self.__name__}: grid {grid}"
+        )
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         meta = kernel.metadata
         ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]

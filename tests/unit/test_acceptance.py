@@ -167,7 +167,7 @@ def test_a_token_that_is_sampled_is_followed_where_it_is_a_child(at_once):
     )
     assert found.accepted.tolist() == [2, 2, 1, 0, 1]
     assert found.path.tolist() == [[1, 3], [1, 4], [2, 0], [0, 0], [1, 0]]
-    tokens = [row[: count + 1] for row, count in zip(found.token.tolist(), found.accepted.tolist())]
+    tokens = [row[: count + 1] for row, count in zip(found.token.tolist(), found.accepted.tolist(), strict=True)]
     assert tokens == [[2, 0, 1], [2, 2, 1], [1, 0], [0], [2, 3]]
     ends = [(found.source[b, count].item(), found.rank[b, count].item()) for b, count in enumerate([2, 2, 1, 0, 1])]
     assert ends == [(Source.BONUS, 0)] * 3 + [(Source.RESIDUAL, 1)] * 2  # the last child is the one that was refused

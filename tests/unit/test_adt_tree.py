@@ -154,7 +154,7 @@ class ByHand:
             base = self.flock(position)
         elif adt.initial == "random":
             base = (
-                *(low + int(x * (high - low + 1)) for x, (low, high) in zip(u, (adt.depths, adt.widths))),
+                *(low + int(x * (high - low + 1)) for x, (low, high) in zip(u, (adt.depths, adt.widths), strict=True)),
                 self.last[2],
             )
         elif position % self.layout.stride == 0 and adt.row_start != "previous":
@@ -363,7 +363,7 @@ def test_nested_trees_have_the_smallest_ranks(widths):
 @settings(max_examples=30, deadline=None)
 def test_smaller_trees_are_the_beginnings_of_larger_levels(w, more, depth, deeper):
     small, large = nested((w,) * depth), nested((w + more,) * (depth + deeper))
-    for here, there in zip(small, large):
+    for here, there in zip(small, large, strict=True):
         assert here.parent == there.parent[: len(here.parent)] and here.rank == there.rank[: len(here.rank)]
 
 

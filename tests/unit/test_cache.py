@@ -70,7 +70,9 @@ class Script:
                 prefixes = [row + tokens[b, line].tolist() for b, row in enumerate(self.tokens)]
                 self.compare(out.logits[:, i], [p[:LENGTH] for p in prefixes])
             leaf = [ancestors[-1] if chain else ancestors[(seed + b) % size] for b in range(BATCH)]
-            kept = [line[: min(c, LENGTH - 1 - len(row))] for line, c, row in zip(leaf, counts, self.tokens)]
+            kept = [
+                line[: min(c, LENGTH - 1 - len(row))] for line, c, row in zip(leaf, counts, self.tokens, strict=True)
+            ]
             longest = max(map(len, leaf))
             path = torch.tensor([line + [0] * (longest - len(line)) for line in leaf])
             self.model.commit(self.state, torch.tensor([len(line) for line in kept]), None if chain else path)

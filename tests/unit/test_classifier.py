@@ -19,7 +19,9 @@ def test_labels_are_those_of_the_scene():
     views = views_of(images(), SETTING, STILL, seed=0)
     scenes = views.scenes(64)
     labels = labels_of(views, scenes)
-    for (subject, style, background), image, wanted in zip(labels.tolist(), scenes.image.tolist(), scenes.background):
+    for (subject, style, background), image, wanted in zip(
+        labels.tolist(), scenes.image.tolist(), scenes.background, strict=True
+    ):
         assert LABELS["subject"][subject] == COMMON_CONCEPTS[views.images.code[image]]
         assert LABELS["style"][style] == LABELS["style"][views.images.style[image]] and background == wanted
     assert {part.shape for part in views.encoded(2)[1]} == {(2, 3, 256, 256)}

@@ -5,6 +5,7 @@ What must be the same number in tensors of different shapes is compared in fp64,
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -225,7 +226,7 @@ def test_more_tolerance_accepts_more(mode):
     for tolerance in (0, 0.05, 0.15, 0.4, 1.0):
         run = method(mode, "drafts", tolerance=tolerance, prefill=0, length=LENGTH)
         accepted.append(run.sample(request(TARGET, 80)).trace.rounds["accepted"][0])
-    for fewer, more in zip(accepted, accepted[1:]):
+    for fewer, more in pairwise(accepted):
         assert (fewer <= more).all() and (fewer < more).any()
 
 
@@ -240,7 +241,7 @@ class Listener(ToyHead):
         self.scales = {}
 
     def predict(self, state, tokens, known, query, seen, cfg, *rest):
-        self.scales |= dict(zip(query.flatten().tolist(), cfg.flatten().tolist()))
+        self.scales |= dict(zip(query.flatten().tolist(), cfg.flatten().tolist(), strict=True))
         return super().predict(state, tokens, known, query, seen, cfg, *rest)
 
     def in_order(self, decoded):

@@ -106,7 +106,7 @@ def distance(a, b):
     """The largest two-sample score over all numbers of the images, and over sums and products of neighbours."""
     a, b = a.flatten(1), b.flatten(1)
     views = [(a, b), (a + a.roll(1, 1), b + b.roll(1, 1)), (a * a.roll(2, 1), b * b.roll(2, 1))]
-    return max(ks_two(x, y) for left, right in views for x, y in zip(left.unbind(1), right.unbind(1)))
+    return max(ks_two(x, y) for left, right in views for x, y in zip(left.unbind(1), right.unbind(1), strict=True))
 
 
 # Variants that must fail. Each is the real sampler with one thing replaced.
@@ -163,7 +163,8 @@ def test_shared_noise_lowers_the_distance_as_theorem_1_says(widths, slopes):
     """By 2 tr sqrt(Sigma_q Sigma_p) for one step; over a chain by as much for every noise, as much as arrives of it."""
     runs, channels = 20_000, 2
     target, drafter = (
-        ToyHead(channels, (1, 1), noise=n, widths=w, slopes=s) for n, w, s in zip((0.0, 0.4), widths, slopes)
+        ToyHead(channels, (1, 1), noise=n, widths=w, slopes=s)
+        for n, w, s in zip((0.0, 0.4), widths, slopes, strict=True)
     )
     square = {}
     for aligned in (True, False):
@@ -173,10 +174,10 @@ def test_shared_noise_lowers_the_distance_as_theorem_1_says(widths, slopes):
         assert decoded.trace.summary()["mean_square_distance"] == pytest.approx(float(square[aligned].mean()), rel=1e-4)
 
     arriving = []  # how much of each noise reaches the mean of the last step
-    for width, slope in zip(widths, slopes):
+    for width, slope in zip(widths, slopes, strict=True):
         gains = [torch.tensor(slope[:i]).prod().item() for i in range(len(slope) + 1)]
         arriving.append([gains[i] * width[i] for i in range(1, len(width))] + [gains[-1]])
-    lowered = 2 * channels * sum(p * q for p, q in zip(*arriving))
+    lowered = 2 * channels * sum(p * q for p, q in zip(*arriving, strict=True))
     if len(widths[0]) == 2:
         assert lowered == pytest.approx(2 * channels * widths[0][1] * widths[1][1])
     error = (sum(s.var() for s in square.values()) / runs).sqrt()

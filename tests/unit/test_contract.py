@@ -50,7 +50,7 @@ def test_a_method_answers_what_the_contract_asks(build, make):
     assert isinstance(method, Method)
     assert type(request) is (ContinuousRequest if method.continuous else Request)
     method.check(request)
-    assert 1 <= method.width(request) and method.run_bytes(request) > 0
+    assert method.width(request) >= 1 and method.run_bytes(request) > 0
     settings = json.loads(json.dumps(method.describe(request)))
     assert settings["method"] == method.name and settings["lossless"] == method.lossless
     assert method_of(settings) is type(method) and method.in_words(settings)

@@ -33,7 +33,7 @@ def test_what_the_nodes_read(decoder):
 def test_shapes_and_dtypes_of_a_round_trip(decoder):
     tokens = decoder.encode(pixels(2))
     assert tokens.shape == (2, 2, 3) and tokens.dtype == torch.int64
-    assert 0 <= tokens.min() and tokens.max() < CODES
+    assert tokens.min() >= 0 and tokens.max() < CODES
     drawn = decoder.decode_tokens(tokens)
     assert drawn.shape == (2, 32, 48, 3) and drawn.min() >= 0 and drawn.max() <= 1
     assert torch.equal(decoder.encode_latent(pixels(2)), decoder.dequantize(tokens))

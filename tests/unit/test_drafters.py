@@ -293,7 +293,7 @@ def test_training_sees_what_a_draft_will_see(target, tmp_path):
     drafter_export.write_eagle(objective.module, target, tmp_path / "d")
     session = Session(target, load_drafter(tmp_path / "d", target))
     (batch,) = Pool.build(target, [Example(caption_features()[0], row) for row in IMAGE]).all(2)
-    exact = tuple(torch.cat(parts, 1) for parts in zip(session.prefix, session.hidden[:, 1:].split(2)))
+    exact = tuple(torch.cat(parts, 1) for parts in zip(session.prefix, session.hidden[:, 1:].split(2), strict=True))
     batch = replace(batch, hidden=exact)
     predicted = objective.features(objective.module, batch, depth=3)
     out = session.observe(torch.tensor([0, 0]), 5, torch.tensor([5, 5]))
@@ -347,7 +347,7 @@ def test_images_of_a_folder_with_their_prompts(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
     pixels = torch.rand(2, 8, 8, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
-    for name, image in zip(("a.png", "b.png"), pixels):
+    for name, image in zip(("a.png", "b.png"), pixels, strict=True):
         Image.fromarray(image.numpy()).save(folder / name)
     with pytest.raises(ValueError, match=r"image.*\.txt"):
         from_folder(target, decoder, folder)

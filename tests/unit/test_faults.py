@@ -6,6 +6,7 @@ drafter that breaks must cost passes and nothing else.
 
 import math
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ STRUCTURES = {
     "adaptive, sampled": replace(ADAPTIVE, children="sampled"),
 }
 RULES = [Exact(), *RELAXED, *(Lantern(2, 0.3, redraw) for redraw in REDRAW[1:])]
-RULES_ON_TREES = list(zip([TWO_LEVELS, Dynamic(2, 2, 4)] * len(RULES), RULES))
+RULES_ON_TREES = list(zip(cycle([TWO_LEVELS, Dynamic(2, 2, 4)]), RULES, strict=False))
 SKIPPING = [Skipping(interval=2, guard=0), Skipping("dynamic", threshold=0.1, guard=0)]
 PARAMS = {
     "plain": SamplingParams(),

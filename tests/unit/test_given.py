@@ -71,7 +71,7 @@ def test_after_given_tokens_the_distribution_is_the_models_own(method, name):
 @pytest.mark.parametrize("chunk", [2, 256])
 def test_fixed_noise_gives_what_reading_one_by_one_would(method, chunk, monkeypatch):
     """The image whose beginning is given back is generated again, in chunks of any size and at any place."""
-    for name, (layout, specials, _) in CASES.items():
+    for name, (layout, _, _) in CASES.items():
         free = replace(layout, forced=plain(2, 3).forced if name == "row" else with_line_ends(2, 2).forced)
         asked = request(MODELS[name], free, seed=3, batch=50)
         whole = NextToken().sample(asked).tokens

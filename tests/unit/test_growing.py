@@ -108,7 +108,7 @@ def assert_same(found, wanted):
 @settings(max_examples=60, deadline=None)
 def test_top_k_trees_of_a_batch_are_those_of_each_image(images, levels, most, nodes, seed):
     drafter = PathDrafter(len(images), seed)
-    committed, depth, width = (list(column) for column in zip(*images))
+    committed, depth, width = (list(column) for column in zip(*images, strict=True))
     tree = grow_top_k(
         work_of(drafter, len(images)),
         drafter.root(committed),
@@ -138,14 +138,14 @@ def test_top_k_trees_have_one_size_unless_it_is_limited(images, levels, most, no
 def test_sampled_trees_are_cut_to_the_first_levels_and_the_first_drafts_of_each(cut, images, seed):
     """At temperature 0, where the samples are the likeliest tokens."""
     drafter = PathDrafter(len(images), seed)
-    committed, depth, width = (list(column) for column in zip(*images))
+    committed, depth, width = (list(column) for column in zip(*images, strict=True))
     limits = (torch.tensor(depth), torch.tensor(width)) if cut else ()
     tree = grow_sampled(work_of(drafter, len(images)), drafter.root(committed), SHAPE, torch.tensor(0), *limits)
     for b in range(len(images)):
         wanted, above = {}, [()]
         for number, level in enumerate(SHAPE, 1):
             here = []
-            for place, (parent, rank) in enumerate(zip(level.parent, level.rank)):
+            for place, (parent, rank) in enumerate(zip(level.parent, level.rank, strict=True)):
                 path = above[parent]
                 there = path is not None and committed[b] + number <= LENGTH
                 if cut:

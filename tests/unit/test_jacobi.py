@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -159,8 +160,8 @@ def test_the_callback_sees_every_pass(models, method):
     )
     assert [s[0] for s in seen] == list(range(1, out.trace.totals["target_passes"] + 1))
     final = out.tokens.flatten(1)
-    for before, after in zip(seen, seen[1:]):
-        assert all(b <= a for b, a in zip(before[2], after[2]))
+    for before, after in pairwise(seen):
+        assert all(b <= a for b, a in zip(before[2], after[2], strict=True))
     for _, length, committed, tokens in seen:
         assert length == 16
         for row, count in enumerate(committed):

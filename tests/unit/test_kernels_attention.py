@@ -50,7 +50,10 @@ def case(
     angles = 6 * torch.rand((1 if common else rows, count, dim // 2), generator=generator)
     sizes = [(n if norms == 2 else 1, dim) for n in (heads, heads, key_heads, key_heads)]
     parts = [noise(*size) for size in sizes] if norms else []
-    each = tuple((w, None, 1e-6) if norms == 3 else (w, b, 1e-5) for w, b in zip(parts[::2], parts[1::2])) or None
+    each = (
+        tuple((w, None, 1e-6) if norms == 3 else (w, b, 1e-5) for w, b in zip(parts[::2], parts[1::2], strict=True))
+        or None
+    )
     buffer = noise(3, rows, 2 * key_heads, slots + further, dim)[1]
     buffer[:, :, slots:] = math.nan
     where = torch.stack([torch.randperm(slots, generator=generator)[:count] for _ in range(rows)])

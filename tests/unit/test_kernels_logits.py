@@ -106,12 +106,15 @@ def brute(row: list[float], top_k: int, top_p: float, order: tuple[str, str]) ->
     kept = [True] * len(row)
     for name in order:
         if name == "top_k" and top_k:
-            kept = [k and sum(y > x for y, left in zip(row, kept) if left) < top_k for x, k in zip(row, kept)]
-        elif name == "top_p" and top_p < 1:
-            mass = sum(math.exp(y) for y, left in zip(row, kept) if left)
             kept = [
-                k and sum(math.exp(y) for y, left in zip(row, kept) if left and y > x) <= top_p * mass
-                for x, k in zip(row, kept)
+                k and sum(y > x for y, left in zip(row, kept, strict=True) if left) < top_k
+                for x, k in zip(row, kept, strict=True)
+            ]
+        elif name == "top_p" and top_p < 1:
+            mass = sum(math.exp(y) for y, left in zip(row, kept, strict=True) if left)
+            kept = [
+                k and sum(math.exp(y) for y, left in zip(row, kept, strict=True) if left and y > x) <= top_p * mass
+                for x, k in zip(row, kept, strict=True)
             ]
     return kept
 

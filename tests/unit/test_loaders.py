@@ -90,7 +90,7 @@ def hugging_face_names(weights):
         if name == "output.weight":
             out["lm_head.weight"] = tensor
         elif "wqkv" in name:
-            for part, rows in zip("qkv", tensor.chunk(3)):
+            for part, rows in zip("qkv", tensor.chunk(3), strict=True):
                 out["model." + name.replace("attention.wqkv", f"self_attn.{part}_proj")] = rows.contiguous()
         else:
             for old, new in rules.items():

@@ -89,7 +89,7 @@ def test_positions_of_other_grids(model):
     """Slots keep theirs; those of the image are resized as an image is."""
     own, wide = model.positions(4, 4), model.positions(4, 8)
     assert own.encoder is model.encoder_pos_embed_learned and own.head is model.diffusion_pos_embed_learned
-    for table, resized, slots in zip(own, wide, (4, 4, 0)):
+    for table, resized, slots in zip(own, wide, (4, 4, 0), strict=True):
         assert resized.shape == (1, slots + 32, MAR.dim)
         assert torch.equal(resized[:, :slots], table[:, :slots])
         before, after = (t[0, slots:].view(4, -1, MAR.dim) for t in (table, resized))

@@ -1,5 +1,6 @@
 """All that runs on a device, on Apple's: as far as tests/support/mps.py knows it, and that it knows something."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -89,7 +90,7 @@ def mar(folder):
 
 def xar(folder):
     file = folder / "model.safetensors"
-    save_file(xar_weights(), file, metadata={"specar": '{"heads": %d, "defaults": {"steps": 3}}' % HEADS})
+    save_file(xar_weights(), file, metadata={"specar": json.dumps({"heads": HEADS, "defaults": {"steps": 3}})})
     return file
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import comfyui_specar as specar
 import pytest
@@ -82,7 +83,7 @@ def test_every_case_has_its_name_file_and_seeds(model, tmp_path):
         ):
             assert len({of(case) for case in listed}) == len(listed)
     seeds = sorted(first_seed(case.name) for case in discrete_cases(eagle, small))
-    assert min(b - a for a, b in zip(seeds, seeds[1:])) >= PROMPTS and 0 <= seeds[0] and seeds[-1] < 2**63
+    assert min(b - a for a, b in pairwise(seeds)) >= PROMPTS and seeds[0] >= 0 and seeds[-1] < 2**63
 
 
 def test_a_run_that_was_stopped_goes_on(model, file, tmp_path, monkeypatch):
@@ -120,7 +121,7 @@ def test_every_image_has_its_prompt_and_its_seed(model, file, monkeypatch):
     first = first_seed(SJD.name)
     assert [(named["seed"], named["batch_size"]) for _, named in calls] == [(first, 2), (first + 2, 1)]
     features = torch.cat([given[1][0][0] for given, _ in calls])
-    for prompt, found in zip(WANTED, features):
+    for prompt, found in zip(WANTED, features, strict=True):
         assert torch.equal(model.encode_prompt(prompt.text)[0][0][0], found)
 
 

@@ -184,7 +184,7 @@ def test_official_residuals_cost_what_was_measured_elsewhere():
         (4, 0.1, "optimal"): (0, 0),
     }.items():
         rule = bound(Lantern(count, delta, redraw), line)
-        for children, tv in zip((1, 3), wanted):
+        for children, tv in zip((1, 3), wanted, strict=True):
             assert abs(distance(certain_group(rule, p, order[:children]), p) - tv) < 5e-4, (count, delta, redraw)
 
 
@@ -273,7 +273,7 @@ def test_special_tokens_resemble_nothing(rule):
     p, q = probs(1)
     wide = [torch.cat((row, torch.zeros(2, dtype=row.dtype))) for row in (p, q)]
     f, rest, kernel = enumerated(rule, *wide)
-    for found, wanted in zip((f[:VOCAB], rest[:VOCAB, :VOCAB], kernel[:VOCAB]), enumerated(rule, p, q)):
+    for found, wanted in zip((f[:VOCAB], rest[:VOCAB, :VOCAB], kernel[:VOCAB]), enumerated(rule, p, q), strict=True):
         assert torch.allclose(found, wanted, atol=1e-12)
     assert (kernel[VOCAB:] == 0).all()
     if isinstance(rule, Lantern | LanternPP | Grouped):  # with mass of its own, too, a special token stands alone

@@ -118,7 +118,7 @@ def test_drafting_has_its_share_of_the_milliseconds(monkeypatch):
     trace = DraftTree(ToyDrafter(model), Chain(2)).sample(request(model, layout)).trace
     drafted, whole = trace.rounds["draft_milliseconds"], trace.rounds["milliseconds"]
     assert len(drafted) == len(whole) == trace.totals["target_passes"] and drafted[0] == 0
-    assert (0 < drafted[1:]).all() and (drafted < whole).all()
+    assert (drafted[1:] > 0).all() and (drafted < whole).all()
 
 
 def test_rounds_are_counted_from_what_stands_at_the_positions():

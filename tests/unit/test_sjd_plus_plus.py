@@ -36,11 +36,11 @@ def passes(toy: ToyModel, decided, guesses, references, threshold: float | None)
 
     length, contexts = LAYOUT.length, [decided + guesses[:k] for k in range(len(guesses) + 1)]
     reached = 1.0  # the probability that all guesses so far were accepted
-    for k, (guess, reference) in enumerate(zip(guesses, references)):
+    for k, (guess, reference) in enumerate(zip(guesses, references, strict=True)):
         p, q = after(toy, contexts[k]), drafted(reference)
         refused = reached * (1 - min(1.0, p[guess] / q[guess]))
         reached -= refused
-        over = [max(0.0, a - b) for a, b in zip(p, q)]
+        over = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
         if refused == 0:
             continue
         # Guesses after the refused one: kept or resampled. The column after the last guess had none, and is sampled.

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -113,7 +114,7 @@ def similar_by_hand(tree, b: int, codebook: torch.Tensor, decay: float) -> float
     total = 0.0
     pairs = list(itertools.combinations(compared, 2))
     for one, other in pairs:
-        for weight, x, y in zip(weights, one, other):
+        for weight, x, y in zip(weights, one, other, strict=True):
             if x is not None and y is not None:
                 total += weight * float(x @ y)
     return total / len(pairs)
@@ -154,7 +155,7 @@ def run_of(skipping: Skipping, tree, rounds: int, codebook=None) -> list[list[bo
         last = decide(skipping, tree, codebook, number, committed, 10**6, last)
         committed = committed + 2
         seen.append(last.tolist())
-    return [list(image) for image in zip(*seen)]
+    return [list(image) for image in zip(*seen, strict=True)]
 
 
 @pytest.mark.parametrize("interval", [2, 3, 4, 7])
@@ -168,7 +169,7 @@ def test_uniform_skips_every_nth_round(interval):
 def test_never_twice_in_a_row(seed, schedule, interval, threshold):
     tree = random_tree(seed)
     for image in run_of(Skipping(schedule, interval, threshold), tree, 12, codes(seed)):
-        assert not any(a and b for a, b in zip(image, image[1:]))
+        assert not any(a and b for a, b in pairwise(image))
 
 
 def test_dynamic_skips_where_paths_are_alike_enough():
@@ -182,7 +183,7 @@ def test_dynamic_skips_where_paths_are_alike_enough():
     tree = type(alone)(**fields, levels=2, width=3)
     for threshold, expected in ((0.3, (True, True)), (0.5, (False, True)), (1.0001, (False, False))):
         chosen = Skipping("dynamic", threshold=threshold, decay=0.5, guard=0)
-        for image, skips in zip(run_of(chosen, tree, 6, codebook), expected):
+        for image, skips in zip(run_of(chosen, tree, 6, codebook), expected, strict=True):
             assert image == ([True, False] * 3 if skips else [False] * 6)
 
 
@@ -387,7 +388,9 @@ def test_a_pass_is_fed_the_tokens_that_are_not_cached_and_the_drafts(skips):
     first = {name: rounds[name][0].tolist() for name in ("accepted", "committed", "nodes", "depth")}
     assert first == {"accepted": [0] * 8, "committed": [1] * 8, "nodes": [0] * 8, "depth": [0] * 8}
     skipped = rounds["skipped"].any(1)
-    wanted = [1] + [0 if now.all() else 4 + 3 * bool(before) for before, now in zip(skipped, rounds["skipped"][1:])]
+    wanted = [1] + [
+        0 if now.all() else 4 + 3 * bool(before) for before, now in zip(skipped, rounds["skipped"][1:], strict=True)
+    ]
     assert rounds["width"].tolist() == wanted
 
 

@@ -169,12 +169,12 @@ def verified(tokens: list[int], p: list[float], q: list[float]) -> list[float]:
         accepted = min(1.0, p[token] / q[token])
         sampled[token] += left * accepted
         left *= 1 - accepted
-        over = [max(0.0, a - b) for a, b in zip(p, q)]
+        over = [max(0.0, a - b) for a, b in zip(p, q, strict=True)]
         if left < 1e-12 or not sum(over):
             return sampled
         p = [x / sum(over) for x in over]
         q = [0.0 if x == token else b / (1 - q[token]) for x, b in enumerate(q)]
-    return [a + left * b for a, b in zip(sampled, p)]
+    return [a + left * b for a, b in zip(sampled, p, strict=True)]
 
 
 def test_sampled_trees_that_decide_themselves_have_no_bound():

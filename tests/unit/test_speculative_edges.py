@@ -141,7 +141,9 @@ def test_no_random_number_is_used_twice(children, monkeypatch):
         return numbers
 
     def gumbel_noted(self, positions, vocab, purpose, draw=0):
-        for position, number in zip(positions[0].tolist(), (torch.zeros_like(positions[0]) + draw).flatten().tolist()):
+        for position, number in zip(
+            positions[0].tolist(), (torch.zeros_like(positions[0]) + draw).flatten().tolist(), strict=True
+        ):
             asked.append((position, int(purpose), number))
         return gumbel(self, positions, vocab, purpose, draw)
 

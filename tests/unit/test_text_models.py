@@ -259,7 +259,7 @@ def distribution():
     p = probabilities(logits, asked.params, 3, asked.layout.forced.expand(81, -1))
     whole = p.gather(-1, tokens[..., None])[..., 0].double().prod(-1)
     assert whole.sum() == pytest.approx(1, abs=1e-5) and whole.max() < 0.3
-    return asked, {tuple(line): float(mass) for line, mass in zip(tokens.tolist(), whole)}
+    return asked, {tuple(line): float(mass) for line, mass in zip(tokens.tolist(), whole, strict=True)}
 
 
 SMALL = {"dim": 16, "layers": 1, "head_norms": 0, "kv_heads": 4, "qkv_bias": False}

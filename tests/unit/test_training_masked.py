@@ -159,7 +159,7 @@ def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, 
     for minutes in (0.02, 0.03):
         masked.train(CONTINUOUS, TINY, images(), captions, words, vae, 1.0, file, minutes)
         spent.append(torch.load(file, weights_only=True)["counters"])
-    assert spent[0]["step"] < spent[1]["step"] and 1.2 <= spent[0]["spent"] and 1.8 <= spent[1]["spent"]
+    assert spent[0]["step"] < spent[1]["step"] and spent[0]["spent"] >= 1.2 and spent[1]["spent"] >= 1.8
     start = masked.restore(CONTINUOUS, TINY, words, file).head.net.final_layer.linear.weight
     assert start.isfinite().all() and start.abs().max() > 0, "it has learnt something"
 
@@ -171,7 +171,7 @@ def test_the_autoencoder_trains_from_crops_to_whole_images(tmp_path, steady_cloc
     vae = kl_vae.train(CONTINUOUS, images(), tmp_path, 0.03)
     assert all(parameter.isfinite().all() for parameter in vae.parameters())
     again = kl_vae.restore(CONTINUOUS, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(vae.parameters(), again.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(vae.parameters(), again.parameters(), strict=True))
     scale = kl_vae.latent_scale(again, CONTINUOUS, images(), views=32)
     assert scale == kl_vae.latent_scale(again, CONTINUOUS, images(), views=32)
     mean, log_variance = again.encode_moments(torch.rand(8, 3, 256, 256))

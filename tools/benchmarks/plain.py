@@ -40,7 +40,7 @@ class PlainModel:
         """Logits [rows, vocab] after the last of the embeddings x [rows, T, dim], which stand at ``at`` [T]."""
         rotation = Rotation(self.rotation.cos[:, at], self.rotation.sin[:, at], self.rotation.halves)
         mask = self.mask[at][None, None]
-        for w, (keys, values) in zip(self.blocks, self.cache):
+        for w, (keys, values) in zip(self.blocks, self.cache, strict=True):
             q, k, v = (
                 rearrange(part, "r t (h d) -> r h t d", h=self.heads)
                 for part in F.linear(self.norm(x, w["attention_norm"]), w["qkv"]).chunk(3, dim=-1)

@@ -174,7 +174,7 @@ class Panel:
                 tries += [(place, [*taken, *lines]) for place in sorted(away, key=lambda at: math.dist(at, (x, y)))]
             for (left, base), obstacles in tries:
                 box = Box(left, base - FONT + 1, left + wide, base + 2)
-                across = LEFT <= left and box.right <= WIDTH - 2
+                across = left >= LEFT and box.right <= WIDTH - 2
                 down = self.top - 4 <= box.top and box.bottom <= self.floor
                 leader = Box(x, y, left - 2, base - 4) if base < y - 7 else None
                 free = not any(box.meets(other) for other in obstacles)

@@ -151,7 +151,9 @@ class Measurement:
         return {
             **bootstrap(log_p),
             "std": float(log_p.std()),
-            "quantiles": dict(zip(map(str, QUANTILES), log_p.quantile(log_p.new_tensor(QUANTILES)).tolist())),
+            "quantiles": dict(
+                zip(map(str, QUANTILES), log_p.quantile(log_p.new_tensor(QUANTILES)).tolist(), strict=True)
+            ),
             "token_entropy": jackknife(lambda index: entropy(tokens[index], self.vocab), len(tokens)),
         }
 

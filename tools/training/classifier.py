@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = _layer(3, WIDTHS[0], stride=2)
-        self.down = nn.ModuleList(_layer(few, many, stride=2) for few, many in zip(WIDTHS, WIDTHS[1:]))
+        self.down = nn.ModuleList(_layer(few, many, stride=2) for few, many in pairwise(WIDTHS))
         self.residual = nn.ModuleList(_layer(width, width) for width in WIDTHS[1:])
         self.heads = nn.ModuleDict({name: nn.Linear(WIDTHS[-1], len(labels)) for name, labels in LABELS.items()})
 
@@ -54,7 +55,7 @@ class Classifier(nn.Module):
         """[B, 128] (fp32) of pixels [B, 3, H, W] in [-1, 1], H and W being multiples of SIDE."""
         factor = pixels.shape[-1] // SIDE
         x = self.stem(F.avg_pool2d(pixels, factor) if factor > 1 else pixels)
-        for down, residual in zip(self.down, self.residual):
+        for down, residual in zip(self.down, self.residual, strict=True):
             x = down(x)
             x = x + residual(x)
         return x.float().mean((2, 3))
@@ -126,7 +127,7 @@ def train(images: Images, setting: Setting, steps: int) -> Classifier:
             found = model(damaged(pixels, views.generator).contiguous())  # faster than channels last
         losses = [
             F.cross_entropy(logits.float(), right, label_smoothing=SMOOTHING)
-            for logits, right in zip(found, wanted.unbind(1))
+            for logits, right in zip(found, wanted.unbind(1), strict=True)
         ]
         optimizer.zero_grad()
         sum(losses).backward()
@@ -147,7 +148,10 @@ def train(images: Images, setting: Setting, steps: int) -> Classifier:
 def accuracy(model: Classifier, pixels: Iterable[Tensor], wanted: Tensor) -> dict[str, float]:
     """Fraction of right answers of each head, and of images with all of them ("all"). wanted [N, 3] (int64)."""
     right = torch.cat([model.classes(model.features(few)) for few in pixels]) == wanted
-    return {**dict(zip(LABELS, right.double().mean(0).tolist())), "all": float(right.all(1).double().mean())}
+    return {
+        **dict(zip(LABELS, right.double().mean(0).tolist(), strict=True)),
+        "all": float(right.all(1).double().mean()),
+    }
 
 
 def held_out_accuracy(
@@ -157,7 +161,7 @@ def held_out_accuracy(
     models are. change: pixels [B, 3, 256, 256] -> the same after something was done to them."""
     views = views_of(images, setting, setting.model.augmentation, HELD_OUT_SEED)
     scenes = views.scenes(count, held_out=True)
-    parts = (change(views.pixels(Scenes(*few))) for few in zip(*(values.split(32) for values in scenes)))
+    parts = (change(views.pixels(Scenes(*few))) for few in zip(*(values.split(32) for values in scenes), strict=True))
     return accuracy(model, parts, labels_of(views, scenes))
 
 

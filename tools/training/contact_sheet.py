@@ -53,7 +53,7 @@ def draw(folder: Path, file: Path, method=None, **sampling) -> float:
         features = torch.cat([model.encode_prompt(prompt)[0][0] for prompt, _ in row])
         conditioning = model.encode_features(features)
         out = api.sample(model, conditioning, method, seed=first, batch_size=len(row), **sampling)
-        for pixels, (_, colour) in zip(decoder.decode(out.latent).cpu(), row):
+        for pixels, (_, colour) in zip(decoder.decode(out.latent).cpu(), row, strict=True):
             right += border_colour(pixels) == colour
             tiles.append((pixels * 255.0).round().byte().numpy())
     rows = [np.concatenate(tiles[i : i + COLUMNS], axis=1) for i in range(0, COUNT, COLUMNS)]

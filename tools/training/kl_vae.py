@@ -57,7 +57,7 @@ def evaluate(model: KLModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
     """PSNR (dB, mean over images) from the mean and from a sampled latent; spread of the latents; reconstructions."""
     generator = torch.Generator(pixels.device).manual_seed(0)
     parts = [model.encode_moments(part) for part in pixels.split(8)]
-    mean, log_variance = (torch.cat(each) for each in zip(*parts))
+    mean, log_variance = (torch.cat(each) for each in zip(*parts, strict=True))
 
     def decoded(latent: Tensor) -> tuple[Tensor, float]:
         output = torch.cat([model.decode(part) for part in latent.split(8)]).clamp(-1, 1)
@@ -80,7 +80,7 @@ def latent_scale(model: KLModel, setting: Setting, images: Images, views: int = 
     device = next(model.parameters()).device
     batches = (sampler.whole(32, only_chosen=True).to(device) for _ in range(views // 32))
     moments = [model.encode_moments(batch) for batch in batches]
-    mean, log_variance = (torch.cat(part) for part in zip(*moments))
+    mean, log_variance = (torch.cat(part) for part in zip(*moments, strict=True))
     return float((mean.square() + log_variance.exp()).mean() - mean.mean().square()) ** -0.5
 
 

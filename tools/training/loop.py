@@ -42,7 +42,7 @@ class Average:
     @torch.no_grad()
     def update(self, module: nn.Module, step: int) -> None:
         decay = min(self.decay, (step + 1) / (step + 10))
-        for mine, theirs in zip(self.module.parameters(), module.parameters()):
+        for mine, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
             mine.lerp_(theirs, 1.0 - decay)
 
 
@@ -90,7 +90,7 @@ class Team:
         flat = torch.cat([torch.tensor([fraction]), *(g.flatten() for g in gradients)])
         dist.all_reduce(flat)
         flat /= self.size
-        for gradient, mean in zip(gradients, flat[1:].split([g.numel() for g in gradients])):
+        for gradient, mean in zip(gradients, flat[1:].split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient))
         return float(flat[0])
 

@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
             directions.append(parameter.grad.lerp(momentum, group["momentum"]).flatten(1))  # Nesterov
         updates = orthogonalise(torch.stack(directions))
         scale = 0.2 * math.sqrt(max(updates.shape[-2:]))
-        for parameter, update in zip(parameters, updates):
+        for parameter, update in zip(parameters, updates, strict=True):
             parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             parameter.sub_(update.view_as(parameter), alpha=group["lr"] * scale)
 

@@ -59,4 +59,6 @@ class Sampler:
         side, factor = self.cfg.crop, self.cfg.config.factor
         pixels = self.whole(-(-count // 2)).repeat(2, 1, 1, 1)[:count]
         corners = self._integers((pixels.shape[-1] - side) // factor + 1, 2 * count).view(count, 2) * factor
-        return torch.stack([p[:, y : y + side, x : x + side] for p, (y, x) in zip(pixels, corners.tolist())])
+        return torch.stack(
+            [p[:, y : y + side, x : x + side] for p, (y, x) in zip(pixels, corners.tolist(), strict=True)]
+        )

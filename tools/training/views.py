@@ -73,17 +73,17 @@ class Views:
     def encoded(self, count: int, held_out: bool = False) -> tuple[Scenes, list[Tensor]]:
         """New scenes and their encodings."""
         scenes, parts = self.scenes(count, held_out), []
-        for few in zip(*(values.split(32) for values in scenes)):
+        for few in zip(*(values.split(32) for values in scenes), strict=True):
             pixels = self.pixels(Scenes(*few))
             parts.append(self.encode(pixels.contiguous(memory_format=torch.channels_last)))
-        return scenes, [torch.cat(part) for part in zip(*parts)]
+        return scenes, [torch.cat(part) for part in zip(*parts, strict=True)]
 
     def words(self, scenes: Scenes, held_out: bool = False) -> list[list[int]]:
         """Word numbers of a random caption for each scene; held-out captions are complete."""
         drop, shown = 0.0 if held_out else self.setting.drop_part, self.images
         return [
             self.captions.sample(shown.code[p], shown.style[p], background, drop, shown.colour[p], place)
-            for p, background, place in zip(*(values.tolist() for values in scenes))
+            for p, background, place in zip(*(values.tolist() for values in scenes), strict=True)
         ]
 
     def dropped(self, count: int, held_out: bool = False) -> Tensor:

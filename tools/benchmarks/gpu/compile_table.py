@@ -61,7 +61,7 @@ def main() -> None:
     made = {pair for pair in PAIRS if table["tritons"].get(pair[0], {}).get(pair[1], {}).get("sources") == sources()}
     wanted = [pair for pair in PAIRS if pair not in made and pair[0] in options.triton and int(pair[1]) in options.arch]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for (version, arch), entry in zip(wanted, threads.map(lambda pair: compiled_by(*pair), wanted)):
+        for (version, arch), entry in zip(wanted, threads.map(lambda pair: compiled_by(*pair), wanted), strict=True):
             table["tritons"].setdefault(version, {})[arch] = {"sources": sources()} | entry
             write(table)
             print(
@@ -92,7 +92,8 @@ def compiled(arch: int) -> dict[str, Any]:
     from .compile_cases import cases
 
     failures, most, loops = {}, {}, {}
-    for number, (function, about, given) in enumerate(cases(), start=1):
+    every = list(cases())
+    for function, about, given in every:
         try:
             kernels = compile_here(function, given, arch)
         except Exception as error:  # whatever a compiler may raise: it is what is looked for
@@ -100,11 +101,11 @@ def compiled(arch: int) -> dict[str, Any]:
             failures[f"{function}, {about}"] = f"{type(error).__name__}: {why}"[-300:]
             continue
         found = [max(getattr(kernel, name) for kernel in kernels) for name in ("registers", "stack", "shared")]
-        most[function] = [max(pair) for pair in zip(found, most.get(function, found))]
+        most[function] = [max(pair) for pair in zip(found, most.get(function, found), strict=True)]
         if function == "linear.few_rows" and given[0].dtype == torch.bfloat16:
             tile = 1 if len(given[0]) <= 16 else 2
             loops[about] = instructions_per_weight(kernels[0].cubin, tile)
-    return {"cases": number, "failures": failures, "kernels": most, "loops": loops}
+    return {"cases": len(every), "failures": failures, "kernels": most, "loops": loops}
 
 
 def instructions_per_weight(cubin: bytes, row_tiles: int) -> int:
