@@ -17,7 +17,7 @@ from comfyui_specar.samplers.methods.continuous import PATHS
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.settings import Setting, check_settings, settings_of
 
-REDRAW = ("optimal", "paper", "official_dynamic", "official_static_draft", "official_static_target")
+REDRAW = ("optimal", "paper")
 INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
 REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
 ANY = math.inf
