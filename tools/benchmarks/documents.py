@@ -108,7 +108,7 @@ def mean_passes() -> tuple[dict[str, float], int, int]:
     has them all, each image of which has a prompt of its own, else those that ``methods`` has."""
     wanted, images = [case for *_, case in METHODS], quality_tables.measured("default")
     if images.keys() >= {*wanted}:
-        count = quality_tables.model("default")["images"]
+        count = next(iter(images.values()))["images"]
         return {case: images[case]["passes"]["value"] for case in wanted}, count, count
     report, measured = results("default-cpu"), cases("default-cpu", GUIDANCE)
     passes = {case: measured[case]["passes"] for case in wanted if case in measured}
@@ -162,8 +162,7 @@ def methods() -> str:
         millions=round(found.measured_speed(L, GUIDANCE, TIMED[L][0])["parameters"] / 1e6),
         processors=" and ".join(PROCESSORS[machine["processor"]] for machine in machines),
     )
-    if images:
-        about = quality_tables.model("default")
+    if about := quality_tables.model("default"):
         settings += QUALITY.format(images=about["images"], dtype=about["dtype"].removeprefix("torch."))
     timed = ("time, LlamaGen-B", "time, LlamaGen-L")
     head = ("method", "node", "exact", "forward passes", *timed, "change of log p", "as asked")
@@ -213,7 +212,6 @@ TABLES: dict[str, Callable[[], str]] = {
         for report in reports
     },
     "baselines": partial(found.baselines, "speed-next-token-cpu-fp32-amd", "speed-next-token-cpu-bf16-amd"),
-    "batches, LlamaGen-XL": partial(found.passes_of_batches, "llamagen-xl", 7.5, "batches-xl-cpu-bf16-amd"),
     "batches, LlamaGen-B": partial(found.batches, B, GUIDANCE, "batches-cpu-bf16-amd"),
     "continuous": found.continuous,
     "continuous, paper": found.continuous_paper,
