@@ -41,7 +41,6 @@ PROCESSORS = {"Intel(R) Xeon(R) Processor": "Intel Xeon (AMX)", "AMD EPYC": "AMD
 METHODS = (
     ("next token", "next-token", "SpecARNextTokenSampler", "next_token"),
     ("SJD, coupled (MC-SJD)", "sjd", "SpecARSJDSampler", "sjd coupled w32"),
-    ("SJD, coupled, 4 front drafts", "sjd", "SpecARSJDSampler", "sjd coupled w32, 4 front drafts"),
     ("SJD, coupled, TV budget 0.1", "rules", "SpecARSJDSampler", "SJD coupled, TV budget 0.1, w32"),
     ("SJD, redraw", "sjd", "SpecARSJDSampler", "sjd resample w32"),
     ("SJD, same seed", "sjd-plus-plus", "SpecARSJDSampler", "sjd gumbel w32"),
@@ -65,7 +64,7 @@ SETTINGS = (
     "32 (automatic in fp32 on a CPU: 16). *Passes*: the mean of {images} images, each of its own prompt. *Time*, next "
     "token = 1: these passes at the cost of a round, which was measured on the same model enlarged to the sizes of "
     "LlamaGen-B and -L (87 and {millions} M parameters, the same images), in bf16 on {threads} threads of "
-    "{processors}; -L, front drafts and the TV budget on the second only. VVS takes the first drawn path."
+    "{processors}; -L and the TV budget on the second only. VVS takes the first drawn path."
 )
 QUALITY = (
     " *Change of log p*: of a token's mean log-probability from next token's, in nats; *as asked*: the fraction of "
