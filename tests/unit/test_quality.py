@@ -417,6 +417,6 @@ def test_the_sheet_shows_the_first_prompts_that_its_page_names(model, tmp_path):
     tested = ModelUnderTest("default", model, None, cases, PARAMETERS, tmp_path)
     with pytest.raises(ValueError, match="There are no 8 images of 'next_token'"):
         quality_sheet.sheet(tested)
-    page = (FOLDER.parents[2] / "docs/quality.md").read_text(encoding="utf-8")
+    page = (FOLDER.parents[2] / "tools/benchmarks/results/quality.md").read_text(encoding="utf-8")
     named = "; ".join(prompt.text for prompt in prompts(quality_sheet.COLUMNS))
     assert named in " ".join(page.split())

@@ -60,7 +60,7 @@ def main() -> None:
         help="instead of the methods: next token at other guidances, "
         "temperatures, top-k and top-p, and the passes of SJD there; of the discrete model only",
     )
-    parser.add_argument("--sheet", type=Path, help="instead of measuring: the picture of docs/quality.md")
+    parser.add_argument("--sheet", type=Path, help="instead of measuring: the picture of docs/numbers.md")
     parser.add_argument(
         "--without-imagenet",
         action="store_true",

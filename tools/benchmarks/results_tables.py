@@ -186,24 +186,6 @@ def batches(name: str, guidance: float, report: str) -> str:
     )
 
 
-def passes_of_batches(name: str, guidance: float, report: str) -> str:
-    """Milliseconds of a pass by batch size, and over next token's."""
-    rows = measured_speed(name, guidance, report)["batches"]
-    base, *others = rows[0]["ms"]
-
-    def cell(row: dict[str, Any], method: str) -> str:
-        spent = row["ms"][method]["median"]
-        return f"{spent:.0f} ({spent / row['ms'][base]['median']:.1f})"
-
-    return grid(
-        ("batch size", *(f"{said(method)}, ms" for method in (base, *others))),
-        [
-            (row["pictures"], f"{row['ms'][base]['median']:.0f}", *(cell(row, method) for method in others))
-            for row in rows
-        ],
-    )
-
-
 def continuous() -> str:
     """All cases of the continuous pair."""
     rows = []
