@@ -214,7 +214,8 @@ def join_gates(tensors: Mapping[str, T]) -> dict[str, T | tuple[T, ...]]:
     for name in tensors:
         other = name.replace("feed_forward.w1.", "feed_forward.w3.")
         if other != name and other in tensors:
-            joined[name.replace(".w1.", ".w1_w3.")] = joined.pop(name), joined.pop(other)
+            del joined[name], joined[other]
+            joined[name.replace(".w1.", ".w1_w3.")] = tensors[name], tensors[other]
     return joined
 
 
