@@ -51,7 +51,7 @@ class State:
 
 
 class DiscreteModel(Prompted):
-    """See ARModel in samplers/contract.py for the contract.
+    """A backbone with a prefix as an ARModel (samplers/contract.py).
 
     grid: the default (rows, cols); grids: all supported ones (none given: only ``grid``). pixels_per_token: side of a
     token's patch; an attached image decoder overrides it. positions: the positional encoding. row_ends: whether a
@@ -65,7 +65,7 @@ class DiscreteModel(Prompted):
     """
 
     continuous = False
-    tokens = "token ids"  # what it draws, in words
+    tokens = "token ids"  # what it samples, in words
 
     def __init__(
         self,
@@ -418,7 +418,7 @@ class DiscreteModel(Prompted):
             )
 
     def set_attention_length(self, state: State, tokens: int | None) -> int:
-        """See ARModel."""
+        """Limit the next steps to the first ``tokens`` of the image; returns the attention length (see ARModel)."""
         return state.cache.set_attention_length(None if tokens is None else state.longest + tokens)
 
     def step(

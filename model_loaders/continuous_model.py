@@ -53,7 +53,7 @@ class ContinuousBase(Prompted):
     """
 
     continuous = True
-    tokens = "vectors"  # what it draws, in words
+    tokens = "vectors"  # what it samples, in words
     group = 1
     order: Tensor | None = None
     codebook = image_decoder = None  # tokens are vectors, and files contain no decoder

@@ -107,7 +107,7 @@ class HeadRMSNorm(nn.Module):
         return normalise(x, *self.of(x))
 
     def of(self, x: Tensor) -> Norm:
-        """See HeadNorm."""
+        """The norm with its parameters in the dtype and on the device of x."""
         return self.weight.to(x)[None], None, self.eps
 
 

@@ -231,8 +231,9 @@ def sizes_of(
             f"The name {name} does not show whether this is Emu3-Gen or Emu3-Stage1, which have different sizes of "
             "images: keep the released name of its folder, or set grid to 90 x 90 tokens (Gen) or 64 x 64 (Stage1)."
         )
+    default = own or legal_grid((round(side), round(side)))  # before the table of sizes, which has as many rows
     grids = size_table(side)
-    return chosen_grid(path, wanted, own or (round(side), round(side)), grids), grids
+    return chosen_grid(path, wanted, default, grids), grids
 
 
 # Vocabulary
