@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from math import inf, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from ..files.errors import CheckpointError
 from ..files.names import count, renamed, root_of
 
 _ADDING = ("added_tokens.json", "tokenizer_config.json")
+D = TypeVar("D", float, None)
 _STACKED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NAMES = {
     "self_attn.o_proj": "attention.wo",
@@ -140,7 +141,7 @@ def backbone_config(
     )
 
 
-def positive(settings: Mapping[str, Any], name: str, default: float | None) -> float | None:
+def positive(settings: Mapping[str, Any], name: str, default: D) -> float | D:
     """A number of config.json, or the default. Raises CheckpointError for an invalid one."""
     value = settings.get(name)
     if value is None:
