@@ -21,12 +21,14 @@ from .samplers import Inputs, sample
 from .search import WITH_DRAFTER, found_by
 from .widgets import (
     auto,
+    check_removed,
     choose,
     common_inputs,
     drafter_input,
     folded,
     negative_input,
     option_of,
+    removed,
     rule_input,
     sampler_outputs,
 )
@@ -49,7 +51,7 @@ STRUCTURE_TIP = (
     "The shape of the draft. Static tree: sampled children, best at temperature 1. Dynamic tree: the most likely "
     "children, best at low temperature. Chain: one sequence of draft tokens, the cheapest pass."
 )
-CHILDREN = {"most likely (paper)": "top_k", "drawn at random": "sampled"}
+MOST_LIKELY = "most likely (paper)"
 OWN_VALUES = "own values"
 PRESETS = {"LlamaGen": ADTTree(), "Anole": ANOLE}  # option -> the paper's steps and bounds
 PATHS = {"at random (paper)": "uniform", "most confident": "confident", "first drawn": "first"}
@@ -319,13 +321,7 @@ class ADTTreeSampler(io.ComfyNode):
                         tooltip="Which earlier tree's depth and width are adapted: the left neighbour's (best "
                         "in the paper), the upper one's, random ones, or a weighted mean of the surroundings.",
                     ),
-                    io.Combo.Input(
-                        "children",
-                        options=list(CHILDREN),
-                        default=option_of(ADTTree.children, CHILDREN),
-                        tooltip="Which children a draft token gets. Sampled ones (drawn at random) are accepted "
-                        "slightly less often by the bundled model.",
-                    ),
+                    removed(io.Combo.Input("children", options=[MOST_LIKELY, "drawn at random"], default=MOST_LIKELY)),
                     io.Float.Input(
                         "beta",
                         default=ADTTree.beta,
@@ -428,6 +424,7 @@ class ADTTreeSampler(io.ComfyNode):
         rule: ChosenRule = EXACT,
         **inputs: Any,
     ) -> io.NodeOutput:
+        check_removed("children", children, MOST_LIKELY, "drafts drawn at random were accepted less often")
         own = ADTTree(
             beta=beta,
             depth_step=depth_step,
@@ -440,10 +437,7 @@ class ADTTreeSampler(io.ComfyNode):
             drafter.drafter,
             rule.rule,
             **vars(choose("preset", preset, PRESETS | {OWN_VALUES: own}))
-            | {
-                "initial": choose("initialisation", initialisation, {name: name for name in INITIAL}),
-                "children": choose("children", children, CHILDREN),
-            },
+            | {"initial": choose("initialisation", initialisation, {name: name for name in INITIAL})},
         )
         return sample(method, Inputs(**inputs), drafter, rule.where)
 

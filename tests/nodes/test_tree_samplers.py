@@ -150,6 +150,7 @@ def test_absurd_numbers_show_on_the_rule_s_own_node(rule, name, widgets, message
 @pytest.mark.parametrize(
     ("method", "inputs", "message"),
     [
+        ("ADTTree", {"children": "drawn at random"}, "children.*removed.*anew"),
         ("DraftTree", {"structure": "magic"}, "structure.*'magic'"),
         ("DraftTree", {"structure": "own tree", "tree_paths": "0; x"}, "tree_paths.*'0; x'"),
         ("DraftTree", {"structure": "own tree", "tree_paths": ""}, "tree.*list"),

@@ -22,7 +22,6 @@ MORE = (
     "sjd threshold_exact w32",
     "chain of 5, blocks",
     "static tree, small model",
-    "ADT-Tree, sampled",
     "LANTERN delta 0.1",
     "ADT-Tree, LANTERN delta 0.3",
     "UniformRSD delta 2",
@@ -30,7 +29,6 @@ MORE = (
     "grouped",
     "TV-metered 0.05",
     "SJD coupled, Cool-SD delta 2, w32",
-    "sjd coupled w32, 4 front drafts",
     "sjd coupled w32, settling 0.05",
 )
 CONTINUOUS = (

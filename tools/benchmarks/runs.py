@@ -34,15 +34,13 @@ class Case:
 
 
 def cases(windows: Sequence[int]) -> list[Case]:
-    """Next-token, then every SJD variant: all reuse modes, front drafts, settling and AR Sampler's relaxed choice per
+    """Next-token, then every SJD variant: all reuse modes, settling and AR Sampler's relaxed choice per
     window, all initialisations at the first window."""
     sjd = specar.methods.SJD
     listed = [Case("next_token", specar.methods.NextToken())]
     for window in windows:
         for reuse in REUSE:
             listed.append(Case(f"sjd {reuse} w{window}", sjd(window=window, reuse=reuse)))
-        for front in (4, 8):
-            listed.append(Case(f"sjd coupled w{window}, {front} front drafts", sjd(window=window, front=front)))
         listed.append(Case(f"sjd coupled w{window}, settling 0.05", sjd(window=window, settle=0.05)))
         rule = specar.rules.TVMetered(0.1)  # "fastest, may drift"
         listed.append(Case(f"SJD coupled, TV budget 0.1, w{window}", sjd(window=window, rule=rule)))
@@ -69,7 +67,6 @@ def drafter_cases(eagle, small) -> list[Case]:
     """Every method and rule that needs a drafter, each on the structure of its paper unless named otherwise."""
     m, s, r = specar.methods, specar.structures, specar.rules
     tree, top_k = s.Static("lantern_57"), s.Dynamic()
-    adt_sampled = {"children": "sampled", "widths": (1, 13), "width_step": 3, "first": (5, 7)}
     return [
         Case("chain of 5, small model", m.DraftTree(small, s.Chain(5))),
         Case("chain of 5, small model, blocks", m.DraftTree(small, s.Chain(5, "block"))),
@@ -80,7 +77,6 @@ def drafter_cases(eagle, small) -> list[Case]:
         Case("EAGLE-1, 57 drafts", m.DraftTree(eagle, tree)),
         Case("EAGLE-2", m.DraftTree(eagle, top_k)),
         Case("ADT-Tree", m.ADTTree(eagle)),
-        Case("ADT-Tree, sampled", m.ADTTree(eagle, **adt_sampled)),
         Case("LANTERN delta 0.1", m.Lantern(eagle, delta=0.1)),
         Case("LANTERN delta 0.3", m.Lantern(eagle, delta=0.3)),
         Case("ADT-Tree, LANTERN delta 0.3", m.ADTTree(eagle, r.Lantern(delta=0.3))),
