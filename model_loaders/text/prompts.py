@@ -76,7 +76,7 @@ class Prompted(Placed):
             if text := prompt_text(prompt):
                 found += self.prompt_encoder.notices(text)
             count = (prompt.features if isinstance(prompt, EncodedPrompt) else prompt[0][0]).shape[1]
-            if count > (self.prompt_encoder.slots or count):
+            if count > self.prompt_encoder.slots:
                 found.append(
                     f"The {name} prompt has {count} words or tokens, as after Conditioning (Concat), but the "
                     f"model learned to read {self.prompt_encoder.slots} at most. Use a shorter prompt."
