@@ -110,6 +110,9 @@ VAGUE = frozenset(
 )
 
 
+MOST_WORDS = 7  # of a caption: style, subject, background, colour, and three of a place
+
+
 def background_word(colour: str) -> str:
     return f"bg_{colour}"
 
@@ -123,38 +126,29 @@ class Captions:
     """The vocabulary of a setting, and random captions."""
 
     def __init__(self, setting: Setting, concepts: dict[str, dict], seed: int = 0) -> None:
-        codes = setting.concepts or tuple(concepts)
-        self.names = {code: self._name(code, concepts[code], setting) for code in codes}
+        self.names = {code: COMMON_CONCEPTS[code] for code in setting.concepts}
         described = {
-            code: {*self.names[code], *(w for text in _texts(concepts[code]) for w in split_words(text))}
-            for code in codes
+            code: {name, *(word for text in _texts(concepts[code]) for word in split_words(text))}
+            for code, name in self.names.items()
         }
         owners = Counter(word for words in described.values() for word in words)
         unsuitable = VAGUE | BACKGROUNDS.keys() | set(PLACE_WORDS)
-        self.extras = {
-            code: sorted(w for w in words - set(self.names[code]) - unsuitable if owners[w] == 1 and len(w) > 2)
+        self.tags = {
+            word: self.names[code]
             for code, words in described.items()
+            for word in words - {self.names[code]} - unsuitable
+            if owners[word] == 1 and len(word) > 2
         }
-        self.learn_tags = setting.learn_tags
-        tables = (self.names, self.extras) if self.learn_tags else (self.names,)
-        content = {word for table in tables for words in table.values() for word in words}
         known = (*STYLES, *map(background_word, BACKGROUNDS), *COLOURS, *PLACE_WORDS)
-        self.words = [*known, *sorted(content - set(known))]
+        self.words = [*known, *sorted(set(self.names.values()) - set(known))]
         self.number = {word: i for i, word in enumerate(self.words)}
-        longest = max(map(len, self.names.values())) + self.learn_tags + 6  # style, background, colour, place
-        self.slots = min(setting.caption_slots, longest)
+        self.slots = min(setting.caption_slots, MOST_WORDS)
         self.random = random.Random(seed)
-
-    @staticmethod
-    def _name(code: str, concept: dict, setting: Setting) -> list[str]:
-        name = COMMON_CONCEPTS[code] if setting.concepts else concept["label"]
-        return list(dict.fromkeys(split_words(name))) or [name]
 
     def synonyms(self) -> dict[str, str]:
         """Unknown word -> known word: the tables above, and tags of a single concept."""
-        tags = {word: self.names[code][-1] for code, words in self.extras.items() for word in words}
         colours = {background_word(word): background_word(colour) for word, colour in COLOUR_SYNONYMS.items()}
-        table = {**tags, **SYNONYMS, **COLOUR_SYNONYMS, **colours}
+        table = {**self.tags, **SYNONYMS, **COLOUR_SYNONYMS, **colours}
         known = self.number
         return {word: target for word, target in sorted(table.items()) if word not in known and target in known}
 
@@ -167,20 +161,12 @@ class Captions:
     ) -> list[int]:
         """Word numbers of one random caption, in random order.
 
-        Style and background are left out with probability ``drop`` each, words before the last of the name with twice
-        that. colour: the new hue of the object, if any; place: 0 = large, i = small, at the i-th of PLACES; both are
-        always in the caption ("top" implies "small", which half of these captions leave out).
+        Style and background are left out with probability ``drop`` each. colour: the new hue of the object, if any;
+        place: 0 = large, i = small, at the i-th of PLACES; both are always in the caption ("top" implies "small",
+        which half of these captions leave out).
         """
-        names, extras = self.names[code], self.extras[code]
-        subject = [*(word for word in names[:-1] if self.random.random() >= 2 * drop), names[-1]]
-        if self.learn_tags and extras and drop > 0:
-            kind = self.random.random()
-            if kind < drop:
-                subject = [self.random.choice(extras)]
-            elif kind < 2 * drop:
-                subject = [*subject, self.random.choice(extras)]
         parts = (STYLES[style], background_word(list(BACKGROUNDS)[background]))
-        words = [*subject, *(word for word in parts if self.random.random() >= drop)]
+        words = [self.names[code], *(word for word in parts if self.random.random() >= drop)]
         if colour is not None:
             words.append(colour)
         if place > 0:
