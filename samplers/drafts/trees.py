@@ -201,7 +201,7 @@ def published(name: str) -> tuple[Path, ...]:
         raise ValueError(f"tree is {name!r}; choose one of {', '.join(PUBLISHED)}, or give a list of paths.")
     paths, above = [], [()]
     for counts in _PUBLISHED[name]:
-        above = [(*path, rank) for path, count in zip(above, counts, strict=True) for rank in range(count)]
+        above = [(*path, rank) for path, count in zip(above, counts, strict=False) for rank in range(count)]
         paths += above
     return tuple(paths)
 

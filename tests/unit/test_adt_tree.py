@@ -363,7 +363,7 @@ def test_nested_trees_have_the_smallest_ranks(widths):
 @settings(max_examples=30, deadline=None)
 def test_smaller_trees_are_the_beginnings_of_larger_levels(w, more, depth, deeper):
     small, large = nested((w,) * depth), nested((w + more,) * (depth + deeper))
-    for here, there in zip(small, large, strict=True):
+    for here, there in zip(small, large, strict=False):
         assert here.parent == there.parent[: len(here.parent)] and here.rank == there.rank[: len(here.rank)]
 
 
