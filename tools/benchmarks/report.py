@@ -16,7 +16,7 @@ import comfyui_specar as specar
 import torch
 
 
-def command(what: str, about: str) -> argparse.ArgumentParser:
+def command(what: str, about: str | None) -> argparse.ArgumentParser:
     """The command line of ``python -m tools.benchmarks WHAT``, with the options that measurements have in common."""
     parser = argparse.ArgumentParser(
         prog=f"python -m tools.benchmarks {what}",
