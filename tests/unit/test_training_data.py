@@ -1,7 +1,5 @@
 """What the training scripts feed the model: captions, augmentation, and the loss at their end. No download."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from comfyui_specar.models.vq import VQModel

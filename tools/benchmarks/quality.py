@@ -30,7 +30,7 @@ from .feature_spaces import Spaces
 from .quality_cases import PROMPTS, prompts
 from .quality_model import ModelUnderTest
 from .quality_reports import check_joins, merged, rounded
-from .report import command, commit, machine, parsed, versions, write
+from .report import command, measured_on, parsed, write
 
 PARTS = ("draw", "measure")
 MODELS = ("default", "continuous")
@@ -86,7 +86,7 @@ def main() -> None:
         return
     spaces = Spaces(not options.without_imagenet)
     classifier = {"checksum": spaces.checksum, "held_out": spaces.accuracy}
-    measured = {"machine": machine(device), "versions": versions(), "commit": commit()}
+    measured = measured_on(device)
     outside = []
     for tested in models:
         model = {"name": tested.name, **tested.conditions(wanted, spaces)}

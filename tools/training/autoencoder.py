@@ -27,7 +27,7 @@ WHOLE_IMAGES_FROM = 0.4  # fraction of the time after which whole images, whose 
 POWER, FLOOR = 0.6, 0.03  # sharpening: errors below the floor (of pixels in -1..1) are squared again
 HELD_OUT = 48  # images to measure on
 OUTER = ("encoder.conv_in", "decoder.conv_out", "embedding")  # layers that AdamW trains
-Model = TypeVar("Model", VQModel, KLModel)
+Model = TypeVar("Model", bound="VQModel | KLModel")
 
 
 class Sampler:

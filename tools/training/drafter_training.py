@@ -119,7 +119,7 @@ class EagleObjective:
         rotation = rotation_of(
             self.model.positions, prompt, length - prompt, self.model.grid, head_dim, self.model.device
         )
-        fed = [hidden]
+        fed, out = [hidden], [hidden]
         for groups in range(1, depth + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and groups == depth):
                 turn = rotation._replace(cos=rotation.cos.repeat(1, groups, 1), sin=rotation.sin.repeat(1, groups, 1))

@@ -184,7 +184,8 @@ class Latents(Views):
         """Captions and noise for encoded images, as :meth:`sample` returns them."""
         rows = self.words(scenes, held_out)
         captions = torch.tensor([row + [-1] * (self.captions.slots - len(row)) for row in rows], device=self.device)
-        tokens = noisy(*encodings, self.generator).flatten(2).mT * self.scale
+        mean, log_variance = encodings
+        tokens = noisy(mean, log_variance, self.generator).flatten(2).mT * self.scale
         return captions, self.dropped(len(rows), held_out), tokens
 
 
