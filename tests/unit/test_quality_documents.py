@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from comfyui_specar.reports import quality as reports_quality
 from comfyui_specar.reports.quality import quality_of
-from comfyui_specar.tools.benchmarks import documents, quality_tables, results_tables
+from comfyui_specar.tools.benchmarks import charts, documents, quality_tables, results_tables
+from comfyui_specar.tools.benchmarks.charts import Point, front, quality_chart
 from comfyui_specar.tools.benchmarks.quality_cases import discrete_cases
-from comfyui_specar.tools.benchmarks.quality_chart import Panel, Point, front, quality_chart
 
 from ..support import quality_report
 
@@ -158,18 +158,28 @@ def test_an_interval_around_nothing_begins_at_the_line(results):
     assert below == {"value": 0, "interval": [0, 0.02]}
 
 
-def test_the_chart_has_every_point(results):
+def texts(svg: str) -> list[str]:
+    assert "prefers-color-scheme: dark" in svg and "currentColor" in svg and charts.INK not in svg
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_the_chart_of_quality_names_the_front_and_the_listed_methods_that_may_drift(results):
     write(results, quality_report.model("default", CASES))
     svg = documents.chart_of_quality()
-    root = ElementTree.fromstring(svg)
-    circles = root.findall(".//{*}circle")
-    assert len(circles) == 2 * len(CASES) + 2, "in two panels, and the legend"
-    width, height = (float(size) for size in root.get("viewBox").split()[2:])
-    assert all(0 < float(circle.get("cx")) < width and 0 < float(circle.get("cy")) < height for circle in circles)
-    assert "prefers-color-scheme: dark" in svg
+    assert svg is not None
+    shown = texts(svg)
+    points = documents.quality_points(lambda row: row["changes"]["log_p"])
+    named = [p.name for p in points if p in front(points) or (p.listed and not p.exact)]
+    assert named and all(any(text.endswith(f": {name}") for text in shown) for name in named)
+    assert any("256" in text for text in texts(quality_chart([("x", [point(48, 0, True), point(256, 0, True)])])))
 
 
-def test_a_chart_of_exact_methods_alone_and_its_scale():
-    assert "<svg" in quality_chart([("nothing is lost", [point(48, 0, True), point(256, 0, True)])])
-    ticks = Panel("x", [point(40, 0.9), point(256, 0, True)], 30).ticks()
-    assert ticks[0] == 0 and {0.5, 0.2} < set(ticks) and max(ticks) <= 1.1 * 0.9 * 1.1
+def test_the_other_charts_name_every_line():
+    lines = [("far", [0.5, 2.0], False), ("near", [0.6, 0.52], True), ("nearer", [0.7, 0.5], True)]
+    shown = texts(charts.size_chart([("7 M", "fast"), ("87 M", "slow")], lines))
+    assert {"7 M", "fast", "87 M", "slow", "far: 2.00", "next token: 1", "near: 0.52", "nearer: 0.50"} <= {*shown}
+    assert {"a", "b", "48", "256"} <= {*texts(charts.passes_chart([("a", 256, True), ("b", 48, False)]))}
+
+
+def test_spans_name_both_ends_unless_they_are_written_alike():
+    assert documents.span([0.512, 0.39], 2) == "0.39 to 0.51" and documents.span([0.391, 0.389], 2) == "0.39"

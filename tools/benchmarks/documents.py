@@ -19,10 +19,8 @@ from typing import Any
 
 from . import automatic, quality_tables
 from . import results_tables as found
-from .chart import passes_chart
-from .quality_chart import Point, quality_chart
+from .charts import Point, passes_chart, quality_chart, size_chart
 from .results_tables import cases, drift, grid, results
-from .size_chart import size_chart
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART, SIZE_CHART, QUALITY_CHART = (ROOT / f"docs/pictures/{name}.svg" for name in ("passes", "sizes", "quality"))

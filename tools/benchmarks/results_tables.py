@@ -43,8 +43,7 @@ def results(name: str) -> dict[str, Any]:
 
 
 def cases(report: str, guidance: float) -> dict[str, dict[str, Any]]:
-    """The methods that ``python -m tools.benchmarks methods`` measured at a guidance, by name; the first is next
-    token."""
+    """The methods whose passes a report has at a guidance, by name; the first is next token."""
     run = next(run for run in results(report)["runs"] if run["cfg"] == guidance)
     return {row["name"]: row for row in run["methods"]}
 
