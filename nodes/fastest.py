@@ -28,7 +28,8 @@ from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .diagnostics import as_images, preview
 from .method import ChosenMethod
 from .samplers import Inputs, request_of
-from .search import REPORT, found_by
+from .schema import schema
+from .search import REPORT
 from .sockets import ARDrafter, ARMethod
 from .widgets import common_inputs, negative_input
 
@@ -225,58 +226,19 @@ def search(
 class FindFastest(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARFindFastest",
-            display_name="Find Fastest",
             category="SpecAR/diagnostics",
-            **found_by(*REPORT, "benchmark", "fast", "speed", "auto tune"),
-            description="Tries several methods on this model and device, shows how long each takes, and outputs the "
-            "fastest one. A method counts as faster only if all its runs were faster.",
+            search=(*REPORT, "benchmark", "fast", "speed", "auto tune"),
             inputs=[
                 *(trial_seed_input() if i.id == "seed" else i for i in common_inputs()),
-                io.Float.Input(
-                    "leak_budget",
-                    default=0,
-                    min=0,
-                    max=1,
-                    step=0.01,
-                    round=0.001,
-                    tooltip="Allowed drift from the model's own distribution per token (total variation, "
-                    "0 to 1). Higher may find a faster method; 0.01 to 0.2 is sensible. With 0.05, one "
-                    "token in twenty may differ. Default: 0, only exact methods.",
-                ),
-                io.Int.Input(
-                    "tokens",
-                    default=256,
-                    min=16,
-                    max=65536,
-                    tooltip="Maximum number of tokens per image in a trial, from the top. Fewer are quicker "
-                    "to try; the number of a whole image is surest. If time is short, trials take fewer, "
-                    "but at least 64. Default: 256.",
-                ),
-                io.Int.Input(
-                    "seconds",
-                    default=60,
-                    min=1,
-                    max=3600,
-                    tooltip="Approximate time for all trials. More makes the choice more certain: 15 for "
-                    "a first look, 30 to 120 to rely on it. The report lists what was not tried. "
-                    "Default: 60.",
-                ),
-                ARDrafter.Input(
-                    "drafter", optional=True, tooltip="A drafter from Load AR Drafter, to try draft trees as well."
-                ),
+                io.Float.Input("leak_budget", default=0, min=0, max=1, step=0.01, round=0.001),
+                io.Int.Input("tokens", default=256, min=16, max=65536),
+                io.Int.Input("seconds", default=60, min=1, max=3600),
+                ARDrafter.Input("drafter", optional=True),
                 negative_input(),
             ],
-            outputs=[
-                ARMethod.Output("method", display_name="AR_METHOD", tooltip="For AR Sampler (auto)."),
-                io.Image.Output("chart", display_name="chart", tooltip="One row per method, one column per measure."),
-                io.String.Output(
-                    "report",
-                    display_name="report",
-                    tooltip="What was chosen, how to set it by hand, and all measurements.",
-                ),
-            ],
+            outputs=[ARMethod.Output("method"), io.Image.Output("chart"), io.String.Output("report")],
             is_output_node=True,
         )
 
@@ -317,13 +279,7 @@ class FindFastest(io.ComfyNode):
 
 
 def trial_seed_input() -> io.Input:
-    return io.Int.Input(
-        "trial_seed",
-        default=0,
-        min=0,
-        max=0xFFFFFFFFFFFFFFFF,
-        tooltip="Seed of the trials. ComfyUI keeps the result until an input changes; change this to measure again.",
-    )
+    return io.Int.Input("trial_seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF)
 
 
 def setting_text(request: Request, layout: TokenLayout) -> str:

@@ -12,7 +12,8 @@ from ..reports.run_report import drafting, judgement
 from ..samplers.contract import Method
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .samplers import Inputs, sample
-from .search import SAMPLER, found_by
+from .schema import schema
+from .search import SAMPLER
 from .sockets import ARMethod
 from .widgets import common_inputs, negative_input, sampler_outputs
 
@@ -75,18 +76,11 @@ class ChosenMethod:
 class MethodSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARMethodSampler",
-            display_name="AR Sampler (auto)",
             category="SpecAR/sampling",
-            **found_by(*SAMPLER, "find fastest"),
-            description="Samples with the method that Find Fastest chose. The images equal those of that method's own "
-            "sampler node.",
-            inputs=[
-                *common_inputs(),
-                ARMethod.Input("method", tooltip="The method from Find Fastest, for the same model."),
-                negative_input(),
-            ],
+            search=(*SAMPLER, "find fastest"),
+            inputs=[*common_inputs(), ARMethod.Input("method"), negative_input()],
             outputs=sampler_outputs(),
         )
 
