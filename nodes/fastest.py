@@ -63,7 +63,7 @@ class Search:
     budget: float
     captured: bool
     layout: TokenLayout
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[Trial[ChosenMethod]] = field(default_factory=list)
     warm: dict[Any, Any] = field(default_factory=dict)
     stage: int = -1  # index in the progress bar
     lap: int = 0
@@ -89,7 +89,7 @@ class Search:
         self.lap += 1
         return seconds, result.trace
 
-    def measure(self, trial: Trial, until: float = math.inf) -> None:
+    def measure(self, trial: Trial[ChosenMethod], until: float = math.inf) -> None:
         """One measured run; the n-th run has the same seed for all methods."""
         seconds, trace = self.run(trial.method, self.layout, len(trial.seconds), until)
         totals = trace.totals
@@ -114,8 +114,8 @@ class Search:
         """Measure the next-token sampler, without a time limit, and choose the number of tokens per run: at most
         ``tokens``, and fewer if the time does not suffice for ``methods`` methods."""
         self.begin(2 + 4 * self.captured)
-        for _ in range(1 + 2 * self.captured):
-            seconds, trace = self.run(method, self.request.layout.beginning(WARM))
+        beginning = self.request.layout.beginning(WARM)
+        seconds, trace = [self.run(method, beginning) for _ in range(1 + 2 * self.captured)][-1]
         per_token = seconds * self.request.batch / trace.totals["tokens"]
         affordable = int((self.until - clock()) / (methods * PER_METHOD * per_token))
         self.layout = self.request.layout.beginning(min(tokens, max(FEWEST, affordable)))
@@ -165,7 +165,7 @@ class Search:
                     self.measure(trial)
 
     @contextmanager
-    def noting(self, trial: Trial, until: float = math.inf) -> Iterator[None]:
+    def noting(self, trial: Trial[ChosenMethod], until: float = math.inf) -> Iterator[None]:
         """Record why a method could not be measured, and remove its sessions from the model."""
         sessions = trial.method.model.model.sessions
         try:
@@ -182,7 +182,7 @@ class Search:
         for key in sessions.keys() - self.warm.keys():
             del sessions[key]  # a model keeps few, and must keep the baseline's
 
-    def promising(self, trial: Trial) -> bool:
+    def promising(self, trial: Trial[ChosenMethod]) -> bool:
         """Whether it may be the fastest."""
         medians = [other.median for other in self.trials if other.seconds and other.within(self.budget)]
         return trial.within(self.budget) and trial.median <= REPEAT_WITHIN * min(medians)
@@ -198,7 +198,7 @@ class Search:
 
 def search(
     request: Request, model: LoadedModel, drafter: LoadedDrafter | None, budget: float, tokens: int, seconds: float
-) -> tuple[list[Trial], TokenLayout]:
+) -> tuple[list[Trial[ChosenMethod]], TokenLayout]:
     """Measure methods for about ``seconds``, the next-token sampler first. Returns the trials and the layout of a run.
 
     No session is left with the model, because other runs have another length.
@@ -261,6 +261,7 @@ class FindFastest(io.ComfyNode):
         if drafter is not None:
             drafter.follow(model)
         request = request_of(Inputs(model=model, seed=trial_seed, **inputs))
+        assert isinstance(request, Request), "the model's tokens are ids"
         if not request.layout.sampled_tokens:
             raise ValueError(
                 "The noise mask of latent_image keeps every token, so there is nothing to generate. Mask "

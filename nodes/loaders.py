@@ -131,5 +131,5 @@ class EmptyLatent(io.ComfyNode):
         side = model.model.pixels_per_token
         own_rows, own_cols = model.model.grid
         grid = whole_tokens(model.model, width or own_cols * side, height or own_rows * side)
-        grid = model.model.check_grid(*grid)
-        return io.NodeOutput(empty_latent(model.model, *grid, batch_size))
+        rows, cols = model.model.check_grid(*grid)
+        return io.NodeOutput(empty_latent(model.model, rows, cols, batch_size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from comfy_api.latest import io
@@ -11,7 +11,7 @@ from ..reports.quality import Quality, quality_of
 from ..reports.run_report import drafting, judgement
 from ..samplers.contract import Method
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
-from .samplers import Inputs, sample
+from .samplers import Inputs, changed, sample
 from .schema import schema
 from .search import SAMPLER
 from .sockets import ARMethod
@@ -70,7 +70,7 @@ class ChosenMethod:
         if self.drafter is None:
             return self.method
         self.drafter.follow(model)
-        return replace(self.method, drafter=self.drafter.drafter)
+        return changed(self.method, drafter=self.drafter.drafter)
 
 
 class MethodSampler(io.ComfyNode):

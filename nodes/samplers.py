@@ -107,6 +107,11 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
     return replace(request, notices=(*request.notices, *unused(latent, model)))
 
 
+def changed(method: Method, **settings: Any) -> Method:
+    """The method with other values of these settings."""
+    return replace(method, **settings)  # type: ignore[type-var]  # every method is a dataclass, as Method says
+
+
 def sample(
     method: Method,
     inputs: CommonInputs,
@@ -120,7 +125,7 @@ def sample(
     inputs.model.check_kind(method.continuous)
     if drafter is not None:
         drafter.follow(inputs.model)
-        method = replace(method, drafter=drafter.drafter)
+        method = changed(method, drafter=drafter.drafter)
     request = request_of(inputs, where, skip)
     notify(request.notices)
     output = generate(method, request, partial(runs.sampling, inputs.model, drafter))
@@ -133,7 +138,7 @@ def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[s
     """The origin of a run, for its trace. unknown_words: those of the prompts that the model ignored, if any."""
     model = inputs.model.model
     origin = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": models.SERVER}
-    texts = (text_of(prompt) or "" for prompt in (inputs.positive, inputs.negative))
+    texts = (text_of(prompt) or "" for prompt in (inputs.positive, inputs.negative) if prompt is not None)
     if unknown := [word for text in texts for word in model.unknown_words(text)]:
         origin["unknown_words"] = unknown
     if drafter is not None:

@@ -105,8 +105,8 @@ class DraftTreeSampler(io.ComfyNode):
         rule: ChosenRule = EXACT,
         **inputs: Any,
     ) -> io.NodeOutput:
-        structure = structure_of(structure, depth, width, nodes, tree_paths)
-        return sample(DraftTree(drafter.drafter, structure, rule.rule), Inputs(**inputs), drafter, rule.where)
+        shape = structure_of(structure, depth, width, nodes, tree_paths)
+        return sample(DraftTree(drafter.drafter, shape, rule.rule), Inputs(**inputs), drafter, rule.where)
 
 
 LANTERN, LANTERN_PP = "LANTERN (dynamic tree)", "LANTERN++ (static tree)"
@@ -145,7 +145,9 @@ class LanternSampler(io.ComfyNode):
         where: Tensor | None = None,
         **inputs: Any,
     ) -> io.NodeOutput:
-        rule = {"redraw": choose("redraw", redraw, REDRAW)} | ({"neighbours": neighbours} if neighbours else {})
+        rule: dict[str, Any] = {"redraw": choose("redraw", redraw, REDRAW)}
+        if neighbours:
+            rule["neighbours"] = neighbours
         if choose("variant", variant, {LANTERN: True, LANTERN_PP: False}):
             method = published.lantern(drafter.drafter, delta=delta, **rule)
         else:
