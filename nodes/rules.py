@@ -22,9 +22,6 @@ from .widgets import advanced, choose, option_of
 REDRAW = {  # option -> Lantern.redraw
     "optimal (recommended)": "optimal",
     "as in the paper": "paper",
-    "official code, dynamic tree": "official_dynamic",
-    "official code, static tree (LlamaGen)": "official_static_draft",
-    "official code, static tree (Lumina)": "official_static_target",
 }
 
 

@@ -23,7 +23,18 @@ from .latents import Latent, first_image, grid_of, kept, skippable, strength, to
 from .rules import EXACT, ChosenRule
 from .schema import schema
 from .search import FAMILIES, SAMPLER
-from .widgets import advanced, choose, common_inputs, given, negative_input, option_of, rule_input, sampler_outputs
+from .widgets import (
+    advanced,
+    check_removed,
+    choose,
+    common_inputs,
+    given,
+    negative_input,
+    option_of,
+    removed,
+    rule_input,
+    sampler_outputs,
+)
 
 REFINEMENTS = {  # option -> SJD.reuse
     "coupled (exact)": "coupled",
@@ -185,7 +196,7 @@ class SJDSampler(io.ComfyNode):
                 ),
                 negative_input(),
                 rule_input(),
-                advanced(io.Int.Input("front_drafts", default=SJD.front, min=1, max=16, optional=True)),
+                removed(io.Int.Input("front_drafts", default=1, min=1, max=16, optional=True)),
                 advanced(
                     io.Float.Input("settling", default=SJD.settle, min=0, max=1, step=0.01, round=0.001, optional=True)
                 ),
@@ -201,11 +212,12 @@ class SJDSampler(io.ComfyNode):
         threshold: float,
         initialisation: str,
         rule: ChosenRule = EXACT,
-        front_drafts: int = SJD.front,
+        front_drafts: int = 1,
         settling: float = SJD.settle,
         **inputs: Any,
     ) -> io.NodeOutput:
         reuse = choose("refinement", refinement, REFINEMENTS)
         initial = choose("initialisation", initialisation, INITIAL)
-        method = SJD(window or None, reuse, initial, threshold, rule.rule, front_drafts, settling)
+        check_removed("front_drafts", front_drafts, 1, "front drafts took longer than they saved")
+        method = SJD(window or None, reuse, initial, threshold, rule.rule, settling)
         return sample(method, Inputs(**inputs), where=rule.where)

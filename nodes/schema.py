@@ -28,12 +28,12 @@ def schema(
     outputs: list[io.Output],
     is_output_node: bool = False,
 ) -> io.Schema:
-    """The schema of a node of this pack. Raises KeyError if the node, an input or an output has no English words.
+    """The schema of a node of this pack. Raises KeyError where the node, a visible input or an output has no words.
 
     search: words by which ComfyUI's search finds the node besides its name, in versions that search in more than names.
     """
     words = english()[node_id]
-    for field in inputs:
+    for field in (field for field in inputs if not field.extra_dict.get("hidden")):
         text = words["inputs"][field.id]
         field.tooltip = text["tooltip"]
         field.display_name = text["name"] if text["name"] != field.id else None

@@ -17,6 +17,20 @@ def advanced(widget: io.WidgetInput) -> io.WidgetInput:
     return widget
 
 
+def removed(field: io.Input) -> io.Input:
+    """A widget without effect. It keeps its place, unseen, because workflows store widgets by position."""
+    field.extra_dict["hidden"] = True
+    return field
+
+
+def check_removed(name: str, value: Any, default: Any, why: str) -> None:
+    """Raises ValueError where a workflow sets a removed widget to anything but its default."""
+    if value != default:
+        raise ValueError(
+            f"{name} is {value!r}, but was removed: {why}. Add the node anew, or set {name} to {default!r}."
+        )
+
+
 def prompt_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler, first on the node."""
     return [
