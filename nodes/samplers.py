@@ -186,13 +186,7 @@ class SJDSampler(io.ComfyNode):
                 io.Combo.Input("refinement", options=list(REFINEMENTS), default=option_of(SJD.reuse, REFINEMENTS)),
                 advanced(io.Float.Input("threshold", default=SJD.threshold, min=0.01, max=10, step=0.01, round=0.001)),
                 advanced(
-                    io.Combo.Input(
-                        "initialisation",
-                        options=list(INITIAL),
-                        default=option_of(SJD.initial, INITIAL),
-                        tooltip="Where the first draft token at a position comes from. It changes the number of "
-                        "passes by a few percent; leave the default.",
-                    )
+                    io.Combo.Input("initialisation", options=list(INITIAL), default=option_of(SJD.initial, INITIAL))
                 ),
                 negative_input(),
                 rule_input(),

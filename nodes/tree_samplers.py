@@ -22,11 +22,13 @@ from .schema import schema
 from .search import WITH_DRAFTER
 from .widgets import (
     advanced,
+    check_removed,
     choose,
     common_inputs,
     drafter_input,
     negative_input,
     option_of,
+    removed,
     rule_input,
     sampler_outputs,
 )
@@ -45,7 +47,7 @@ DEFAULT, COOL_SD_DEFAULT, VVS_DEFAULT = (
     option_of(structure, STRUCTURES)
     for structure in (Static(), *map(published.default_structure, (published.cool_sd, published.vvs)))
 )
-CHILDREN = {"most likely (paper)": "top_k", "drawn at random": "sampled"}
+MOST_LIKELY = "most likely (paper)"
 OWN_VALUES = "own values"
 PRESETS = {"LlamaGen": ADTTree(), "Anole": ANOLE}  # option -> the paper's steps and bounds
 PATHS = {"at random (paper)": "uniform", "most confident": "confident", "first drawn": "first"}
@@ -209,20 +211,8 @@ class ADTTreeSampler(io.ComfyNode):
                 *common_inputs(),
                 drafter_input(),
                 io.Combo.Input("preset", options=[*PRESETS, OWN_VALUES], default=option_of(ADTTree(), PRESETS)),
-                io.Combo.Input(
-                    "initialisation",
-                    options=list(INITIAL),
-                    default=ADTTree.initial,
-                    tooltip="Which earlier tree's depth and width are adapted: the left neighbour's (best "
-                    "in the paper), the upper one's, random ones, or a weighted mean of the surroundings.",
-                ),
-                io.Combo.Input(
-                    "children",
-                    options=list(CHILDREN),
-                    default=option_of(ADTTree.children, CHILDREN),
-                    tooltip="Which children a draft token gets. Sampled ones (drawn at random) are accepted "
-                    "slightly less often by the bundled model.",
-                ),
+                io.Combo.Input("initialisation", options=list(INITIAL), default=ADTTree.initial),
+                removed(io.Combo.Input("children", options=[MOST_LIKELY, "drawn at random"], default=MOST_LIKELY)),
                 advanced(io.Float.Input("beta", default=ADTTree.beta, min=0, max=1, step=0.05, round=0.001)),
                 advanced(io.Int.Input("depth_step", default=ADTTree.depth_step, min=0, max=32)),
                 advanced(io.Int.Input("width_step", default=ADTTree.width_step, min=0, max=64)),
@@ -255,6 +245,7 @@ class ADTTreeSampler(io.ComfyNode):
         rule: ChosenRule = EXACT,
         **inputs: Any,
     ) -> io.NodeOutput:
+        check_removed("children", children, MOST_LIKELY, "drafts drawn at random were accepted less often")
         own = ADTTree(
             beta=beta,
             depth_step=depth_step,
@@ -267,10 +258,7 @@ class ADTTreeSampler(io.ComfyNode):
             drafter.drafter,
             rule.rule,
             **vars(choose("preset", preset, PRESETS | {OWN_VALUES: own}))
-            | {
-                "initial": choose("initialisation", initialisation, {name: name for name in INITIAL}),
-                "children": choose("children", children, CHILDREN),
-            },
+            | {"initial": choose("initialisation", initialisation, {name: name for name in INITIAL})},
         )
         return sample(method, Inputs(**inputs), drafter, rule.where)
 

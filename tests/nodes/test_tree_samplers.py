@@ -88,6 +88,7 @@ def test_adt_presets_and_own_values(sample):
     [
         ("Lantern", {"delta": 2.0}, "delta.* 2.0.* 0.* 1"),
         ("Lantern", {"redraw": "magic"}, "redraw.*'magic'"),
+        ("ADTTree", {"children": "drawn at random"}, "children.*removed.*anew"),
         ("LanternPP", {"ratio": 0.5}, "ratio.* 0.5.* 1"),
         ("UniformRSD", {"delta": -3.0}, "delta.* -3.0.* 1.* 1000"),
         ("CoolSD", {"schedule": "magic"}, "schedule.*'magic'"),

@@ -22,7 +22,6 @@ MORE = (
     "sjd threshold_exact w32",
     "chain of 5, blocks",
     "static tree, small model",
-    "ADT-Tree, sampled",
     "LANTERN delta 0.1",
     "ADT-Tree, LANTERN delta 0.3",
     "UniformRSD delta 2",

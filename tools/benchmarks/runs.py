@@ -67,7 +67,6 @@ def drafter_cases(eagle, small) -> list[Case]:
     """Every method and rule that needs a drafter, each on the structure of its paper unless named otherwise."""
     m, s, r = specar.methods, specar.structures, specar.rules
     tree, top_k = s.Static("lantern_57"), s.Dynamic()
-    adt_sampled = {"children": "sampled", "widths": (1, 13), "width_step": 3, "first": (5, 7)}
     return [
         Case("chain of 5, small model", m.DraftTree(small, s.Chain(5))),
         Case("chain of 5, small model, blocks", m.DraftTree(small, s.Chain(5, "block"))),
@@ -78,7 +77,6 @@ def drafter_cases(eagle, small) -> list[Case]:
         Case("EAGLE-1, 57 drafts", m.DraftTree(eagle, tree)),
         Case("EAGLE-2", m.DraftTree(eagle, top_k)),
         Case("ADT-Tree", m.ADTTree(eagle)),
-        Case("ADT-Tree, sampled", m.ADTTree(eagle, **adt_sampled)),
         Case("LANTERN delta 0.1", m.Lantern(eagle, delta=0.1)),
         Case("LANTERN delta 0.3", m.Lantern(eagle, delta=0.3)),
         Case("ADT-Tree, LANTERN delta 0.3", m.ADTTree(eagle, r.Lantern(delta=0.3))),
