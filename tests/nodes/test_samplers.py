@@ -157,7 +157,7 @@ def test_a_model_without_a_decoder_generates_ids_that_any_decoder_reads(run, nod
     assert torch.equal(tiny[2].decode(latent["samples"]), decoder.decode_tokens(latent["ar_tokens"]))
 
 
-@EVERY
+@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
 def test_progress_counts_tokens_once_per_pass(method, sample, progress, hurried):
     _, trace = sample(method)
     values = [value for value, _, _ in progress]

@@ -88,7 +88,6 @@ def test_adt_presets_and_own_values(sample):
     [
         ("Lantern", {"delta": 2.0}, "delta.* 2.0.* 0.* 1"),
         ("Lantern", {"redraw": "magic"}, "redraw.*'magic'"),
-        ("ADTTree", {"children": "drawn at random"}, "children.*removed.*anew"),
         ("LanternPP", {"ratio": 0.5}, "ratio.* 0.5.* 1"),
         ("UniformRSD", {"delta": -3.0}, "delta.* -3.0.* 1.* 1000"),
         ("CoolSD", {"schedule": "magic"}, "schedule.*'magic'"),
@@ -116,6 +115,7 @@ def test_absurd_numbers_show_on_the_rule_s_own_node(rule, name, widgets, message
         ("CoolSD", {"structure": "own tree"}, "structure.*'own tree'"),
         ("ADTTree", {"preset": "magic"}, "preset.*'magic'"),
         ("ADTTree", {"initialisation": "magic"}, "initialisation.*'magic'"),
+        ("ADTTree", {"children": "drawn at random"}, "children.*removed.*anew"),
         ("ADTTree", {"preset": "own values", "depth_min": 9, "depth_max": 2}, "depth"),
         ("VVS", {"schedule": "magic"}, "schedule.*'magic'"),
         ("VVS", {"interval": 1}, "interval.* 1"),
