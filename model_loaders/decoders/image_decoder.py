@@ -97,6 +97,10 @@ class Autoencoder:
             )
         return (rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1).to(self.device, self.dtype)
 
+    def encode_latent(self, pixels: Tensor) -> Tensor:
+        """The latent [B, C, h, w] of pixels [B, H, W, 3] in 0..1."""
+        raise NotImplementedError
+
 
 class ImageDecoder(Autoencoder):
     """A VQ tokenizer: latents are code vectors."""
