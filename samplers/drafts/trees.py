@@ -201,7 +201,7 @@ def published(name: str) -> tuple[Path, ...]:
         raise ValueError(f"tree is {name!r}; choose one of {', '.join(PUBLISHED)}, or give a list of paths.")
     paths, above = [], [()]
     for counts in _PUBLISHED[name]:
-        above = [(*path, rank) for path, count in zip(above, counts, strict=True) for rank in range(count)]
+        above = [(*path, rank) for path, count in zip(above, counts, strict=False) for rank in range(count)]
         paths += above
     return tuple(paths)
 
@@ -223,7 +223,8 @@ def shape_of(paths: tuple[Path, ...]) -> Shape:
                     "earlier siblings of its paths."
                 )
     parents = {path[:-1] for path in distinct}
-    levels, above = [], [()]
+    levels: list[Level] = []
+    above: list[Path] = [()]
     for depth in range(1, max(map(len, distinct)) + 1):
         here = sorted((p for p in distinct if len(p) == depth), key=lambda path: (path not in parents, sum(path), path))
         levels.append(

@@ -31,8 +31,7 @@ METHODS = {
     "next token": lambda d: NextToken(),
     "jacobi": lambda d: Jacobi(window=6),
     **{f"sjd {reuse}": lambda d, reuse=reuse: SJD(window=7, reuse=reuse) for reuse in REUSE},
-    "sjd front": lambda d: SJD(window=7, front=4),
-    "sjd settle": lambda d: SJD(window=7, front=2, settle=0.2),
+    "sjd settle": lambda d: SJD(window=7, settle=0.2),
     "sjd lantern": lambda d: SJD(window=7, rule=Lantern(neighbours=5)),
     "chain": lambda d: DraftTree(d.small, Chain(3)),
     "blocks": lambda d: DraftTree(d.eagle, Chain(3, "block")),
@@ -43,7 +42,6 @@ METHODS = {
     "cool-sd": lambda d: published.cool_sd(d.eagle, TREE, delta=2.0),
     **{f"chain, {rule.label}": lambda d, rule=rule: DraftTree(d.small, Chain(3), rule) for rule in RELAXED},
     "adt": lambda d: published.adt_tree(d.eagle, **BOUNDS),
-    "adt sampled": lambda d: published.adt_tree(d.small, initial="tokenflock", children="sampled", **BOUNDS),
     "vvs": lambda d: published.vvs(d.eagle, FEW, Lantern(neighbours=5), interval=2, guard=1),
     "vvs dynamic": lambda d: published.vvs(d.small, TREE, schedule="dynamic", threshold=0.0, guard=1),
 }

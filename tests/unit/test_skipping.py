@@ -114,7 +114,7 @@ def similar_by_hand(tree, b: int, codebook: torch.Tensor, decay: float) -> float
     total = 0.0
     pairs = list(itertools.combinations(compared, 2))
     for one, other in pairs:
-        for weight, x, y in zip(weights, one, other, strict=True):
+        for weight, x, y in zip(weights, one, other, strict=False):
             if x is not None and y is not None:
                 total += weight * float(x @ y)
     return total / len(pairs)
@@ -389,7 +389,7 @@ def test_a_pass_is_fed_the_tokens_that_are_not_cached_and_the_drafts(skips):
     assert first == {"accepted": [0] * 8, "committed": [1] * 8, "nodes": [0] * 8, "depth": [0] * 8}
     skipped = rounds["skipped"].any(1)
     wanted = [1] + [
-        0 if now.all() else 4 + 3 * bool(before) for before, now in zip(skipped, rounds["skipped"][1:], strict=True)
+        0 if now.all() else 4 + 3 * bool(before) for before, now in zip(skipped, rounds["skipped"][1:], strict=False)
     ]
     assert rounds["width"].tolist() == wanted
 

@@ -75,4 +75,5 @@ def _watch(name: str, reference: Callable[..., Any], look: Look) -> Callable[...
         bound.apply_defaults()
         return look(name, reference, bound.args)
 
+    call.reference = reference  # type: ignore[attr-defined]  # as Accelerated has one
     return call
