@@ -153,10 +153,10 @@ async def test_a_server_that_is_starting_is_waited_for_where_patience_is_given(t
     one, jobs = FakeComfy(), jobs_of(2)
 
     async def begin(batch):
-        await clock.away(batch, 6 * dispatch.FIRST_PATIENCE - 1)
+        await clock.away(batch, 6 * dispatch.NEVER_ANSWERED_SECONDS - 1)
         await one.start()
 
-    options = Options(poll=QUICK.poll, grace=QUICK.grace, patience=6 * dispatch.FIRST_PATIENCE)
+    options = Options(poll=QUICK.poll, grace=QUICK.grace, patience=6 * dispatch.NEVER_ANSWERED_SECONDS)
     await run(tmp_path / "r.jsonl", [one], jobs, options, during=begin)
     assert_each_once(tmp_path / "r.jsonl", jobs, one)
     assert said(caplog)[1:] == ["Waiting up to 60 s for a server.", f"{one.url} answers."]
@@ -183,7 +183,7 @@ async def test_patience_is_not_lost_while_another_server_works(tmp_path, clock, 
 @pytest.mark.parametrize("answered", [False, True])
 @asynchronous
 async def test_without_patience_a_server_that_once_answered_is_waited_for_longer(tmp_path, clock, caplog, answered):
-    one, patience = FakeComfy(), dispatch.PATIENCE if answered else dispatch.FIRST_PATIENCE
+    one, patience = FakeComfy(), dispatch.GIVE_UP_SECONDS if answered else dispatch.NEVER_ANSWERED_SECONDS
     if answered:
         await one.start()
         one.ends = lambda: False

@@ -9,13 +9,13 @@ from pathlib import Path
 import comfyui_specar as specar
 import numpy as np
 import pytest
-from comfyui_specar.batch import cli, fleet
+from comfyui_specar.batch import cli, ray_cluster
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job, JobsError
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.maps import SAMPLER, check_ids, sampler_of, with_maps
+from comfyui_specar.batch.model_worker import ModelOptions, ModelWorker
 from comfyui_specar.batch.overrides import OverrideError, fingerprint, read_workflow
-from comfyui_specar.batch.studio import ModelOptions, ModelWorker
 from comfyui_specar.tests.support.fake_comfy import FakeComfy
 from comfyui_specar.tests.support.patience import PATIENCE
 from PIL import Image
@@ -136,7 +136,9 @@ def test_a_worker_draws_the_map_of_its_image():
 
 def test_a_blank_negative_prompt_is_none(monkeypatch):
     drawn = []
-    monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *_, negative, **__: drawn.append(negative))
+    monkeypatch.setattr(
+        "comfyui_specar.batch.model_worker.api.sample", lambda *_, negative, **__: drawn.append(negative)
+    )
     worker = ModelWorker(ModelOptions("default", "sjd"))
     for settings in ({}, {"negative": ""}, {"negative": " "}, {"negative": "dog"}):
         with pytest.raises(AttributeError):  # nothing is generated
@@ -149,7 +151,9 @@ def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job
     made = {"status": "success", "traces": [], "warnings": [], "seconds": 1.0, "error": ""}
     with Journal(tmp_path / "r.jsonl") as journal:
         records = [
-            fleet.write(journal, Job(name, {}, 1), "same", {"id": name, **made}, (b"image", b"map"), tmp_path / "out")
+            ray_cluster.write(
+                journal, Job(name, {}, 1), "same", {"id": name, **made}, (b"image", b"map"), tmp_path / "out"
+            )
             for name in "ab"
         ]
     assert [record["status"] for record in records] == ["success", "error"] and "b_map.png" in records[1]["error"]
