@@ -32,10 +32,13 @@ CLOSE_SECONDS = 3.0  # for requests that are under way when the last job has end
 
 @dataclass(frozen=True)
 class Options:
-    """in_flight: prompts that a server has at a time (with 2 it never waits for the next). retries: how often a job
-    whose server was lost is queued again. grace: seconds after which a silent server gives its jobs back. patience:
-    seconds without any server after which the batch gives up (None: GIVE_UP_SECONDS, or NEVER_ANSWERED_SECONDS). poll: seconds between
-    two visits to a server. download: a folder for copies of the files. maps: save and copy acceptance maps, too."""
+    """How a batch uses its servers.
+
+    in_flight: prompts that a server has at a time; with 2 it never waits for the next. retries: how often a job whose
+    server was lost is queued again. grace: seconds after which a silent server gives its jobs back. patience: seconds
+    without any server after which the batch gives up (None: GIVE_UP_SECONDS, or NEVER_ANSWERED_SECONDS). poll: seconds
+    between two visits to a server. download: a folder for copies of the files. maps: save and copy acceptance maps,
+    too."""
 
     in_flight: int = 2
     retries: int = 3

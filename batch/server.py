@@ -203,15 +203,15 @@ class Server:
             raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", unexpected=True)
 
     def _away(self, error: Exception) -> ServerAwayError:
-        if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+        if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):  # aiohttp's, which has the port
             return ServerAwayError(
-                f"{self.url}: no ComfyUI answers on port {error.port}. Start it (python main.py in "
+                f"{self.url}: no ComfyUI answers on port {getattr(error, 'port', PORT)}. Start it (python main.py in "
                 f"its folder: port {PORT}), or name another address with --server.",
                 gone=True,
             )
         if isinstance(error, asyncio.TimeoutError):
             return ServerAwayError(f"{self.url} does not answer in time.")
-        text = error.message if isinstance(error, aiohttp.ClientResponseError) else error
+        text = getattr(error, "message", error)  # of a status; as a text it has the whole address
         return ServerAwayError(f"{self.url}: {self._hidden(one_line(str(text))) or type(error).__name__}")
 
     def _hidden(self, text: str) -> str:
