@@ -142,7 +142,7 @@ def check_address(url: str) -> None:
     """Raises JobsError for what cannot be the address of a server."""
     try:
         if "://" in url and not url.startswith(("http://", "https://")):
-            raise ValueError("it begins with http:// or https://")
+            raise ValueError("no http:// or https:// in front")
         address_of(url)
     except ValueError as error:
         raise JobsError(f"--server {shown(url)} is no address ({error}): one looks like {SERVER}") from None

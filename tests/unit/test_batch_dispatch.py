@@ -240,10 +240,6 @@ def test_a_server_that_never_answers_holds_nobody_up(tmp_path, monkeypatch, capl
     monkeypatch.setattr(dispatch, "CLOSE_SECONDS", 0.01)
 
     async def check():
-        async def begin(batch):
-            await until(lambda: batch.workers and batch.workers[1].answered)
-            clock.now += dispatch.HELLO
-
         with socket.create_server(("127.0.0.1", 0)) as hung:
             async with FakeComfy() as one:
                 servers = [f"http://127.0.0.1:{hung.getsockname()[1]}", one]

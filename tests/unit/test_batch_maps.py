@@ -123,12 +123,14 @@ def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path
     assert results["mapped"]["copies"] == [str(tmp_path / f"out/{name}.png") for name in ("mapped", "mapped_map")]
 
 
-def test_a_worker_draws_the_map_of_its_image():
-    settings = {"prompt": "star, 3d, on a blue background", "seed": 1}
-    image, drawn, totals, _ = ModelWorker(ModelOptions("default", "sjd"), maps=True).generate(settings)
-    model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
-    out = specar.sample(model, model.encode_prompt(settings["prompt"]), specar.methods.SJD(), seed=1)
-    wanted = specar.acceptance_map(out.trace, decoder.decode(out.latent))[0]
+def test_a_worker_draws_the_map_of_its_image(monkeypatch):
+    settings, made = {"prompt": "star, 3d, on a blue background", "seed": 1}, []
+    sample = specar.api.sample
+    monkeypatch.setattr(specar.api, "sample", lambda *given, **named: made.append(sample(*given, **named)) or made[-1])
+    worker = ModelWorker(ModelOptions("default", "sjd"), maps=True)
+    image, drawn, totals, _ = worker.generate(settings)
+    [out] = made
+    wanted = specar.acceptance_map(out.trace, worker.decoder.decode(out.latent))[0]
     opened = [Image.open(io.BytesIO(content)) for content in (image, drawn)]
     assert np.array_equal(np.asarray(opened[1]), wanted)
     assert opened[0].text == opened[1].text and json.loads(opened[1].text["specar"])["totals"] == totals

@@ -12,7 +12,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 from aiohttp import web
-from comfyui_specar.batch import answers, cli, client, copies, dispatch, server
+from comfyui_specar.batch import answers, cli, copies, dispatch, server
 from comfyui_specar.batch.address import address_of, shown, without_logins
 from comfyui_specar.batch.answers import one_line
 from comfyui_specar.batch.dispatch import Batch, Options
@@ -419,66 +419,6 @@ def test_texts_and_numbers_of_an_entry_are_those_that_a_file_can_hold():
         report["totals"] = totals
         with pytest.raises(answers.UnexpectedAnswerError, match=words):
             server.entry({"outputs": {"10": {"specar": [report]}}}, WORKFLOW)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        b"",
-        b"\0\0\0\4",
-        b"\0\0\0\4\xff\xff\xff\xffab",
-        b"\0\0\0\1x",
-        '{"type": "status"}',
-        '{"type": "a", "data": [1]}',
-        '{"type": "a", "data": {"prompt_id": {}}}',
-        "[]",
-        "<html>",
-        "[" * 9**6,
-        '{"type": 5, "data": {}}',
-        "{}",
-    ],
-)
-def test_whoever_follows_a_prompt_passes_over_what_is_about_none_and_ends_with_what_no_comfyui_says(odd):
-    """Messages of other nodes may have any data; one that is no event is not ComfyUI's."""
-
-    async def events(request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-        prompt_id = await asked
-        await (socket.send_bytes(odd) if isinstance(odd, bytes) else socket.send_str(odd))
-        for event in ("execution_success", "executing"):
-            await socket.send_json({"type": event, "data": {"prompt_id": prompt_id, "node": None}})
-        await socket.close()
-        return socket
-
-    async def prompt(request: web.Request) -> web.Response:
-        asked.set_result((await request.json())["prompt_id"])
-        return web.json_response({"prompt_id": asked.result(), "node_errors": {}})
-
-    async def history(request: web.Request) -> web.Response:
-        return web.json_response({request.match_info["id"]: {"outputs": {}}})
-
-    async def check():
-        nonlocal asked
-        asked = asyncio.get_running_loop().create_future()
-        app = web.Application()
-        app.add_routes([web.get("/ws", events), web.post("/prompt", prompt), web.get("/history/{id}", history)])
-        runner = web.AppRunner(app, shutdown_timeout=0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            return await client.run_prompt(url, WORKFLOW, timeout=PATIENCE)
-        finally:
-            await runner.cleanup()
-
-    asked = None
-    if isinstance(odd, str) and ('"type": "' not in odd):
-        with pytest.raises(answers.UnexpectedAnswerError):
-            asyncio.run(check())
-    else:
-        assert asyncio.run(check()).outcome == "success"
 
 
 @pytest.mark.parametrize("secret", ['Zz9 "&<p\u00e4ss>  \\x/', "to+k/en=Qq7 x", "plain-Zz9"])
