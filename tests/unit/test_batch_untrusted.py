@@ -15,14 +15,20 @@ from aiohttp import web
 from comfyui_specar.batch import answers, cli, copies, dispatch, server
 from comfyui_specar.batch.address import address_of, shown, without_logins
 from comfyui_specar.batch.answers import one_line
-from comfyui_specar.batch.dispatch import Batch, Options
-from comfyui_specar.batch.jobs import Job
-from comfyui_specar.batch.journal import Journal
-from comfyui_specar.batch.overrides import with_overrides
+from comfyui_specar.batch.dispatch import Options
 from comfyui_specar.common import limits
 from comfyui_specar.common.printable import printable
-from comfyui_specar.tests.support.fake_comfy import WORKFLOW, FakeComfy, asynchronous, run_beside, until, without_limits
-from comfyui_specar.tests.support.patience import PATIENCE
+from comfyui_specar.tests.support.fake_comfy import (
+    WORKFLOW,
+    Clock,
+    FakeComfy,
+    asynchronous,
+    jobs_of,
+    run_batch,
+    run_beside,
+    until,
+    without_limits,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -39,31 +45,16 @@ def no_limits(monkeypatch) -> None:
 
 async def run(path: Path, servers: list, number: int = 1, **options) -> dict[str, dict]:
     """A batch; time passes for it only while its first server is away. Returns its results."""
-    now = 1.0
-
-    class Clock:
-        @staticmethod
-        def monotonic() -> float:
-            return now
+    clock = Clock()
 
     async def passing(batch):
-        nonlocal now
         while True:
-            await until(lambda: batch.workers and batch.workers[0].failures)
-            now += 0.05
+            await clock.away(batch, 0.05)
 
-    jobs = [Job(f"j{i}", {"seed": i}, i) for i in range(number)]
-    with Journal(path) as journal, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "time", Clock)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "time", clock)
         chosen = Options(poll=0.002, grace=0.1, patience=2.0, **options)
-        batch = Batch(journal, [getattr(one, "url", one) for one in servers], chosen)
-        clock = asyncio.ensure_future(passing(batch))
-        try:
-            prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
-            await asyncio.wait_for(batch.run(jobs, prompts), PATIENCE)
-        finally:
-            clock.cancel()
-        return journal.results
+        return (await run_batch(path, servers, jobs_of(number), chosen, passing)).results
 
 
 anything = st.recursive(
