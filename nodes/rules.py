@@ -20,9 +20,6 @@ from .widgets import choose, folded, option_of
 REDRAW = {  # option -> Lantern.redraw
     "optimal (recommended)": "optimal",
     "as in the paper": "paper",
-    "official code, dynamic tree": "official_dynamic",
-    "official code, static tree (LlamaGen)": "official_static_draft",
-    "official code, static tree (Lumina)": "official_static_target",
 }
 
 
@@ -42,8 +39,7 @@ def redraw_input() -> io.Input:
         "redraw",
         options=list(REDRAW),
         default=option_of(Lantern.redraw, REDRAW),
-        tooltip="How a token is resampled after a rejection. optimal drifts least; the other options reproduce the "
-        "paper or its official code.",
+        tooltip="How a token is resampled after a rejection. optimal drifts least; the other option is the paper's.",
     )
 
 

@@ -22,7 +22,19 @@ from .comfy_runtime.messages import notify
 from .latents import Latent, first_image, grid_of, kept, skippable, strength, tokens_of, unused, with_output
 from .rules import EXACT, ChosenRule
 from .search import FAMILIES, SAMPLER, found_by
-from .widgets import auto, choose, common_inputs, folded, given, negative_input, option_of, rule_input, sampler_outputs
+from .widgets import (
+    auto,
+    check_removed,
+    choose,
+    common_inputs,
+    folded,
+    given,
+    negative_input,
+    option_of,
+    removed,
+    rule_input,
+    sampler_outputs,
+)
 
 REFINEMENTS = {  # option -> SJD.reuse
     "coupled (exact)": "coupled",
@@ -211,16 +223,7 @@ class SJDSampler(io.ComfyNode):
                     ),
                     negative_input(),
                     rule_input(),
-                    io.Int.Input(
-                        "front_drafts",
-                        default=SJD.front,
-                        min=1,
-                        max=16,
-                        optional=True,
-                        tooltip="Front drafts: several drafts for the first token of the window instead of one. "
-                        "Fewer passes for a few more tokens in each, and the same distribution. With coupled "
-                        "refinement only; 4 to 8 is sensible. Default: 1, off.",
-                    ),
+                    removed(io.Int.Input("front_drafts", default=1, min=1, max=16, optional=True)),
                     io.Float.Input(
                         "settling",
                         default=SJD.settle,
@@ -237,7 +240,6 @@ class SJDSampler(io.ComfyNode):
                 ],
                 "threshold",
                 "initialisation",
-                "front_drafts",
                 "settling",
             ),
             outputs=sampler_outputs(),
@@ -251,11 +253,12 @@ class SJDSampler(io.ComfyNode):
         threshold: float,
         initialisation: str,
         rule: ChosenRule = EXACT,
-        front_drafts: int = SJD.front,
+        front_drafts: int = 1,
         settling: float = SJD.settle,
         **inputs: Any,
     ) -> io.NodeOutput:
         reuse = choose("refinement", refinement, REFINEMENTS)
         initial = choose("initialisation", initialisation, INITIAL)
-        method = SJD(window or None, reuse, initial, threshold, rule.rule, front_drafts, settling)
+        check_removed("front_drafts", front_drafts, 1, "front drafts took longer than they saved")
+        method = SJD(window or None, reuse, initial, threshold, rule.rule, settling)
         return sample(method, Inputs(**inputs), where=rule.where)

@@ -20,6 +20,20 @@ def folded(inputs: list[io.Input], *names: str) -> list[io.Input]:
     return inputs
 
 
+def removed(field: io.Input) -> io.Input:
+    """A widget without effect. It keeps its place, unseen, because workflows store widgets by position."""
+    field.extra_dict["hidden"] = True
+    return field
+
+
+def check_removed(name: str, value: Any, default: Any, why: str) -> None:
+    """Raises ValueError where a workflow sets a removed widget to anything but its default."""
+    if value != default:
+        raise ValueError(
+            f"{name} is {value!r}, but was removed: {why}. Add the node anew, or set {name} to {default!r}."
+        )
+
+
 def auto(name: str, value: int = 0) -> str:
     """What the front end calls a number widget that has a ``value`` for: no number of the user's, but an automatic one.
     The renderers can write nothing but a number into the widget itself."""

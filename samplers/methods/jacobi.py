@@ -22,8 +22,7 @@ is a step of speculative decoding whose drafter is the last Jacobi iteration:
 
 The lossless modes rest on one invariant: given the guesses before it, guess k is distributed as q_k.
 
-With front drafts (front.py), a pass is fed several guesses for column 0. With settling (settling.py), guesses that
-hardly change any more are accepted without a test.
+With settling (settling.py), guesses that hardly change any more are accepted without a test.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.graphs import mapped
-from ...kernels.sampling import at, categorical, perturbed_argmax, readable, take
+from ...kernels.sampling import at, categorical, perturbed_argmax, readable
 from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers
 from ..contract import Request, Result, SamplingParams, StepOut
@@ -47,7 +46,6 @@ from ..rng import Purpose
 from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redraw
 from ..settings import check_settings, setting, within
 from ..trace import Source, Trace
-from .front import Front, draft_front, fed, verify_front
 from .settling import accept_settled, settled
 from .window import Tested, Window
 
@@ -69,9 +67,8 @@ class SJD(DiscreteMethod):
     reuse: one of REUSE, see SJD.refine. "coupled", "gumbel", "threshold_exact" and "resample" sample exactly from the
     model's distribution, "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL, see first_guesses().
     threshold: SJD++'s tau (> 0). rule: how a guess is verified; its depth is its place in the window, from 1.
-    front: drafts K for the first token of the window (1 to 16, at most V), of which K - 1 are fed besides the window;
-    exact whatever their number (see front.py). settle: guesses whose distribution moved by less than this (0 to 1, 0:
-    exact) are accepted without a test (see settling.py). Both are for reuse="coupled" only.
+    settle: guesses whose distribution moved by less than this (0 to 1, 0: exact) are accepted without a test (see
+    settling.py); for reuse="coupled" only.
     """
 
     window: int | None = setting(None, 2, advice="without one, the method chooses")
@@ -79,7 +76,6 @@ class SJD(DiscreteMethod):
     initial: str = setting("mixed", options=INITIAL)
     threshold: float = 0.5
     rule: AcceptanceRule = field(default_factory=Exact)
-    front: int = setting(1, 1, 16)
     settle: float = setting(0.0, 0, 1, exact=0)
     name: ClassVar[str] = "sjd"
 
@@ -100,19 +96,11 @@ class SJD(DiscreteMethod):
     def step(self, run: Run, window: Window, extent: Extent = ()) -> Window:
         offsets = numbers(tuple(range(-1, self.window - 1)), window.token.device, torch.int64)
         token, position = window.token[:, :-1], window.committed[:, None] + offsets
-        if self.front == 1:
-            p, front, path = run.predict(token, position), None, None
-        else:
-            tree = draft_front(run, window)
-            p = run.predict(*fed(window, tree, token, position))
-            front = verify_front(run, window, tree, p)
-            path = front.path(self.window)
-            p = take(p, path)
-        after = self.decide(run, window, p, Source.BONUS, front)
-        run.keep(after.committed - window.committed, path)
+        after = self.decide(run, window, run.predict(token, position), Source.BONUS)
+        run.keep(after.committed - window.committed)
         return after
 
-    def decide(self, run: Run, window: Window, p: Tensor, unguessed: Source, front: Front | None = None) -> Window:
+    def decide(self, run: Run, window: Window, p: Tensor, unguessed: Source) -> Window:
         """Test, record and move the window, from the predictions p [B, W, V+] of a forward pass.
 
         unguessed: the source of a token that is sampled where there is no guess.
@@ -124,11 +112,7 @@ class SJD(DiscreteMethod):
         tested = self.test(run, window, p, position, exists)
         if window.settled is not None:
             tested = accept_settled(run, window, tested, p, position)
-        if front is not None:
-            tested = front.joined(tested)
         count = run.before_first_rejection(tested.accepted, window.committed)
-        if front is not None:
-            count = front.limited(count)
         most = int(count.max()) if readable(count) else columns
         decided = counting(columns, device) < count[:, None]
         self.record(run, window, tested, p, position, decided, most, unguessed)
@@ -259,7 +243,6 @@ class SJD(DiscreteMethod):
             q=cut(tested.q),
             ratio=cut(tested.ratio),
             tv_bound=cut(tested.tv_bound),
-            rank=cut(tested.rank),
         )
 
     @property
@@ -278,56 +261,44 @@ class SJD(DiscreteMethod):
         if not self.threshold > 0:
             raise ValueError(f"threshold is {self.threshold}, but must be above 0 (SJD++ uses 0.5).")
         self.rule.check()
-        if self.front > 1 and self.reuse != "coupled":
-            raise ValueError(
-                f"front is {self.front}, but reuse={self.reuse!r} has one draft for every token. Use front=1 "
-                "(front_drafts), or reuse='coupled' (refinement)."
-            )
         if self.settle and self.reuse != "coupled":
             raise ValueError(
                 f"settle is {self.settle}, but reuse={self.reuse!r} does not settle. Use settle=0 (settling), or "
                 "reuse='coupled' (refinement)."
             )
-        if self.front > request.model.vocab:
-            raise ValueError(f"front is {self.front}, but this model has {request.model.vocab} image tokens.")
         if self.reuse == "gumbel" and not self.rule.lossless:
             raise ValueError(
                 f"The same-seed refinement (reuse='gumbel') compares tokens, so the rule {self.rule.name!r} has "
                 "nothing to relax. Use the exact rule, or the coupled refinement (reuse='coupled')."
             )
 
-    def columns(self, request: Request) -> int:
-        """W"""
+    def width(self, request: Request) -> int:
+        """The window W."""
         model = request.model
         slow = model.device.type == "cpu" and model.dtype == torch.float32
         return self.window or min(16 if slow else 32, request.length)
 
-    def width(self, request: Request) -> int:
-        return self.columns(request) + self.front - 1
-
     def describe(self, request: Request) -> dict[str, Any]:
         settings = {
             "method": self.name,
-            "window": self.columns(request),
+            "window": self.width(request),
             "reuse": self.reuse,
             "initial": self.initial,
             "rule": self.rule.describe(),
             "lossless": self.lossless,
         }
         settings |= {"threshold": self.threshold} if self.reuse.startswith("threshold") else {}
-        settings |= {"front": self.front} if self.front > 1 else {}
         return settings | ({"settle": self.settle} if self.settle else {})
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
-        more = f", {settings['front']} front drafts" if "front" in settings else ""
-        return f"{REUSE[settings['reuse']]}, window {settings['window']}{more}"
+        return f"{REUSE[settings['reuse']]}, window {settings['window']}"
 
     def session_key(self, request: Request) -> Hashable:
         return session_key(request, self, self.width(request))
 
     def bound(self, request: Request) -> SJD:
-        return replace(self, window=self.columns(request), rule=self.rule.bind(request.model))
+        return replace(self, window=self.width(request), rule=self.rule.bind(request.model))
 
     def memory(self, request: Request, into: Memory | None) -> Memory:
         model, layout = request.model, request.layout
@@ -336,9 +307,6 @@ class SJD(DiscreteMethod):
         )
         mapped(Tensor.zero_, memory)
         return memory
-
-    def feeds_tree(self) -> bool:
-        return self.front > 1
 
     def annotate(self, trace: Trace) -> None:
         trace.settings["rule"] = self.rule.describe()  # with as many neighbours as the model has
@@ -356,7 +324,6 @@ class Jacobi(SJD):
     initial: str = setting("repeat", options=INITIAL)
     threshold: float = field(default=0.5, init=False)
     rule: AcceptanceRule = field(default_factory=Exact, init=False)
-    front: int = field(default=1, init=False)
     settle: float = field(default=0.0, init=False)
     name: ClassVar[str] = "jacobi"
 
@@ -365,7 +332,7 @@ class Jacobi(SJD):
         return f"Jacobi, window {settings['window']}"
 
     def bound(self, request: Request) -> Jacobi:
-        return replace(self, window=self.columns(request))
+        return replace(self, window=self.width(request))
 
     def sample(self, request: Request) -> Result:
         return super().sample(replace(request, params=SamplingParams(cfg=request.params.cfg, temperature=0)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 
@@ -37,21 +36,15 @@ class Window:
         """[B, W - 1], the guesses without the placeholder."""
         return self.token[:, 1:-1]
 
-    @property
-    def first_tested(self) -> Tensor:
-        """The first column [B] whose guess is tested."""
-        return torch.zeros_like(self.committed) if self.settled is None else self.settled
-
 
 @dataclass(frozen=True)
 class Tested:
     """What a pass finds of the guesses, [B, W].
 
     token (int64): the guess where it is ``accepted`` (bool), else the token sampled in its place; q, ratio: q_k(x_k)
-    and p_k(x_k) / q_k(x_k) of the guess (0 without one; where front drafts are tested, of the last one); relaxed
-    (bool): accepted by a relaxed rule only; tv_bound: the drift it adds (both None where nothing is relaxed); u, v:
-    uniform numbers for the test and for sampling (None with Gumbel noise); moved: total variation of q_k and p_k (None
-    without settling); rank (int64; None without front drafts).
+    and p_k(x_k) / q_k(x_k) of the guess (0 without one); relaxed (bool): accepted by a relaxed rule only; tv_bound: the
+    drift it adds (both None where nothing is relaxed); u, v: uniform numbers for the test and for sampling (None with
+    Gumbel noise); moved: total variation of q_k and p_k (None without settling).
     """
 
     token: Tensor
@@ -63,4 +56,3 @@ class Tested:
     u: Tensor | None = None
     v: Tensor | None = None
     moved: Tensor | None = None
-    rank: Tensor | None = None

@@ -27,7 +27,7 @@ from ..settings import setting, within
 from .acceptance import AcceptanceRule
 
 DEFAULT_NEIGHBOURS = 1000
-REDRAW = ("optimal", "paper", "official_dynamic", "official_static_draft", "official_static_target")
+REDRAW = ("optimal", "paper")
 
 
 class NeighbourRule(AcceptanceRule):
@@ -35,18 +35,13 @@ class NeighbourRule(AcceptanceRule):
 
     optimal (default): [p - q]+, the best one for f >= min(1, p/q) (Li et al., "Annealed relaxation of speculative
         decoding", proposition 1).
-    paper: [p~ - q]+, where p~ has moved the mass of y_1 .. y_J onto x.
-    The others reproduce the authors' code, and drift more than "optimal". Whenever J > 0, they change the k + 1 nearest
-    tokens, where the paper changes J:
-    official_dynamic (dynamic trees) and official_static_target (static trees, Lumina-mGPT): [p - q]+ with p set to zero
-        on them. If x was proposed for certain, that is p without x and without them.
-    official_static_draft (static trees, LlamaGen and Anole): [p - q]+ with q set to zero on them.
-    If no mass is left, the authors sample uniformly from the whole vocabulary, text included; here p is used.
+    paper: [p~ - q]+, where p~ has moved the mass of y_1 .. y_J onto x; p if no mass is left. The authors' code instead
+        takes the mass of the k + 1 nearest tokens from p or q whenever J > 0, which drifts more.
     """
 
     neighbours: int
     redraw: str
-    table: Tensor | None  # [V, k or k + 1] (int32), of a bound rule
+    table: Tensor | None  # [V, k] (int32), of a bound rule
 
     @property
     def plain(self) -> bool:
@@ -76,8 +71,7 @@ class NeighbourRule(AcceptanceRule):
         if not 1 <= count <= others:
             legal = within(1, others, "choose another rule")
             raise ValueError(f"neighbours is {count}, but this model has {model.vocab} codes: {legal}.")
-        columns = min(count + self.redraw.startswith("official"), others)
-        table = model.neighbours(columns).to(model.device, torch.int32)  # half the memory of int64
+        table = model.neighbours(count).to(model.device, torch.int32)  # half the memory of int64
         return replace(self, neighbours=count, table=table)
 
     def describe(self) -> dict[str, Any]:
@@ -96,16 +90,11 @@ class NeighbourRule(AcceptanceRule):
         if self.plain:
             return residual(p, q)
         absorbed, count = self.aggregate(p, token, strength)
-        near = self._near(token)
-        if self.redraw == "paper":
-            places = torch.arange(near.shape[-1], device=p.device)
-            moved = _without(p, near, places < count.unsqueeze(-1))
-            moved = moved.scatter_add(-1, token.unsqueeze(-1), absorbed.unsqueeze(-1))
-            return unless_empty((moved - q).clamp(min=0), p)
-        some = (count > 0).unsqueeze(-1).expand_as(near)
-        if self.redraw == "official_static_draft":
-            return unless_empty((p - _without(q, near, some)).clamp(min=0), p)
-        return unless_empty((_without(p, near, some) - q).clamp(min=0), p)
+        near = self.table[token.clamp(max=len(self.table) - 1)].long()  # meaningless for a special token: count is 0
+        kept = torch.arange(near.shape[-1], device=p.device) >= count.unsqueeze(-1)
+        moved = p.scatter(-1, near, p.gather(-1, near) * kept)
+        moved = moved.scatter_add(-1, token.unsqueeze(-1), absorbed.unsqueeze(-1))
+        return unless_empty((moved - q).clamp(min=0), p)
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """[f - p/q]+ of the draft, an unbiased estimate: its mean over q is sum [q f - p]+.
@@ -119,10 +108,6 @@ class NeighbourRule(AcceptanceRule):
         ours, best = self.residual(p, q, token, depth, strength), residual(p, q)
         apart = ours / ours.sum(-1, keepdim=True) - best / best.sum(-1, keepdim=True)
         return excess + (1 - f) * apart.clamp(min=0).sum(-1)
-
-    def _near(self, token: Tensor) -> Tensor:
-        """Rows [..., columns] (int64) of the table for tokens [...]; meaningless for a special token."""
-        return self.table[token.clamp(max=len(self.table) - 1)].long()
 
 
 @dataclass(frozen=True)
@@ -159,8 +144,3 @@ class LanternPP(NeighbourRule):
 
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
         return (self.ratio - 1) * strength * p_token
-
-
-def _without(probs: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
-    """Probabilities [..., V+] with the entries of tokens [..., k] set to zero where ``where`` [..., k] (bool)."""
-    return probs.scatter(-1, tokens, probs.gather(-1, tokens) * ~where)

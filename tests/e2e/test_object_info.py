@@ -43,7 +43,8 @@ def test_every_input_has_a_tooltip(nodes):
     for key, node in nodes.items():
         for kind in ("required", "optional"):
             for name, spec in node["input"].get(kind, {}).items():
-                assert len(spec) > 1 and spec[1].get("tooltip"), f"{key}.{name} has no tooltip"
+                options = spec[1] if len(spec) > 1 else {}
+                assert options.get("tooltip") or options.get("hidden"), f"{key}.{name} has no tooltip"
 
 
 def test_every_node_has_a_description_and_a_help_page(comfy, nodes):

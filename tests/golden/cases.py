@@ -98,11 +98,6 @@ def preset(name: str, *structure: Any, **settings: Any) -> tuple[str, Make]:
     return name, lambda subject: getattr(api.methods, name)(subject.drafters["eagle"], *structure, **settings)
 
 
-FRONT = {"front 4": api.methods.SJD(6, front=4), "front 3, lantern": api.methods.SJD(6, rule=RULES["lantern"], front=3)}
-SETTLING = {
-    "settle 0.1": api.methods.SJD(6, settle=0.1),
-    "front 4, settle 0.1": api.methods.SJD(6, front=4, settle=0.1),
-}
 WINDOWS = dict(
     [
         plain("next token", api.methods.NextToken()),
@@ -118,7 +113,7 @@ WINDOWS = dict(
             for name, rule in RULES.items()
             if name != "exact"
         ),
-        *(plain(f"sjd {name}", method) for name, method in (FRONT | SETTLING).items()),
+        plain("sjd settle 0.1", api.methods.SJD(6, settle=0.1)),
     ]
 )
 PRESETS = dict(

@@ -36,11 +36,15 @@ def test_ids_are_literals_in_the_source():
     assert sorted(re.findall(r'node_id="(\w+)"', source)) == sorted(IDS)
 
 
+def shown(schema):
+    return [field for field in schema.inputs if not field.extra_dict.get("hidden")]
+
+
 def test_every_node_explains_itself(nodes):
     for name, node in nodes.items():
         schema, info = node.GET_SCHEMA(), node.GET_NODE_INFO_V1()
         assert schema.description and schema.display_name and schema.category.startswith("SpecAR/"), name
-        assert all(i.tooltip for i in schema.inputs), name
+        assert all(i.tooltip for i in shown(schema)), name
         assert all(o.tooltip and o.display_name for o in schema.outputs), name
         assert info["output_node"] == (name in OUTPUT_NODES), name
 
@@ -56,7 +60,7 @@ def test_every_number_has_bounds(nodes):
 def test_the_tooltip_of_every_number_names_values(nodes):
     """The default and a usual value or a range, so that nobody has to guess which numbers make sense."""
     for name, node in nodes.items():
-        for field in node.GET_SCHEMA().inputs:
+        for field in shown(node.GET_SCHEMA()):
             if field.io_type in ("INT", "FLOAT") and "seed" not in field.id:
                 usual, default = re.fullmatch(r"(.+) Default: (-?[\d.]*\d)\b.*", field.tooltip).groups()
                 assert float(default) == field.default, (name, field.id)
@@ -68,7 +72,7 @@ def test_a_number_that_stands_for_an_automatic_one_says_so(nodes):
     chinese = json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))
     marked = set()
     for name, node in nodes.items():
-        for field in node.GET_SCHEMA().inputs:
+        for field in shown(node.GET_SCHEMA()):
             if "(auto)" in field.tooltip or field.display_name:
                 marked.add(field.id)
                 assert field.display_name == f"{field.id} ({field.default}: auto)", (name, field.id)
@@ -101,7 +105,7 @@ def test_english_names_are_those_of_the_nodes(nodes):
         expected[name] = {
             "display_name": schema.display_name,
             "description": schema.description,
-            "inputs": {i.id: {"name": i.display_name or i.id, "tooltip": i.tooltip} for i in schema.inputs},
+            "inputs": {i.id: {"name": i.display_name or i.id, "tooltip": i.tooltip} for i in shown(schema)},
         }
         if schema.outputs:
             outputs = enumerate(schema.outputs)

@@ -31,11 +31,8 @@ METHODS = [
     SJD(3, rule=CoolSD(3)),
     SJD(4, "resample", "left", rule=Lantern(2, 0.6, "paper")),
     SJD(4, initial="uniform"),
-    SJD(3, front=2),
-    SJD(2, front=3),
-    SJD(4, rule=CoolSD(3), front=3),
     SJD(4, settle=0.3),
-    SJD(5, front=2, settle=0.5),
+    SJD(5, settle=0.5),
 ]
 
 
@@ -83,7 +80,7 @@ MOVED = [{"cfg": 2.5}, {"temperature": 0.5}, {"top_k": 1}, {"top_p": 0.6}]
 HEATED = [{"temperature": 0.5}, {"entropy": (5.0, 2.0, 0.9)}]
 
 
-@pytest.mark.parametrize("method", [NextToken(), SJD(3), SJD(3, "gumbel"), SJD(3, front=2)], ids=str)
+@pytest.mark.parametrize("method", [NextToken(), SJD(3), SJD(3, "gumbel")], ids=str)
 @pytest.mark.parametrize(("more", "moves"), [({}, MOVED), ({"entropy": (2.5, 1.0, 0.6)}, HEATED)], ids=str)
 def test_moved_sliders_need_no_other_graph(more, moves, method):
     base = SamplingParams(1.5, 1.2, 2, 0.9, **more)
@@ -140,15 +137,7 @@ def test_a_graph_is_not_replayed_for_another_setting(method, changed):
 
 @pytest.mark.parametrize(
     "other",
-    [
-        SJD(4),
-        SJD(3, "gumbel"),
-        SJD(3, initial="left"),
-        SJD(3, rule=CoolSD(2)),
-        SJD(3, front=2),
-        SJD(3, settle=0.1),
-        NextToken(),
-    ],
+    [SJD(4), SJD(3, "gumbel"), SJD(3, initial="left"), SJD(3, rule=CoolSD(2)), SJD(3, settle=0.1), NextToken()],
     ids=str,
 )
 def test_a_graph_is_not_replayed_for_another_method(other):
@@ -172,7 +161,7 @@ def test_a_result_stays_when_its_session_goes_on():
 
 
 @pytest.mark.parametrize(
-    "method", [NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper"), SJD(4, front=3)], ids=str
+    "method", [NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper")], ids=str
 )
 def test_the_captured_path_samples_from_the_distribution(method):
     for layout, specials in LAYOUTS.values():
@@ -244,8 +233,7 @@ def test_a_method_without_guesses_shows_none():
         *(SJD(5, reuse) for reuse in REUSE),
         SJD(7, "gumbel", "repeat"),
         SJD(5, rule=Lantern(5, 0.3)),
-        SJD(5, front=4),
-        SJD(5, front=4, settle=0.3),
+        SJD(5, settle=0.3),
     ],
     ids=str,
 )
@@ -276,9 +264,7 @@ TOYS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS
     ("method", "options", "name"),
     [
         (SJD(), {}, "row"),
-        (SJD(front=3), {}, "kept"),
-        (SJD(front=2, settle=0.3), {}, "line_ends"),
-        (SJD(settle=0.3), {}, "row"),
+        (SJD(settle=0.3), {}, "line_ends"),
         (SJD(reuse="gumbel", initial="left"), {"cfg": 1.0}, "kept"),
         (SJD(reuse="threshold_paper", initial="upper"), {"temperature": 0}, "row"),
         (SJD(reuse="threshold_exact", initial="uniform"), {"top_p": 0.8}, "line_ends"),

@@ -73,7 +73,7 @@ class Breaking(ToyModel):
 def methods(drafter):
     yield NextToken()
     yield from (SJD(4, reuse) for reuse in REUSE)
-    yield from (SJD(4, front=3), SJD(4, settle=0.3), SJD(4, front=2, settle=0.3))
+    yield SJD(4, settle=0.3)
     yield from (SJD(4, rule=rule) for rule in RULES[1:])
     yield from (DraftTree(drafter, structure) for structure in STRUCTURES.values())
     yield from (DraftTree(drafter, structure, rule) for structure, rule in RULES_ON_TREES)

@@ -43,7 +43,7 @@ MODELS = {name: ToyModel(layout, specials) for name, (layout, specials, _) in CA
 DRAFTERS = {name: ToyDrafter(model) for name, model in MODELS.items()}
 ADT = ADTTree(depths=(1, 3), widths=(1, 3), width_step=1, first=(2, 2), nodes=6)
 STRUCTURES = [Chain(2), Chain(3, "block"), Static(((0,), (1,), (0, 0))), Dynamic(2, 2, 4), ADT]
-METHODS = [NextToken(), *(SJD(3, reuse) for reuse in REUSE if reuse != "threshold_paper"), SJD(3, front=2), *STRUCTURES]
+METHODS = [NextToken(), *(SJD(3, reuse) for reuse in REUSE if reuse != "threshold_paper"), *STRUCTURES]
 
 
 def method_for(method, name):

@@ -24,12 +24,7 @@ from ..support.toy import VOCAB as TOY_VOCAB
 from ..support.toy import ToyModel, plain, request
 from ..support.windows import SIZE, begun, step, three_passes
 
-METHODS = [
-    NextToken(),
-    *(SJD(window=5, reuse=reuse) for reuse in REUSE),
-    SJD(window=5, front=3),
-    SJD(window=5, settle=0.3),
-]
+METHODS = [NextToken(), *(SJD(window=5, reuse=reuse) for reuse in REUSE), SJD(window=5, settle=0.3)]
 
 
 @pytest.fixture(scope="module")
@@ -297,15 +292,7 @@ def test_refinements_of_a_hand_made_run():
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        *(SJD(reuse=reuse) for reuse in REUSE),
-        SJD(initial="repeat"),
-        SJD(front=4),
-        SJD(settle=0.1),
-        SJD(front=4, settle=0.1),
-    ],
-    ids=str,
+    "method", [*(SJD(reuse=reuse) for reuse in REUSE), SJD(initial="repeat"), SJD(settle=0.1)], ids=str
 )
 def test_a_step_reads_nothing_on_the_host(models, method):
     """On the meta device there is no data to read: whatever would wait for the GPU raises."""

@@ -34,7 +34,6 @@ RULES = [
     UniformRSD(20),
     CoolSD(2, 0.5, 3),
     Lantern(2, 0.6, "paper"),
-    Lantern(1, 0.6, "official_static_target"),
     Grouped(gap=0.5, radius=3),
     TVMetered(0.05),
     TVMetered(0.5),

@@ -37,7 +37,7 @@ def model():
         ({"strength": torch.ones(3, 3)}, ValueError, r"strength.*\[1, 3, 3\].*\[1, 16, 16\]"),
         ({"skippable": torch.ones(16, 16).bool()}, ValueError, "skippable.*VVS"),
         ({"top_k": 1.5}, TypeError, "top_k is 1.5.*whole"),
-        ({"method": specar.methods.SJD(front=1.5)}, TypeError, "front is 1.5.*whole"),
+        ({"method": specar.methods.SJD(window=4.5)}, TypeError, "window is 4.5.*whole"),
         ({"grid": 16}, TypeError, "grid is 16.*rows"),
         ({"grid": (16.0, 16.0)}, TypeError, "grid is .*whole"),
         ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*3"),

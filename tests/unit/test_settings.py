@@ -17,7 +17,7 @@ from comfyui_specar.samplers.methods.continuous import PATHS
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.settings import Setting, check_settings, settings_of
 
-REDRAW = ("optimal", "paper", "official_dynamic", "official_static_draft", "official_static_target")
+REDRAW = ("optimal", "paper")
 INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
 REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
 ANY = math.inf
@@ -56,7 +56,6 @@ DECLARED = {
         "window": (None, 2, ANY, None),
         "reuse": ("coupled", REUSE),
         "initial": ("mixed", INITIAL),
-        "front": (1, 1, 16, None),
         "settle": (0.0, 0, 1, 0),
     },
     "DraftTree": {},
@@ -85,7 +84,7 @@ PLAIN = {
     "Grouped": {"codes": None},
     "Static": {"tree": "eagle_25"},
     "ADTTree": {"depths": (1, 9), "widths": (4, 39), "nodes": 58, "first": (5, 10)},
-    "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "front": 1, "settle": 0.0},
+    "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "settle": 0.0},
     "SJD": {"threshold": 0.5},
     "DraftTree": {"skipping": None, "name": "draft_tree"},
     "ContinuousSpeculative": {"tolerance": 0.26, "aligned": True},

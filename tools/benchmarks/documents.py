@@ -42,7 +42,6 @@ PROCESSORS = {"Intel(R) Xeon(R) Processor": "Intel Xeon (AMX)", "AMD EPYC": "AMD
 METHODS = (
     ("next token", "next-token", "SpecARNextTokenSampler", "next_token"),
     ("SJD, coupled (MC-SJD)", "sjd", "SpecARSJDSampler", "sjd coupled w32"),
-    ("SJD, coupled, 4 front drafts", "sjd", "SpecARSJDSampler", "sjd coupled w32, 4 front drafts"),
     ("SJD, coupled, TV budget 0.1", "rules", "SpecARSJDSampler", "SJD coupled, TV budget 0.1, w32"),
     ("SJD, redraw", "sjd", "SpecARSJDSampler", "sjd resample w32"),
     ("SJD, same seed", "sjd-plus-plus", "SpecARSJDSampler", "sjd gumbel w32"),
@@ -66,8 +65,8 @@ SETTINGS = (
     "window 32 (automatic in fp32 on a CPU: 16); passes: mean of {images} images, of {prompts} prompts. Time, "
     "next token = 1: these passes at the cost of a round (a pass with its drafts and its sampling), which was "
     "measured on the same model enlarged to the sizes of LlamaGen-B and -L (87 and {millions} M parameters, "
-    "the same images), in bf16 on {threads} threads of {processors}, -L, front drafts and the TV budget on the "
-    "second only. VVS takes the first drawn path."
+    "the same images), in bf16 on {threads} threads of {processors}, -L and the TV budget on the second "
+    "only. VVS takes the first drawn path."
 )
 QUALITY = (
     " Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
@@ -107,7 +106,6 @@ CHINESE = {
     "time, LlamaGen-L": "时间，LlamaGen-L",
     "next token": "逐token",
     "SJD, coupled (MC-SJD)": "SJD，耦合（MC-SJD）",
-    "SJD, coupled, 4 front drafts": "SJD，耦合，4个前端草稿",
     "SJD, coupled, TV budget 0.1": "SJD，耦合，TV预算0.1",
     "SJD, redraw": "SJD，重新采样",
     "SJD, same seed": "SJD，相同种子",

@@ -30,7 +30,6 @@ MORE = (
     "grouped",
     "TV-metered 0.05",
     "SJD coupled, Cool-SD delta 2, w32",
-    "sjd coupled w32, 4 front drafts",
     "sjd coupled w32, settling 0.05",
 )
 CONTINUOUS = (

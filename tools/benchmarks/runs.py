@@ -34,15 +34,13 @@ class Case:
 
 
 def cases(windows: Sequence[int]) -> list[Case]:
-    """Next-token, then every SJD variant: all reuse modes, front drafts, settling and AR Sampler's relaxed choice per
+    """Next-token, then every SJD variant: all reuse modes, settling and AR Sampler's relaxed choice per
     window, all initialisations at the first window."""
     sjd = specar.methods.SJD
     listed = [Case("next_token", specar.methods.NextToken())]
     for window in windows:
         for reuse in REUSE:
             listed.append(Case(f"sjd {reuse} w{window}", sjd(window=window, reuse=reuse)))
-        for front in (4, 8):
-            listed.append(Case(f"sjd coupled w{window}, {front} front drafts", sjd(window=window, front=front)))
         listed.append(Case(f"sjd coupled w{window}, settling 0.05", sjd(window=window, settle=0.05)))
         rule = specar.rules.TVMetered(0.1)  # "fastest, may drift"
         listed.append(Case(f"SJD coupled, TV budget 0.1, w{window}", sjd(window=window, rule=rule)))

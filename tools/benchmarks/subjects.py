@@ -23,7 +23,6 @@ METHODS = (  # those of the README's table (documents.METHODS) among them
     "sjd resample w32",
     "sjd gumbel w32",
     "sjd threshold_paper w32",
-    "sjd coupled w32, 4 front drafts",
     "SJD coupled, TV budget 0.1, w32",
     "chain of 5",
     "EAGLE-1, 25 drafts",
