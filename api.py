@@ -144,10 +144,10 @@ def check_parts(method: Method) -> None:
             f"method is {method!r}, but must be an object such as methods.SJD(); there are "
             f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}."
         )
-    if hasattr(method, "drafter") and not hasattr(method.drafter, "device" if method.continuous else "kind"):
+    drafter = getattr(method, "drafter", None)
+    if hasattr(method, "drafter") and not hasattr(drafter, "device" if method.continuous else "kind"):
         raise TypeError(
-            f"{type(method).__name__}'s drafter is {method.drafter!r:.60}, but must be that of "
-            "load_drafter(path, model)."
+            f"{type(method).__name__}'s drafter is {drafter!r:.60}, but must be that of load_drafter(path, model)."
         )
     for part, (kind, words) in PARTS.items():
         if hasattr(method, part) and not isinstance(value := getattr(method, part), kind):

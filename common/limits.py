@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -129,7 +129,7 @@ def legal_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def parse_json(text: str | bytes, values: int = VALUES, **hooks: Callable[..., Any]) -> Any:
+def parse_json(text: str | bytes, values: int = VALUES, **hooks: Any) -> Any:
     """The value of a JSON text (bytes: UTF-8). hooks: as json.loads takes them.
 
     Raises ValueError for a text that is no JSON, and FileError for more than ``values`` values, DEPTH levels or DIGITS

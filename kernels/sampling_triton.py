@@ -47,8 +47,9 @@ def _redraw_kernel(p, q, v, out, count, MINUS: tl.constexpr, BLOCK: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(v + row)
     token = sampled(p + row * count, q + row * count, 1.0, MINUS, count, uniform, BLOCK)
-    if MINUS and token < 0:
-        token = sampled(p + row * count, q + row * count, 1.0, 0, count, uniform, BLOCK)
+    if MINUS:
+        if token < 0:
+            token = sampled(p + row * count, q + row * count, 1.0, 0, count, uniform, BLOCK)
     tl.store(out + row, tl.maximum(token, 0).to(tl.int64))
 
 

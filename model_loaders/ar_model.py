@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..common.limits import SIDE, bounded_int
 from ..models.backbone import Backbone
 from ..models.cache import KVCache, slots_of
-from ..models.placed import Placed
 from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
 from ..models.quantised import bytes_in, largest_matrix
@@ -51,8 +50,8 @@ class State:
     prefix_features: list[Tensor | None]  # one [1 or B, n, F] per branch: its prompt; None: unconditional
 
 
-class DiscreteModel(Prompted, Placed):
-    """See ARModel in samplers/contract.py for the contract.
+class DiscreteModel(Prompted):
+    """A backbone with a prefix as an ARModel (samplers/contract.py).
 
     grid: the default (rows, cols); grids: all supported ones (none given: only ``grid``). pixels_per_token: side of a
     token's patch; an attached image decoder overrides it. positions: the positional encoding. row_ends: whether a
@@ -66,7 +65,7 @@ class DiscreteModel(Prompted, Placed):
     """
 
     continuous = False
-    tokens = "token ids"  # what it draws, in words
+    tokens = "token ids"  # what it samples, in words
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class DiscreteModel(Prompted, Placed):
         grids: Sequence[tuple[int, int]] = (),
         row_ends: bool = False,
         endings: int = 0,
-        longest: int | None = None,
+        longest: float | None = None,
         word_ids: Sequence[int] = (),
         preview: Callable[[tuple[int, int]], tuple[int, int]] | None = None,
         guidance: bool = True,
@@ -200,7 +199,7 @@ class DiscreteModel(Prompted, Placed):
     def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
         """Attach the first image decoder with this model's number of codes; log a warning for each other one."""
         for decoder in decoders:
-            if decoder.codes == self.vocab:
+            if isinstance(decoder, ImageDecoder) and decoder.codes == self.vocab:
                 self.attach_codebook(decoder.codebook, decoder.factor)
                 self.image_decoder = decoder
                 return
@@ -257,10 +256,11 @@ class DiscreteModel(Prompted, Placed):
             raise ValueError(
                 "This rule compares code vectors, but the model has no image decoder. Load the VQ file too."
             )
-        if self._neighbours is None or self._neighbours.shape[1] < count:
-            self._neighbours = neighbour_table(self.codebook, count)
+        table = self._neighbours
+        if table is None or table.shape[1] < count:
+            self._neighbours = table = neighbour_table(self.codebook, count)
             self.sessions.clear()
-        return self._neighbours[:, :count]
+        return table[:, :count]
 
     def check_grid(self, rows: int, cols: int) -> tuple[int, int]:
         """The grid to generate on; raises ValueError for one the model was not trained on."""
@@ -274,7 +274,7 @@ class DiscreteModel(Prompted, Placed):
 
     def typical_latents(self, count: int) -> Tensor:
         """Typical latents [count, C] of the model; deterministic."""
-        return self.codebook[torch.randint(self.vocab, (count,), generator=torch.Generator().manual_seed(0))]
+        return self._codes()[torch.randint(self.vocab, (count,), generator=torch.Generator().manual_seed(0))]
 
     def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout:
         """The token layout; raises ValueError for a grid the model was not trained on."""
@@ -303,12 +303,18 @@ class DiscreteModel(Prompted, Placed):
         Raises ValueError for a prompt of another model.
         """
         grid = layout.rows, layout.cols
-        features = self.read(conditioning, batch, "positive", grid).features
+        features = self._features(conditioning, batch, "positive", grid)
         other = self.read(negative, batch, "negative", grid) if guided else None
         count = features.shape[1] if other is None else other.features.shape[1]
         if guided and other is None and isinstance(self.prefix, TextPrefix):
             count = self.prefix.null(features, grid).shape[1]
         return max(features.shape[1], count)
+
+    def _features(self, prompt: Conditioning | EncodedPrompt, batch: int, name: str, grid: tuple[int, int]) -> Tensor:
+        """Features [1 or B, n, F] of a prompt that there must be."""
+        encoded = self.read(prompt, batch, name, grid)
+        assert encoded is not None, "only a negative prompt may be missing"
+        return encoded.features
 
     def activation_bytes(self, rows: int, tokens: int) -> int:
         """Rough bytes of the activations of a forward pass over ``tokens`` tokens in each of ``rows`` rows."""
@@ -337,12 +343,12 @@ class DiscreteModel(Prompted, Placed):
     ) -> int:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class), and of
         the copy in which a layer reads caches in int8. dtype and int8_cache: None: this model's."""
-        config, dtype = self.backbone.config, dtype or self.dtype
+        config, itemsize = self.backbone.config, (dtype or self.dtype).itemsize
         slots = slots_of(prompt or getattr(self.prefix, "slots", 1), layout.length + slack)
         vectors = 2 * batch * (1 + guided) * slots * config.cached_heads  # per layer
-        wide = vectors * config.head_dim * dtype.itemsize
+        wide = vectors * config.head_dim * itemsize
         if self.int8_cache if int8_cache is None else int8_cache:
-            return config.layers * vectors * (config.head_dim + dtype.itemsize) + wide
+            return config.layers * vectors * (config.head_dim + itemsize) + wide
         return config.layers * wide
 
     # Decoding
@@ -363,13 +369,13 @@ class DiscreteModel(Prompted, Placed):
         model or one that is too long.
         """
         grid = layout.rows, layout.cols
-        features: list[Tensor | None] = [self.read(conditioning, batch, "positive", grid).features]
-        branches = [self.prefix(features[0])]
+        own = self._features(conditioning, batch, "positive", grid)
+        features: list[Tensor | None] = [own]
+        branches = [self.prefix(own)]
         if guided:
             other = self.read(negative, batch, "negative", grid)
             features.append(None if other is None else other.features)
-            null = other is None
-            branches.append(self.prefix.unconditional(features[0], grid) if null else self.prefix(other.features))
+            branches.append(self.prefix.unconditional(own, grid) if other is None else self.prefix(other.features))
         branches = [branch.expand(batch, -1, -1) for branch in branches]
         lengths = torch.tensor([b.shape[1] for b in branches], device=self.device).repeat_interleave(batch)
         longest = max(b.shape[1] for b in branches)
@@ -412,7 +418,7 @@ class DiscreteModel(Prompted, Placed):
             )
 
     def set_attention_length(self, state: State, tokens: int | None) -> int:
-        """See ARModel."""
+        """Limit the next steps to the first ``tokens`` of the image; returns the attention length (see ARModel)."""
         return state.cache.set_attention_length(None if tokens is None else state.longest + tokens)
 
     def step(
@@ -454,12 +460,5 @@ class DiscreteModel(Prompted, Placed):
         if tokens.ndim == 3:
             tokens = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool)).forced
         grid = layout.rows, layout.cols
-        features = self.read(conditioning, len(tokens), "conditioning", grid).features
+        features = self._features(conditioning, len(tokens), "conditioning", grid)
         return self(self.prefix(features).expand(len(tokens), -1, -1), tokens, grid)
-
-
-def legal_grid(grid: Sequence[int]) -> tuple[int, int]:
-    """A grid as a tuple. Raises ValueError unless it is two integers from 1 to SIDE."""
-    if len(grid) != 2 or not 1 <= min(grid) <= max(grid) <= SIDE:
-        raise ValueError(f"grid is {tuple(grid)!r:.100}, but must be two numbers (rows, columns) between 1 and {SIDE}.")
-    return int(grid[0]), int(grid[1])

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-T = TypeVar("T")
+
+class Cached(Protocol):
+    """A state whose memory is a cache and a table of rotations."""
+
+    cache: Any
+    table: Any
+
+
+T = TypeVar("T", bound=Cached)
 
 
 def repeated(rows: Tensor, branches: int) -> Tensor:

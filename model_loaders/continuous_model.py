@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from einops import rearrange
@@ -20,7 +20,6 @@ from ..common.limits import SIDE, bounded_int
 from ..models.captured import Graphs, captured_pass, padded_tokens
 from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions
-from ..models.placed import Placed
 from ..samplers.continuous_contract import ContinuousCallback, ContinuousParams, ContinuousRequest, masked_guidance
 from ..samplers.contract import check_both, check_grids, chosen_params
 from ..samplers.distributions import Normal
@@ -45,7 +44,7 @@ class MaskedState:
     graphs: Graphs | None
 
 
-class ContinuousBase(Prompted, Placed):
+class ContinuousBase(Prompted):
     """Base class of continuous models: prompts, units, and the attributes that samplers and nodes read.
 
     grid: the (rows, cols) the model was trained on. scale: factor that gives latents of its VAE unit variance.
@@ -54,7 +53,7 @@ class ContinuousBase(Prompted, Placed):
     """
 
     continuous = True
-    tokens = "vectors"  # what it draws, in words
+    tokens = "vectors"  # what it samples, in words
     group = 1
     order: Tensor | None = None
     codebook = image_decoder = None  # tokens are vectors, and files contain no decoder
@@ -172,6 +171,12 @@ class ContinuousBase(Prompted, Placed):
     def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
         """Does nothing: continuous tokens have no codebook, and the autoencoder is loaded separately."""
 
+    @overload
+    def features(self, conditioning: Conditioning, batch: int, name: Literal["positive"]) -> Tensor: ...
+
+    @overload
+    def features(self, conditioning: Conditioning | None, batch: int, name: str) -> Tensor | None: ...
+
     def features(self, conditioning: Conditioning | None, batch: int, name: str) -> Tensor | None:
         """Features [batch, n, F] of a CONDITIONING; None for no negative prompt. Raises ValueError for one of another
         model."""
@@ -227,7 +232,7 @@ class MaskedModel(ContinuousBase):
         return Schedule.cosine(params.steps, params.kind, self.device, self.head.first)
 
     def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
-        """See masked_guidance."""
+        """Guidance scale (fp32) of tokens sampled when ``before`` of ``length`` are known (see masked_guidance)."""
         return masked_guidance(params, before, after, length)
 
     def start(
@@ -287,7 +292,7 @@ class MaskedModel(ContinuousBase):
         noise_t: Tensor,
         schedule: Schedule,
     ) -> Normal:
-        """See ContinuousModel."""
+        """The distribution of the tokens at query [B, V, M] (see ContinuousModel): where the head's denoising ends."""
         z = self.condition_vectors(state, tokens, known, seen)
         index = query[None, ..., None].expand(len(z), *query.shape, z.shape[-1])
         z = z.gather(3, index).flatten(1, 3)
@@ -305,7 +310,7 @@ class MaskedModel(ContinuousBase):
             end = end._replace(
                 log_std=torch.full_like(end.mean, math.log(schedule.last_width)), path=torch.zeros_like(end.path)
             )
-        return Normal(*end).map(lambda t: t.unflatten(0, query.shape))
+        return Normal(*(part.unflatten(0, query.shape) for part in end))
 
     @torch.inference_mode()
     def condition(self, conditioning: Conditioning, tokens: Tensor, known: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..models.quantised import NARROW
-from .ar_model import DiscreteModel, legal_grid
+from .ar_model import DiscreteModel
 from .continuous_model import ContinuousBase
 from .decoders import KINDS, glm_image
 from .decoders.image_decoder import Autoencoder
@@ -37,6 +37,7 @@ from .files.checkpoint import (
 from .files.errors import CheckpointError, as_released
 from .files.scaled import ScaledMatrix
 from .registry import Family
+from .sizes import legal_grid
 
 DECODER_FILES = (*WEIGHT_FILES, *(file for kind in KINDS for file in kind.files))  # in the folder of an image decoder
 _SUFFIXES = SAFETENSORS + PICKLES + TORCHSCRIPT

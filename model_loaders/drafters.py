@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..models.prefix import TextPrefix
-from ..samplers.contract import ARModel, StepOut
+from ..samplers.contract import StepOut
 from ..samplers.layout import TokenLayout
 from .branches import repeated
 from .files.errors import CheckpointError
 from .text.prompts import Conditioning, EncodedPrompt, prompt_text
+
+if TYPE_CHECKING:
+    from .ar_model import DiscreteModel
 
 
 @dataclass
@@ -27,16 +30,16 @@ class ModelState:
 
 
 class ModelDrafter:
-    """See Drafter in samplers/contract.py for the contract. Hidden states of the target are not used.
+    """A small model as a Drafter (samplers/contract.py). It does not use the target's hidden states.
 
-    module: the small model, a DiscreteModel of ar_model.py.
+    module: the small model.
     own_words: prompts are tokenized again with the small model's tokenizer, whose special tokens may have other ids
     than the target's (as in Janus-Pro).
     """
 
     kind = "model"
 
-    def __init__(self, module: ARModel, own_words: bool = False):
+    def __init__(self, module: DiscreteModel, own_words: bool = False):
         self.module, self.own_words = module, own_words
         self.family, self.dtype = module.family, module.dtype
 
@@ -60,19 +63,21 @@ class ModelDrafter:
         into: ModelState | None = None,
     ) -> ModelState:
         """Prefill the prompts, as the target does."""
-        prompts = (self._own(prompt) for prompt in (conditioning, negative))
+        negative = None if negative is None else self._own(negative)
         # Observations may carry one more token than was drafted: the one the target added.
-        own = self.module.start(*prompts, batch, layout, slack + 1, guided, into.own if into else None)
+        own = self.module.start(
+            self._own(conditioning), negative, batch, layout, slack + 1, guided, into.own if into else None
+        )
         if into is None or own is not into.own:
             return ModelState(own)
         into.expanded = 0
         return into
 
     def set_attention_length(self, state: ModelState, tokens: int | None) -> int:
-        """See ARModel."""
+        """Limit the next steps to the first ``tokens`` of the image; returns the attention length (see ARModel)."""
         return self.module.set_attention_length(state.own, tokens)
 
-    def _own(self, prompt: Conditioning | EncodedPrompt | None) -> Conditioning | EncodedPrompt | None:
+    def _own(self, prompt: Conditioning | EncodedPrompt) -> Conditioning | EncodedPrompt:
         text = prompt_text(prompt) if self.own_words else None
         return prompt if text is None else self.module.encode_prompt(text)
 
@@ -88,7 +93,7 @@ class ModelDrafter:
     def expand(
         self, state: ModelState, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor
     ) -> StepOut:
-        """Feed drafts; see Drafter."""
+        """Feed drafts [B, T], each of which sees those that tree_mask names; the next observation forgets them."""
         uncommitted = state.expanded
         state.expanded += tokens.shape[1]
         return self.module.step(state.own, tokens, positions, tree_mask, uncommitted)
@@ -99,7 +104,7 @@ class ModelDrafter:
         self.module.commit(state.own, -count)
 
 
-def pair(small: ARModel, target: ARModel, path: Path) -> ModelDrafter:
+def pair(small: DiscreteModel, target: DiscreteModel, path: Path) -> ModelDrafter:
     """One DiscreteModel as the drafter of another. Raises CheckpointError unless both use the same image tokens and
     prompts."""
     other = next((grid for grid in target.grids if grid not in small.grids), small.grid)
@@ -108,7 +113,7 @@ def pair(small: ARModel, target: ARModel, path: Path) -> ModelDrafter:
         {
             "family": (small.family, target.family),
             "number of image tokens": (small.vocab, target.vocab),
-            "token grid": tuple("{1} x {0}".format(*grid) for grid in (small.grid, other)),
+            "token grid": ("{1} x {0}".format(*small.grid), "{1} x {0}".format(*other)),
             "kind of prompt": (small.prompt_kind, target.prompt_kind),
         },
         "image tokens",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +58,10 @@ class Family:
 class DecoderKind:
     """A kind of image decoder.
 
-    recognise: tensors by name -> whether they are of this kind, or of a model that contains one. load: (checkpoint,
+    recognise: names of tensors -> whether they are of this kind, or of a model that contains one. load: (checkpoint,
     dtype, operations) -> the decoder on the CPU. files: file names of its weights in addition to WEIGHT_FILES.
     """
 
-    recognise: Callable[[Mapping[str, Tensor]], bool]
+    recognise: Callable[[Collection[str]], bool]
     load: Callable[..., Any]
     files: tuple[str, ...] = ()

@@ -107,7 +107,7 @@ class HeadRMSNorm(nn.Module):
         return normalise(x, *self.of(x))
 
     def of(self, x: Tensor) -> Norm:
-        """See HeadNorm."""
+        """The norm with its parameters in the dtype and on the device of x."""
         return self.weight.to(x)[None], None, self.eps
 
 
@@ -214,7 +214,8 @@ def join_gates(tensors: Mapping[str, T]) -> dict[str, T | tuple[T, ...]]:
     for name in tensors:
         other = name.replace("feed_forward.w1.", "feed_forward.w3.")
         if other != name and other in tensors:
-            joined[name.replace(".w1.", ".w1_w3.")] = joined.pop(name), joined.pop(other)
+            del joined[name], joined[other]
+            joined[name.replace(".w1.", ".w1_w3.")] = tensors[name], tensors[other]
     return joined
 
 

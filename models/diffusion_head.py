@@ -97,9 +97,8 @@ class Schedule:
 
     def mean_log_variance(self, x: Tensor, output: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
         """Mean and log variance of x_{t-1} given x_t [..., C] and the network's output [..., 2C] (noise, variance)."""
-        tables = (table[index] for table in self.tables)
-        if isinstance(index, Tensor) and index.ndim:
-            tables = (table.unsqueeze(-1) for table in tables)
+        at = torch.as_tensor(index)
+        tables = (table[at].unsqueeze(-1) if at.ndim else table[at] for table in self.tables)
         return Numbers(*tables).mean_log_variance(self.kind, x, output)
 
 
@@ -116,7 +115,8 @@ class Numbers(NamedTuple):
     from_noisy: Tensor
 
     def mean_log_variance(self, kind: str, x: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """See Schedule. The variance is interpolated in log space between its bounds (Nichol & Dhariwal, eq. 15)."""
+        """Mean and log variance of x_{t-1} (see Schedule). The variance is interpolated in log space between its bounds
+        (Nichol & Dhariwal, arXiv:2102.09672, eq. 15)."""
         noise, share = output.chunk(2, dim=-1)
         clean = (x - self.noise * noise) / self.signal
         share = (share + 1) / 2
@@ -274,11 +274,9 @@ class DiffusionHead(nn.Module):
         count = len(noise0)
         rows = count if graphs is None else padded_rows(count)
         cfg = torch.as_tensor(cfg, dtype=torch.float32, device=noise0.device).expand(count)[:, None]
-        z, z_uncond, scale, x, noise = (
-            None if given is None else with_rows(given, rows) for given in (z, z_uncond, cfg, noise0, noise_t[:-1])
-        )
+        z, scale, x, noise = (with_rows(given, rows) for given in (z, cfg, noise0, noise_t[:-1]))
         x, still = x.float(), torch.zeros_like(x, dtype=torch.float32)
-        condition = self.embed(z if z_uncond is None else torch.cat((z, z_uncond)))
+        condition = self.embed(z if z_uncond is None else torch.cat((z, with_rows(z_uncond, rows))))
         times = self.net.time_embed(schedule.timesteps, self.dtype).flip(0).split(1)
         numbers = torch.stack((*schedule.tables, torch.full_like(schedule.signal, temperature)), dim=1).flip(0).unbind()
         state = Denoising(x, still, still.sum(-1), condition, scale, times[0], still, numbers[0])

@@ -37,12 +37,12 @@ class AxisPositions:
     side: int = PREVIEW
 
     def prompt(self, count: int, head_dim: int, device: torch.device | str) -> Rotation:
-        """See Positions."""
+        """Rotation [1, count, ...] of a prompt of ``count`` tokens."""
         places = torch.arange(count, device=device)[None]
         return self._rotation(places, places, places, head_dim)
 
     def image(self, places: Tensor, prompts: Tensor, grid: tuple[int, int], head_dim: int) -> Rotation:
-        """See Positions."""
+        """Rotation [R, T, ...] of the tokens at ``places`` [R, T] of an image (see Positions)."""
         small = preview_grid(grid, self.side)
         lead = small[0] * small[1]
         first = places < lead

@@ -8,10 +8,10 @@ from torch import nn
 
 def numbered(device: torch.device | str) -> torch.device:
     """The device with its index, as tensors report it: cuda is cuda:0, or the current GPU."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
+    given = torch.device(device)
+    if given.type == "cuda" and given.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return given
 
 
 class Placed(nn.Module):

@@ -43,12 +43,12 @@ class GridPositions:
     theta: float = 10000.0
 
     def prompt(self, count: int, head_dim: int, device: torch.device | str) -> Rotation:
-        """See Positions."""
+        """Rotation [1, count, ...] of a prompt of ``count`` tokens."""
         nothing = torch.zeros((1, count, head_dim // 2), device=device)
         return Rotation(nothing, nothing)
 
     def image(self, places: Tensor, prompts: Tensor, grid: tuple[int, int], head_dim: int) -> Rotation:
-        """See Positions."""
+        """Rotation [R, T, ...] of the tokens at ``places`` [R, T] of an image (see Positions)."""
         angles = grid_angles(places, grid[1], head_dim, self.theta)
         return Rotation(angles.cos(), angles.sin())
 
@@ -61,11 +61,11 @@ class SequencePositions:
     theta: float = 10000.0
 
     def prompt(self, count: int, head_dim: int, device: torch.device | str) -> Rotation:
-        """See Positions."""
+        """Rotation [1, count, ...] of a prompt of ``count`` tokens."""
         return self._rotation(torch.arange(count, device=device)[None], head_dim)
 
     def image(self, places: Tensor, prompts: Tensor, grid: tuple[int, int], head_dim: int) -> Rotation:
-        """See Positions."""
+        """Rotation [R, T, ...] of the tokens at ``places`` [R, T] of an image (see Positions)."""
         return self._rotation(places + prompts[:, None], head_dim)
 
     def _rotation(self, places: Tensor, head_dim: int) -> Rotation:

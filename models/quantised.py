@@ -53,7 +53,7 @@ class NarrowLinear(nn.Module):
     @property
     def format(self) -> str:
         """Of its numbers: int8, float8_e4m3fn or int4."""
-        return stored_as(self.weight)
+        return stored_as(self.weight) or str(self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x."""

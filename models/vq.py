@@ -5,7 +5,10 @@ Parameter names follow the published LlamaGen files. Level 0 of the encoder is t
 decoder is the deepest level.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +17,31 @@ from torch import Tensor, nn
 _ROWS, _PAIRS = 1024, 2**25  # the most vectors, and pairs of vector and code, compared at once: 128 MiB of distances
 
 
+class Levels:
+    """Sizes of an autoencoder with a level for every resolution, the full one first.
+
+    ``ch_mult`` holds one multiple of the base channels per level, so the image is ``2 ** (len(ch_mult) - 1)`` times the
+    grid.
+    """
+
+    ch_mult: tuple[int, ...]
+    base_channels: int
+
+    @property
+    def factor(self) -> int:
+        """Pixels per token along each side."""
+        return 2 ** (len(self.ch_mult) - 1)
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of every level."""
+        return [self.base_channels * multiple for multiple in self.ch_mult]
+
+
 @dataclass(frozen=True)
-class VQConfig:
+class VQConfig(Levels):
     """Sizes of a tokenizer; the defaults are VQ-16. Everything here can be read from tensor shapes.
 
-    ``ch_mult`` holds one channel multiplier per level, so the image is ``2 ** (len(ch_mult) - 1)`` times the grid.
     attention: is there attention after each block of the deepest level, as in LlamaGen. unit_codes: are code vectors
     normalised to length 1 whenever they are used, as in LlamaGen. by_product: does a pixel's vector become the code of
     the largest dot product, as in IBQ (arXiv:2412.02692), not the nearest one.
@@ -33,11 +56,6 @@ class VQConfig:
     attention: bool = True
     unit_codes: bool = True
     by_product: bool = False
-
-    @property
-    def factor(self) -> int:
-        """Pixels per token along each side."""
-        return 2 ** (len(self.ch_mult) - 1)
 
 
 def normalisation(channels: int, operations) -> nn.Module:
@@ -127,48 +145,80 @@ class Level(nn.Module):
         return x
 
 
-class Encoder(nn.Module):
-    def __init__(self, config: VQConfig, operations) -> None:
+class Coder(nn.Module):
+    """What encoders and decoders of this kind share, whatever their files call it.
+
+    levels: name of the list of levels, whose class is ``level``; backwards: does the list begin with the level that
+    runs last. middle: names of the parts between the levels and the latent.
+    """
+
+    levels: ClassVar[str] = "conv_blocks"
+    backwards: ClassVar[bool] = False
+    level: ClassVar[type[Level]] = Level
+    middle: ClassVar[tuple[str, str, str]] = ("0", "1", "2")
+
+    def add_middle(self, channels: int, attention: bool, operations) -> None:
+        """``mid``: residual block, attention if asked, residual block at the deepest resolution."""
+        between = AttentionBlock(channels, operations) if attention else nn.Identity()
+        first, last = (ResBlock(channels, channels, operations) for _ in range(2))
+        self.mid = nn.Sequential(OrderedDict(zip(self.middle, (first, between, last), strict=True)))
+
+    def add_levels(self, levels: list[Level]) -> None:
+        """The levels, in the order in which they run."""
+        self.add_module(self.levels, nn.ModuleList(levels[::-1] if self.backwards else levels))
+
+    def through_levels(self, x: Tensor) -> Tensor:
+        levels = list(self.get_submodule(self.levels).children())
+        for level in levels[::-1] if self.backwards else levels:
+            x = level(x)
+        return x
+
+
+class Encoder(Coder):
+    """Pixels [B, 3, H, W] -> [B, outputs, h, w]. attention: in the deepest level; middle_attention: after it."""
+
+    def __init__(
+        self, config: Levels, blocks: int, outputs: int, attention: bool, operations, middle_attention: bool = True
+    ) -> None:
         super().__init__()
-        widths = [config.base_channels * m for m in config.ch_mult]
+        widths = config.widths
         self.conv_in = operations.Conv2d(3, config.base_channels, 3, padding=1)
-        self.conv_blocks = nn.ModuleList()
-        for i, (before, after) in enumerate(zip([config.base_channels, *widths], widths, strict=False)):
-            deepest = i == len(widths) - 1
-            level = Level(before, after, config.num_res_blocks, deepest and config.attention, operations)
-            if not deepest:
-                level.downsample = Downsample(after, operations)
-            self.conv_blocks.append(level)
-        self.mid = _mid(widths[-1], operations)
+        deepest, levels = len(widths) - 1, []
+        for i, (before, after) in enumerate(pairwise((config.base_channels, *widths))):
+            levels.append(self.level(before, after, blocks, attention and i == deepest, operations))
+            if i < deepest:
+                levels[i].downsample = Downsample(after, operations)
+        self.add_levels(levels)
+        self.add_middle(widths[-1], middle_attention, operations)
         self.norm_out = normalisation(widths[-1], operations)
-        self.conv_out = operations.Conv2d(widths[-1], config.z_channels, 3, padding=1)
+        self.conv_out = operations.Conv2d(widths[-1], outputs, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for block in (*self.conv_blocks, *self.mid):
-            x = block(x)
+        x = self.mid(self.through_levels(self.conv_in(x)))
         return self.conv_out(F.silu(self.norm_out(x)))
 
 
-class Decoder(nn.Module):
-    def __init__(self, config: VQConfig, operations) -> None:
+class Decoder(Coder):
+    """[B, inputs, h, w] -> pixels [B, 3, H, W]. ``blocks``, attention, middle_attention: as in its encoder."""
+
+    def __init__(
+        self, config: Levels, blocks: int, inputs: int, attention: bool, operations, middle_attention: bool = True
+    ) -> None:
         super().__init__()
-        widths = [config.base_channels * m for m in reversed(config.ch_mult)]
-        self.conv_in = operations.Conv2d(config.z_channels, widths[0], 3, padding=1)
-        self.mid = _mid(widths[0], operations)
-        self.conv_blocks = nn.ModuleList()
-        for i, (before, after) in enumerate(zip([widths[0], *widths], widths, strict=False)):
-            level = Level(before, after, config.num_res_blocks + 1, i == 0 and config.attention, operations)
+        widths = config.widths[::-1]
+        self.conv_in = operations.Conv2d(inputs, widths[0], 3, padding=1)
+        self.add_middle(widths[0], middle_attention, operations)
+        levels = []
+        for i, (before, after) in enumerate(pairwise((widths[0], *widths))):
+            levels.append(self.level(before, after, blocks + 1, attention and i == 0, operations))
             if i < len(widths) - 1:
-                level.upsample = Upsample(after, operations)
-            self.conv_blocks.append(level)
+                levels[i].upsample = Upsample(after, operations)
+        self.add_levels(levels)
         self.norm_out = normalisation(widths[-1], operations)
         self.conv_out = operations.Conv2d(widths[-1], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.conv_in(z)
-        for block in (*self.mid, *self.conv_blocks):
-            x = block(x)
+        x = self.through_levels(self.mid(self.conv_in(z)))
         return self.conv_out(F.silu(self.norm_out(x)))
 
 
@@ -186,8 +236,9 @@ class VQModel(nn.Module):
     def __init__(self, config: VQConfig, operations=nn) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config, operations)
-        self.decoder = Decoder(config, operations)
+        sizes = config.num_res_blocks, config.z_channels, config.attention
+        self.encoder = Encoder(config, *sizes, operations)
+        self.decoder = Decoder(config, *sizes, operations)
         self.quantize = Quantizer(config)
         self.quant_conv = operations.Conv2d(config.z_channels, config.codebook_dim, 1)
         self.post_quant_conv = operations.Conv2d(config.codebook_dim, config.z_channels, 1)
@@ -232,8 +283,3 @@ def nearest_codes(latent: Tensor, codebook: Tensor, by_product: bool = False) ->
     rows = latent.float().movedim(1, -1).flatten(0, -2).split(max(1, min(_ROWS, _PAIRS // len(codebook))))
     tokens = torch.cat([torch.addmm(rest, part, codebook.T).argmax(-1) for part in rows])
     return tokens.view(len(latent), *latent.shape[2:])
-
-
-def _mid(channels: int, operations) -> nn.ModuleList:
-    first, last = (ResBlock(channels, channels, operations) for _ in range(2))
-    return nn.ModuleList([first, AttentionBlock(channels, operations), last])

@@ -212,10 +212,10 @@ class XAR(nn.Module):
         tables = self.encoder_pos_embed_learned, self.decoder_pos_embed_learned
         places = cell_order(cells.device).view(CELLS, CELL)[cells].flatten(1)
         angles = grid_angles(places, GRID, self.config.dim // self.config.heads)
-        learned = (table.to(cells.device).view(CELLS, CELL, -1)[cells] for table in tables)
-        return Places(*learned, Rotation(angles.cos(), angles.sin()))
+        encoder, decoder = (table.to(cells.device).view(CELLS, CELL, -1)[cells] for table in tables)
+        return Places(encoder, decoder, Rotation(angles.cos(), angles.sin()))
 
-    def times(self, times: Iterable[float], device: torch.device) -> Tensor:
+    def times(self, times: Iterable[float], device: torch.device | str) -> Tensor:
         """Embeddings [T, D] of times between 0 and 1."""
         steps = (torch.tensor(list(times), device=device, dtype=torch.float32) * TRAINING_STEPS).long()
         return self.time_embed(steps, self.dtype)

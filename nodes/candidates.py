@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from ..samplers.contract import Method, Request
 from ..samplers.methods import published
@@ -16,6 +15,7 @@ from ..samplers.rules.lantern import LanternPP
 from ..samplers.rules.tv_budget import TVMetered
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .method import ChosenMethod
+from .samplers import changed
 from .simple_sampler import METHODS
 from .tree_samplers import DYNAMIC, PRESETS, STATIC, STRUCTURES
 
@@ -84,4 +84,4 @@ def adaptive_tree(model: LoadedModel, drafter: LoadedDrafter, request: Request) 
 def relaxed(base: ChosenMethod, rule: AcceptanceRule, request: Request) -> ChosenMethod:
     """The method with another rule."""
     widgets = f"{base.widgets}; rule {rule.in_words(rule.describe())}"
-    return chosen(base.model, replace(base.method, rule=rule), base.drafter, widgets, request)
+    return chosen(base.model, changed(base.method, rule=rule), base.drafter, widgets, request)

@@ -48,11 +48,8 @@ def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, An
     for name in inputs:
         if name not in known:
             raise ValueError(f"{schema.display_name} has no input {name!r}. Use one of: {', '.join(known) or 'none'}.")
-    given = {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in inputs.items()
-        if value is not None or not known[name].optional
-    }
+    named = [name for name, value in inputs.items() if value is not None or not known[name].optional]
+    given = {name: inputs[name].item() if isinstance(inputs[name], np.generic) else inputs[name] for name in named}
     for name, wanted in known.items():
         if name in given:
             problem = problem_of(wanted, given[name])
@@ -122,7 +119,7 @@ def _latent(wanted: io.Input, value: Any) -> str | None:
     samples = value.get("samples") if isinstance(value, dict) else None
     if getattr(samples, "is_nested", False):
         return "holds several latents (for example video and audio). Use Empty AR Latent or VAE Encode."
-    if not isinstance(samples, Tensor):
+    if samples is None or not isinstance(samples, Tensor):
         return f"is {show(value)}, but must be a LATENT (Empty AR Latent or VAE Encode)."
     problem = flaw(samples, (4,)) or (None if samples.is_floating_point() else f"holds {show(samples)}, not floats.")
     if problem:

@@ -18,7 +18,8 @@ from ..reports.token_records import token_numbers
 from ..samplers.trace import Trace
 from .checks import available
 from .comfy_runtime import folders
-from .search import REPORT, found_by
+from .schema import schema
+from .search import REPORT
 from .sockets import ARTrace
 
 log = logging.getLogger(__name__)
@@ -52,55 +53,21 @@ def preview(images: torch.Tensor, cls: type[io.ComfyNode], numbers: Sequence[str
 class AcceptanceMap(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARAcceptanceMap",
-            display_name="Acceptance Map",
             category="SpecAR/diagnostics",
-            **found_by(*REPORT, "heat map", "visualize tokens", "entropy", "accepted drafts"),
-            description="Shows for every token whether its draft was accepted, in which forward pass, and how certain "
-            "the model was.",
+            search=(*REPORT, "heat map", "visualize tokens", "entropy", "accepted drafts"),
             inputs=[
-                ARTrace.Input("trace", tooltip="The trace of an AR sampler, or of Load Trace."),
-                io.Combo.Input(
-                    "metric",
-                    options=list(acceptance_map.METRICS),
-                    default="source",
-                    tooltip="source: how each token was produced. pass: the forward pass that decided it. "
-                    "accepted length: how many tokens that pass decided. ratio p/q: the model's probability "
-                    "over the draft's (blue: always accepted). entropy, top-1: how certain the model was. "
-                    "tree depth, tree width: the draft tree that the token came from. skipped, accepted by "
-                    "relaxation, TV leak (drift bound): where and by how much the run departs from the "
-                    "model's distribution. For continuous models: distance between the samples of both "
-                    "models, log ratio of the test, order of generation, block (the round that drafted it), "
-                    "tries to resample.",
-                ),
-                io.Float.Input(
-                    "opacity",
-                    default=0.5,
-                    min=0,
-                    max=1,
-                    step=0.05,
-                    round=0.01,
-                    tooltip="Opacity of the map over the image: 0 shows the image alone, in grey, 1 hides "
-                    "it; 0.3 to 0.7 is sensible. Default: 0.5.",
-                ),
-                io.Image.Input(
-                    "image", optional=True, tooltip="The decoded images of this run, as the background of the map."
-                ),
+                ARTrace.Input("trace"),
+                io.Combo.Input("metric", options=list(acceptance_map.METRICS), default="source"),
+                io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01),
+                io.Image.Input("image", optional=True),
             ],
             outputs=[
-                io.Image.Output(
-                    "overlay", display_name="overlay", tooltip="The map over the image, enlarged, with a legend."
-                ),
-                io.Image.Output("map", display_name="map", tooltip="The map alone, at image size."),
-                io.Mask.Output(
-                    "mask",
-                    display_name="mask",
-                    tooltip="The metric from 0 to 1, at image size. For "
-                    "source: 1 where a draft token was accepted. For the ratios: the probability of "
-                    "acceptance.",
-                ),
-                io.String.Output("report", display_name="report", tooltip="Settings and totals (JSON specar.trace/2)."),
+                io.Image.Output("overlay"),
+                io.Image.Output("map"),
+                io.Mask.Output("mask"),
+                io.String.Output("report"),
             ],
             is_output_node=True,
         )
@@ -119,24 +86,15 @@ class AcceptanceMap(io.ComfyNode):
 class CompareTraces(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARCompareTraces",
-            display_name="Compare Runs",
             category="SpecAR/diagnostics",
-            **found_by(*REPORT, "benchmark", "chart", "speed-up", "passes"),
-            description="Compares runs: forward passes of model and drafter, tokens per pass, drift, and, for runs of "
-            "the same server, wall time.",
+            search=(*REPORT, "benchmark", "chart", "speed-up", "passes"),
             inputs=[
-                ARTrace.Input("trace_1", tooltip="The trace of an AR sampler, or of Load Trace."),
-                *(
-                    ARTrace.Input(f"trace_{number}", optional=True, tooltip="Another trace.")
-                    for number in range(2, MOST_RUNS + 1)
-                ),
+                ARTrace.Input("trace_1"),
+                *(ARTrace.Input(f"trace_{number}", optional=True) for number in range(2, MOST_RUNS + 1)),
             ],
-            outputs=[
-                io.Image.Output("chart", display_name="chart", tooltip="One row per run, one column per measure."),
-                io.String.Output("table", display_name="table", tooltip="The same numbers as a Markdown table."),
-            ],
+            outputs=[io.Image.Output("chart"), io.String.Output("table")],
             is_output_node=True,
         )
 
@@ -151,21 +109,11 @@ class CompareTraces(io.ComfyNode):
 class SaveTrace(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARSaveTrace",
-            display_name="Save Trace",
             category="SpecAR/diagnostics",
-            **found_by(*REPORT, "export", "json"),
-            description="Saves a run's report (.json) and its record of every token (.safetensors) to the output "
-            "folder.",
-            inputs=[
-                ARTrace.Input("trace", tooltip="The trace of an AR sampler."),
-                io.String.Input(
-                    "filename_prefix",
-                    default="specar/trace",
-                    tooltip="Folder and prefix of the file names, as in Save Image. A counter is added.",
-                ),
-            ],
+            search=(*REPORT, "export", "json"),
+            inputs=[ARTrace.Input("trace"), io.String.Input("filename_prefix", default="specar/trace")],
             outputs=[],
             is_output_node=True,
         )
@@ -193,25 +141,12 @@ class SaveTrace(io.ComfyNode):
 class LoadTrace(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARLoadTrace",
-            display_name="Load Trace",
             category="SpecAR/diagnostics",
-            **found_by(*REPORT, "import", "json"),
-            description="Loads a trace saved by Save Trace, from the output or the input folder.",
-            inputs=[
-                io.Combo.Input(
-                    "trace_name",
-                    options=folders.trace_choices(),
-                    tooltip="A trace in the output or input folder (a .safetensors file next to its .json). "
-                    "Press R to refresh the list.",
-                )
-            ],
-            outputs=[
-                ARTrace.Output(
-                    "trace", display_name="AR_TRACE", tooltip="For Acceptance Map, Decoding Timeline and Compare Runs."
-                )
-            ],
+            search=(*REPORT, "import", "json"),
+            inputs=[io.Combo.Input("trace_name", options=folders.trace_choices())],
+            outputs=[ARTrace.Output("trace")],
         )
 
     @classmethod

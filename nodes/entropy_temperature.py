@@ -8,56 +8,24 @@ from comfy_api.latest import io
 
 from ..samplers.contract import check_entropy
 from .comfy_runtime.models import LoadedModel
-from .search import found_by
+from .schema import schema
 from .sockets import ARModel
 
 
 class EntropyTemperature(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecAREntropyTemperature",
-            display_name="Entropy Temperature",
             category="SpecAR/sampling",
-            **found_by("dynamic temperature", "sampling parameter", "certainty", "model patch"),
-            description="Raises the temperature where the model is certain of a token (flat areas) and lowers it where "
-            "it is very uncertain (detail; by default from 5.5 nats on). For every AR sampler of token ids; exact "
-            "methods stay exact.",
+            search=("dynamic temperature", "sampling parameter", "certainty", "model patch"),
             inputs=[
-                ARModel.Input("model", tooltip="The model, from Load AR Checkpoint."),
-                io.Float.Input(
-                    "strength",
-                    default=2.5,
-                    min=0,
-                    max=10,
-                    step=0.1,
-                    round=0.001,
-                    tooltip="How much the temperature of a certain token exceeds that of an uncertain one. "
-                    "Higher: more varied flat areas. 0 to 3 is sensible. Default: 2.5, the paper's T0.",
-                ),
-                io.Float.Input(
-                    "decay",
-                    default=3.0,
-                    min=0.01,
-                    max=100,
-                    step=0.1,
-                    round=0.001,
-                    tooltip="Entropy (in nats) over which this excess falls by a factor of e. Higher: more "
-                    "tokens are heated; 0.5 to 4 is sensible, less for a small model. Default: 3, the "
-                    "paper's alpha.",
-                ),
-                io.Float.Input(
-                    "floor",
-                    default=0.6,
-                    min=0.01,
-                    max=5,
-                    step=0.05,
-                    round=0.001,
-                    tooltip="Factor on the temperature of the most uncertain tokens. Lower: cleaner detail, "
-                    "less varied; 0.5 to 1 is sensible. Default: 0.6, the paper's theta.",
-                ),
+                ARModel.Input("model"),
+                io.Float.Input("strength", default=2.5, min=0, max=10, step=0.1, round=0.001),
+                io.Float.Input("decay", default=3.0, min=0.01, max=100, step=0.1, round=0.001),
+                io.Float.Input("floor", default=0.6, min=0.01, max=5, step=0.05, round=0.001),
             ],
-            outputs=[ARModel.Output("ar_model", display_name="AR_MODEL", tooltip="For the model input of a sampler.")],
+            outputs=[ARModel.Output("ar_model")],
         )
 
     @classmethod

@@ -28,7 +28,8 @@ from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .diagnostics import as_images, preview
 from .method import ChosenMethod
 from .samplers import Inputs, request_of
-from .search import REPORT, found_by
+from .schema import schema
+from .search import REPORT
 from .sockets import ARDrafter, ARMethod
 from .widgets import common_inputs, negative_input
 
@@ -62,7 +63,7 @@ class Search:
     budget: float
     captured: bool
     layout: TokenLayout
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[Trial[ChosenMethod]] = field(default_factory=list)
     warm: dict[Any, Any] = field(default_factory=dict)
     stage: int = -1  # index in the progress bar
     lap: int = 0
@@ -88,7 +89,7 @@ class Search:
         self.lap += 1
         return seconds, result.trace
 
-    def measure(self, trial: Trial, until: float = math.inf) -> None:
+    def measure(self, trial: Trial[ChosenMethod], until: float = math.inf) -> None:
         """One measured run; the n-th run has the same seed for all methods."""
         seconds, trace = self.run(trial.method, self.layout, len(trial.seconds), until)
         totals = trace.totals
@@ -113,8 +114,8 @@ class Search:
         """Measure the next-token sampler, without a time limit, and choose the number of tokens per run: at most
         ``tokens``, and fewer if the time does not suffice for ``methods`` methods."""
         self.begin(2 + 4 * self.captured)
-        for _ in range(1 + 2 * self.captured):
-            seconds, trace = self.run(method, self.request.layout.beginning(WARM))
+        beginning = self.request.layout.beginning(WARM)
+        seconds, trace = [self.run(method, beginning) for _ in range(1 + 2 * self.captured)][-1]
         per_token = seconds * self.request.batch / trace.totals["tokens"]
         affordable = int((self.until - clock()) / (methods * PER_METHOD * per_token))
         self.layout = self.request.layout.beginning(min(tokens, max(FEWEST, affordable)))
@@ -164,7 +165,7 @@ class Search:
                     self.measure(trial)
 
     @contextmanager
-    def noting(self, trial: Trial, until: float = math.inf) -> Iterator[None]:
+    def noting(self, trial: Trial[ChosenMethod], until: float = math.inf) -> Iterator[None]:
         """Record why a method could not be measured, and remove its sessions from the model."""
         sessions = trial.method.model.model.sessions
         try:
@@ -181,7 +182,7 @@ class Search:
         for key in sessions.keys() - self.warm.keys():
             del sessions[key]  # a model keeps few, and must keep the baseline's
 
-    def promising(self, trial: Trial) -> bool:
+    def promising(self, trial: Trial[ChosenMethod]) -> bool:
         """Whether it may be the fastest."""
         medians = [other.median for other in self.trials if other.seconds and other.within(self.budget)]
         return trial.within(self.budget) and trial.median <= REPEAT_WITHIN * min(medians)
@@ -197,7 +198,7 @@ class Search:
 
 def search(
     request: Request, model: LoadedModel, drafter: LoadedDrafter | None, budget: float, tokens: int, seconds: float
-) -> tuple[list[Trial], TokenLayout]:
+) -> tuple[list[Trial[ChosenMethod]], TokenLayout]:
     """Measure methods for about ``seconds``, the next-token sampler first. Returns the trials and the layout of a run.
 
     No session is left with the model, because other runs have another length.
@@ -225,58 +226,19 @@ def search(
 class FindFastest(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARFindFastest",
-            display_name="Find Fastest",
             category="SpecAR/diagnostics",
-            **found_by(*REPORT, "benchmark", "fast", "speed", "auto tune"),
-            description="Tries several methods on this model and device, shows how long each takes, and outputs the "
-            "fastest one. A method counts as faster only if all its runs were faster.",
+            search=(*REPORT, "benchmark", "fast", "speed", "auto tune"),
             inputs=[
                 *(trial_seed_input() if i.id == "seed" else i for i in common_inputs()),
-                io.Float.Input(
-                    "leak_budget",
-                    default=0,
-                    min=0,
-                    max=1,
-                    step=0.01,
-                    round=0.001,
-                    tooltip="Allowed drift from the model's own distribution per token (total variation, "
-                    "0 to 1). Higher may find a faster method; 0.01 to 0.2 is sensible. With 0.05, one "
-                    "token in twenty may differ. Default: 0, only exact methods.",
-                ),
-                io.Int.Input(
-                    "tokens",
-                    default=256,
-                    min=16,
-                    max=65536,
-                    tooltip="Maximum number of tokens per image in a trial, from the top. Fewer are quicker "
-                    "to try; the number of a whole image is surest. If time is short, trials take fewer, "
-                    "but at least 64. Default: 256.",
-                ),
-                io.Int.Input(
-                    "seconds",
-                    default=60,
-                    min=1,
-                    max=3600,
-                    tooltip="Approximate time for all trials. More makes the choice more certain: 15 for "
-                    "a first look, 30 to 120 to rely on it. The report lists what was not tried. "
-                    "Default: 60.",
-                ),
-                ARDrafter.Input(
-                    "drafter", optional=True, tooltip="A drafter from Load AR Drafter, to try draft trees as well."
-                ),
+                io.Float.Input("leak_budget", default=0, min=0, max=1, step=0.01, round=0.001),
+                io.Int.Input("tokens", default=256, min=16, max=65536),
+                io.Int.Input("seconds", default=60, min=1, max=3600),
+                ARDrafter.Input("drafter", optional=True),
                 negative_input(),
             ],
-            outputs=[
-                ARMethod.Output("method", display_name="AR_METHOD", tooltip="For AR Sampler (auto)."),
-                io.Image.Output("chart", display_name="chart", tooltip="One row per method, one column per measure."),
-                io.String.Output(
-                    "report",
-                    display_name="report",
-                    tooltip="What was chosen, how to set it by hand, and all measurements.",
-                ),
-            ],
+            outputs=[ARMethod.Output("method"), io.Image.Output("chart"), io.String.Output("report")],
             is_output_node=True,
         )
 
@@ -299,6 +261,7 @@ class FindFastest(io.ComfyNode):
         if drafter is not None:
             drafter.follow(model)
         request = request_of(Inputs(model=model, seed=trial_seed, **inputs))
+        assert isinstance(request, Request), "the model's tokens are ids"
         if not request.layout.sampled_tokens:
             raise ValueError(
                 "The noise mask of latent_image keeps every token, so there is nothing to generate. Mask "
@@ -317,13 +280,7 @@ class FindFastest(io.ComfyNode):
 
 
 def trial_seed_input() -> io.Input:
-    return io.Int.Input(
-        "trial_seed",
-        default=0,
-        min=0,
-        max=0xFFFFFFFFFFFFFFFF,
-        tooltip="Seed of the trials. ComfyUI keeps the result until an input changes; change this to measure again.",
-    )
+    return io.Int.Input("trial_seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF)
 
 
 def setting_text(request: Request, layout: TokenLayout) -> str:

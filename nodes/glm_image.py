@@ -15,8 +15,8 @@ from .comfy_runtime.clip import text_of
 from .comfy_runtime.glm_image import GlmImageVae
 from .comfy_runtime.messages import notify
 from .latents import Latent
-from .search import found_by
-from .widgets import folded
+from .schema import schema
+from .widgets import advanced
 
 log = logging.getLogger(__name__)
 [OWN] = FAMILY.decoders
@@ -41,58 +41,19 @@ def glm_tokens(latent: Latent, codes: int) -> Tensor:
 class DecodeGLMImage(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARDecodeGLMImage",
-            display_name="GLM-Image Decode",
             category="SpecAR/latent",
-            **found_by("vae decode", "diffusion decoder", *FAMILY.labels),
-            description="Turns the tokens of GLM-Image into pixels, by its diffusion transformer. All other models "
-            "use VAE Decode.",
-            inputs=folded(
-                [
-                    io.Latent.Input("samples", tooltip="The LATENT of an AR sampler with GLM-Image."),
-                    io.Vae.Input(
-                        "vae",
-                        tooltip="The VAE of Load AR Checkpoint with GLM-Image. Its files, the folders "
-                        "transformer, vae and text_encoder of the release, are read when it is first used.",
-                    ),
-                    io.Conditioning.Input(
-                        "positive",
-                        tooltip="The prompt, the same as the sampler's. The decoder reads "
-                        "what it puts in quotes, so that letters come out right.",
-                    ),
-                    io.Int.Input(
-                        "seed",
-                        default=0,
-                        min=0,
-                        max=0xFFFFFFFFFFFFFFFF,
-                        control_after_generate=True,
-                        tooltip="Of the noise that decoding starts from: it changes details, while the tokens "
-                        "determine the content. Image i of a batch uses seed + i.",
-                    ),
-                    io.Int.Input(
-                        "steps",
-                        default=STEPS,
-                        min=1,
-                        max=200,
-                        tooltip="Steps of denoising. Fewer: faster, less detail; 20 to 50 is sensible. Default: "
-                        f"{STEPS}.",
-                    ),
-                    io.Float.Input(
-                        "cfg",
-                        default=CFG,
-                        min=1,
-                        max=30,
-                        step=0.1,
-                        round=0.01,
-                        tooltip="Guidance: how strongly the tokens are followed. 1 is off, at half the cost; "
-                        f"1.5 to 3 is sensible. Default: {CFG}.",
-                    ),
-                ],
-                "steps",
-                "cfg",
-            ),
-            outputs=[io.Image.Output("image", display_name="IMAGE", tooltip="The images, 32 pixels per token.")],
+            search=("vae decode", "diffusion decoder", *FAMILY.labels),
+            inputs=[
+                io.Latent.Input("samples"),
+                io.Vae.Input("vae"),
+                io.Conditioning.Input("positive"),
+                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True),
+                advanced(io.Int.Input("steps", default=STEPS, min=1, max=200)),
+                advanced(io.Float.Input("cfg", default=CFG, min=1, max=30, step=0.1, round=0.01)),
+            ],
+            outputs=[io.Image.Output("image")],
         )
 
     @classmethod

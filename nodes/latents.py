@@ -11,7 +11,7 @@ from torch import Tensor
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.changed_latents import changed, whole_ids
 from ..model_loaders.continuous_model import ContinuousBase
-from ..samplers.contract import Output
+from ..samplers.contract import Output, Request
 from ..samplers.generate import AnyRequest
 
 Latent = dict[str, Any]
@@ -77,9 +77,10 @@ def image_samples(latent: Latent, model: Model) -> Tensor:
 def with_output(latent: Latent, output: Output, request: AnyRequest) -> Latent:
     """``latent`` with the generated images, the same noise mask and batch index. Kept vectors are bitwise unchanged."""
     latent = {key: value for key, value in latent.items() if key != CELL}
-    if not request.continuous:
+    if isinstance(request, Request):
         samples = output.tokens[:, None].float() if output.latent is None else output.latent
         return {**latent, "samples": samples, "ar_tokens": output.tokens}
+    assert output.latent is not None, "continuous models always return a latent"
     samples = output.latent
     if request.kept is not None:
         keep = request.kept.unflatten(1, request.grid)[:, None].to(samples.device)

@@ -39,7 +39,7 @@ def memory_table(model: DiscreteModel, auto: torch.dtype, device: torch.device) 
         cache = model.kv_bytes(1, model.layout(), 0, model.guidance, model.usual_prompt, dtype, int8_cache)
         names, _ = rows.get((weights, cache), ([], None))
         rows[weights, cache] = [*names, choice], verdict(device, Way(dtype, storage, weights, beside))
-    return [MemoryRow(", ".join(names), *sizes, found) for sizes, (names, found) in rows.items()]
+    return [MemoryRow(", ".join(names), weights, cache, fit) for (weights, cache), (names, fit) in rows.items()]
 
 
 def verdict(device: torch.device, way: Way) -> str | None:

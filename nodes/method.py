@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from comfy_api.latest import io
@@ -11,8 +11,9 @@ from ..reports.quality import Quality, quality_of
 from ..reports.run_report import drafting, judgement
 from ..samplers.contract import Method
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
-from .samplers import Inputs, sample
-from .search import SAMPLER, found_by
+from .samplers import Inputs, changed, sample
+from .schema import schema
+from .search import SAMPLER
 from .sockets import ARMethod
 from .widgets import common_inputs, negative_input, sampler_outputs
 
@@ -69,24 +70,17 @@ class ChosenMethod:
         if self.drafter is None:
             return self.method
         self.drafter.follow(model)
-        return replace(self.method, drafter=self.drafter.drafter)
+        return changed(self.method, drafter=self.drafter.drafter)
 
 
 class MethodSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARMethodSampler",
-            display_name="AR Sampler (auto)",
             category="SpecAR/sampling",
-            **found_by(*SAMPLER, "find fastest"),
-            description="Samples with the method that Find Fastest chose. The images equal those of that method's own "
-            "sampler node.",
-            inputs=[
-                *common_inputs(),
-                ARMethod.Input("method", tooltip="The method from Find Fastest, for the same model."),
-                negative_input(),
-            ],
+            search=(*SAMPLER, "find fastest"),
+            inputs=[*common_inputs(), ARMethod.Input("method"), negative_input()],
             outputs=sampler_outputs(),
         )
 

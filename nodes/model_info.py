@@ -22,7 +22,8 @@ from ..model_loaders.registry import Family
 from .comfy_runtime import folders, models
 from .comfy_runtime.memory import total_memory
 from .memory_table import MemoryRow, memory_table
-from .search import FAMILIES, found_by
+from .schema import schema
+from .search import FAMILIES
 from .sockets import ARModel
 
 SHOWN_SIZES = 24
@@ -201,15 +202,12 @@ def _is_compatible(path: Path, model: DiscreteModel | ContinuousBase, family: Fa
 class ModelInfo(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARModelInfo",
-            display_name="AR Model Info",
             category="SpecAR/loaders",
-            **found_by("model information", "sizes", "parameters", *FAMILIES),
-            description="Describes a loaded model: family and size, memory use, image sizes, default settings, image "
-            "decoder, and compatible drafters.",
-            inputs=[ARModel.Input("model", tooltip="The model, from Load AR Checkpoint.")],
-            outputs=[io.String.Output("info", display_name="info", tooltip="The report as text.")],
+            search=("model information", "sizes", "parameters", *FAMILIES),
+            inputs=[ARModel.Input("model")],
+            outputs=[io.String.Output("info")],
             is_output_node=True,
         )
 

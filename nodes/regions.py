@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .comfy_runtime import models
 from .latents import Latent, Model
-from .search import found_by
+from .schema import schema
 from .sockets import ARModel
 from .widgets import choose
 
@@ -57,49 +57,18 @@ def generation_mask(rows: int, cols: int, side: str, keep: float) -> Tensor:
 class ContinueImage(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARContinuePicture",
-            display_name="Continue Image",
             category="SpecAR/latent",
-            **found_by("outpaint", "extend image", "complete", "inpaint"),
-            description="Keeps one side of an image, usually its top, and lets a sampler generate the rest.",
+            search=("outpaint", "extend image", "complete", "inpaint"),
             inputs=[
-                ARModel.Input(
-                    "model", tooltip="The model that generates the images; it determines the possible sizes."
-                ),
-                io.Vae.Input("vae", tooltip="The model's image decoder, from Load AR Checkpoint."),
-                io.Image.Input(
-                    "image",
-                    tooltip="The image to continue. It is scaled and cropped to the nearest size "
-                    "that the model generates. In a batch, each image is continued, with seed + its index.",
-                ),
-                io.Float.Input(
-                    "keep",
-                    default=0.5,
-                    min=0,
-                    max=1,
-                    step=0.01,
-                    round=0.001,
-                    tooltip="Fraction of the image to keep, rounded to whole rows (or columns) of tokens: "
-                    "the more, the less is generated, and the faster. 0.25 to 0.75 is sensible. Default: "
-                    "0.5.",
-                ),
-                io.Combo.Input(
-                    "side",
-                    options=list(SIDES),
-                    default="top",
-                    tooltip="Which side to keep. Models of token ids generate row by row from the top and "
-                    "see only tokens above and to the left: top works best, left works; right and bottom "
-                    "are kept, but the model does not see them. MAR and Harmon see all sides.",
-                ),
+                ARModel.Input("model"),
+                io.Vae.Input("vae"),
+                io.Image.Input("image"),
+                io.Float.Input("keep", default=0.5, min=0, max=1, step=0.01, round=0.001),
+                io.Combo.Input("side", options=list(SIDES), default="top"),
             ],
-            outputs=[
-                io.Latent.Output(
-                    "latent",
-                    display_name="LATENT",
-                    tooltip="The image with its noise mask, for latent_image of an AR sampler.",
-                )
-            ],
+            outputs=[io.Latent.Output("latent")],
         )
 
     @classmethod

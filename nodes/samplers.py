@@ -21,13 +21,13 @@ from .comfy_runtime.clip import prompts_of, text_of
 from .comfy_runtime.messages import notify
 from .latents import Latent, first_image, grid_of, kept, skippable, strength, tokens_of, unused, with_output
 from .rules import EXACT, ChosenRule
-from .search import FAMILIES, SAMPLER, found_by
+from .schema import schema
+from .search import FAMILIES, SAMPLER
 from .widgets import (
-    auto,
+    advanced,
     check_removed,
     choose,
     common_inputs,
-    folded,
     given,
     negative_input,
     option_of,
@@ -118,6 +118,11 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
     return replace(request, notices=(*request.notices, *unused(latent, model)))
 
 
+def changed(method: Method, **settings: Any) -> Method:
+    """The method with other values of these settings."""
+    return replace(method, **settings)  # type: ignore[type-var]  # every method is a dataclass, as Method says
+
+
 def sample(
     method: Method,
     inputs: CommonInputs,
@@ -131,7 +136,7 @@ def sample(
     inputs.model.check_kind(method.continuous)
     if drafter is not None:
         drafter.follow(inputs.model)
-        method = replace(method, drafter=drafter.drafter)
+        method = changed(method, drafter=drafter.drafter)
     request = request_of(inputs, where, skip)
     notify(request.notices)
     output = generate(method, request, partial(runs.sampling, inputs.model, drafter))
@@ -144,7 +149,7 @@ def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[s
     """The origin of a run, for its trace. unknown_words: those of the prompts that the model ignored, if any."""
     model = inputs.model.model
     origin = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": models.SERVER}
-    texts = (text_of(prompt) or "" for prompt in (inputs.positive, inputs.negative))
+    texts = (text_of(prompt) or "" for prompt in (inputs.positive, inputs.negative) if prompt is not None)
     if unknown := [word for text in texts for word in model.unknown_words(text)]:
         origin["unknown_words"] = unknown
     if drafter is not None:
@@ -155,13 +160,10 @@ def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[s
 class NextTokenSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARNextTokenSampler",
-            display_name="AR Sampler (next token)",
             category="SpecAR/sampling",
-            **found_by(*SAMPLER, "baseline", "sequential", *FAMILIES),
-            description="Samples one token per forward pass of the model: the standard method, and the baseline for "
-            "all others.",
+            search=(*SAMPLER, "baseline", "sequential", *FAMILIES),
             inputs=[*common_inputs(), negative_input()],
             outputs=sampler_outputs(),
         )
@@ -174,74 +176,25 @@ class NextTokenSampler(io.ComfyNode):
 class SJDSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARSJDSampler",
-            display_name="SJD++ Sampler",
             category="SpecAR/sampling",
-            **found_by(*SAMPLER, "jacobi", "parallel decoding", *FAMILIES),
-            description="Speculative Jacobi decoding: drafts a window of tokens and verifies them in one forward pass "
-            "of the model. Needs several times fewer passes than tokens, and no second model.",
-            inputs=folded(
-                [
-                    *common_inputs(),
-                    io.Int.Input(
-                        "window",
-                        auto("window"),
-                        default=SJD.window or 0,
-                        min=0,
-                        max=4096,
-                        tooltip="Tokens drafted and verified per forward pass. A wider window saves passes, but "
-                        "each takes longer; SJD's authors use 16 to 96. Default: 0 (auto), which is 32, or 16 "
-                        "on CPU in fp32.",
-                    ),
-                    io.Combo.Input(
-                        "refinement",
-                        options=list(REFINEMENTS),
-                        default=option_of(SJD.reuse, REFINEMENTS),
-                        tooltip="What happens to draft tokens that are not accepted yet. The exact options "
-                        "keep the distribution of the next-token sampler; coupled (default) usually needs the "
-                        "fewest passes of them. SJD++ reuse as in the paper is biased. same seed, same "
-                        "picture: the image of the next-token sampler, up to rounding.",
-                    ),
-                    io.Float.Input(
-                        "threshold",
-                        default=SJD.threshold,
-                        min=0.01,
-                        max=10,
-                        step=0.01,
-                        round=0.001,
-                        tooltip="For the two SJD++ refinements: reuse a draft token whose probability ratio "
-                        "is above this. Higher resamples more, which takes more passes; 0.2 to 1 is sensible. "
-                        "Default: 0.5, the paper's tau.",
-                    ),
-                    io.Combo.Input(
-                        "initialisation",
-                        options=list(INITIAL),
-                        default=option_of(SJD.initial, INITIAL),
-                        tooltip="Where the first draft token at a position comes from. It changes the number of "
-                        "passes by a few percent; leave the default.",
-                    ),
-                    negative_input(),
-                    rule_input(),
-                    removed(io.Int.Input("front_drafts", default=1, min=1, max=16, optional=True)),
-                    io.Float.Input(
-                        "settling",
-                        default=SJD.settle,
-                        min=0,
-                        max=1,
-                        step=0.01,
-                        round=0.001,
-                        optional=True,
-                        tooltip="Settling: draft tokens past the first rejected one whose distribution moved by "
-                        "less than this in a pass are accepted without a test. Fewer passes for some drift, "
-                        "which the trace bounds. With coupled refinement only; 0.02 to 0.1 is sensible. "
-                        "Default: 0, off (exact).",
-                    ),
-                ],
-                "threshold",
-                "initialisation",
-                "settling",
-            ),
+            search=(*SAMPLER, "jacobi", "parallel decoding", *FAMILIES),
+            inputs=[
+                *common_inputs(),
+                io.Int.Input("window", default=SJD.window or 0, min=0, max=4096),
+                io.Combo.Input("refinement", options=list(REFINEMENTS), default=option_of(SJD.reuse, REFINEMENTS)),
+                advanced(io.Float.Input("threshold", default=SJD.threshold, min=0.01, max=10, step=0.01, round=0.001)),
+                advanced(
+                    io.Combo.Input("initialisation", options=list(INITIAL), default=option_of(SJD.initial, INITIAL))
+                ),
+                negative_input(),
+                rule_input(),
+                removed(io.Int.Input("front_drafts", default=1, min=1, max=16, optional=True)),
+                advanced(
+                    io.Float.Input("settling", default=SJD.settle, min=0, max=1, step=0.01, round=0.001, optional=True)
+                ),
+            ],
             outputs=sampler_outputs(),
         )
 

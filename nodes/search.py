@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from comfy_api.latest import io
-
 from ..model_loaders.families import CONTINUOUS_NAMES, NAMES
 
 FAMILIES, CONTINUOUS = NAMES.split(", "), CONTINUOUS_NAMES.split(", ")
@@ -16,9 +12,3 @@ WITH_DRAFTER = (*SAMPLER, "drafter", "draft model", "eagle")
 RULE = ("acceptance rule",)
 RELAXED = (*RULE, "relaxed", "lossy", "approximate")
 REPORT = ("statistics", "diagnostics", "trace")
-
-
-def found_by(*words: str) -> dict[str, list[str]]:
-    """The argument of io.Schema for these words; none for versions of ComfyUI that search in names alone."""
-    known = any(field.name == "search_aliases" for field in fields(io.Schema))
-    return {"search_aliases": list(words)} if known else {}

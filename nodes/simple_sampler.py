@@ -11,7 +11,8 @@ from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
 from ..samplers.rules.tv_budget import TVMetered
 from .samplers import Inputs, sample
-from .search import FAMILIES, SAMPLER, START, found_by
+from .schema import schema
+from .search import FAMILIES, SAMPLER, START
 from .widgets import choose, common_inputs, negative_input, sampler_outputs
 
 NEXT_TOKEN = "next token"
@@ -26,25 +27,13 @@ METHODS = {  # option -> method for models of token ids
 class SimpleSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARSampler",
-            display_name="AR Sampler",
             category="SpecAR/sampling",
-            **found_by(*START, "ksampler", "inpaint", *SAMPLER, *FAMILIES),
-            description="Generates images with an autoregressive model; method says how fast. Needs no drafter. Every "
-            "setting of the methods is on their own nodes: SJD++ Sampler, Draft-Tree Sampler (EAGLE) and the others.",
+            search=(*START, "ksampler", "inpaint", *SAMPLER, *FAMILIES),
             inputs=[
                 *common_inputs(),
-                io.Combo.Input(
-                    "method",
-                    options=list(METHODS),
-                    default=next(iter(METHODS)),
-                    tooltip='"fast, exact": several tokens per forward pass, same quality, another image '
-                    'than next token with the same seed.\n"same image as next token": about as fast, and '
-                    'the same seed gives the same image, up to rounding.\n"fastest, may drift": fewer '
-                    'passes, slightly different statistics; the report bounds the drift.\n"next token": '
-                    "one token per pass, the baseline; the only one for continuous models.",
-                ),
+                io.Combo.Input("method", options=list(METHODS), default=next(iter(METHODS))),
                 negative_input(),
             ],
             outputs=sampler_outputs(),

@@ -13,9 +13,10 @@ from torch import Tensor
 from ..common.limits import PIXELS
 from ..reports.timeline_frames import MOST, check_number, draw_frames, frame_rate, passes_of
 from ..samplers.trace import Trace
-from .search import REPORT, found_by
+from .schema import schema
+from .search import REPORT
 from .sockets import ARTrace
-from .widgets import auto, folded
+from .widgets import advanced
 
 log = logging.getLogger(__name__)
 
@@ -59,65 +60,19 @@ def film(pixels: Tensor, fps: float, cls: type[io.ComfyNode]) -> dict:
 class Timeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="SpecARTimeline",
-            display_name="Decoding Timeline",
             category="SpecAR/diagnostics",
-            **found_by(*REPORT, "animation", "video", "frames"),
-            description="Shows how an image was generated, one frame per forward pass of the model. Newly decided "
-            "tokens are tinted.",
-            inputs=folded(
-                [
-                    ARTrace.Input("trace", tooltip="The trace of an AR sampler, or of Load Trace."),
-                    io.Image.Input("image", tooltip="The decoded images of this run."),
-                    io.Int.Input(
-                        "frames",
-                        auto("frames"),
-                        default=0,
-                        min=0,
-                        max=1000,
-                        tooltip="Number of frames: more play more smoothly, but take longer to save; 30 to 240 "
-                        "is sensible. Fewer than passes: evenly spaced passes, including the first and the "
-                        "last. Default: 0 (auto), one per forward pass of the model, up to 240.",
-                    ),
-                    io.Float.Input(
-                        "tint",
-                        default=0.5,
-                        min=0,
-                        max=1,
-                        step=0.05,
-                        round=0.01,
-                        tooltip="How strongly a new token is tinted by its source (the colours of Acceptance "
-                        "Map, metric source). The tint fades over four frames. 0: no tint; 0.3 to 0.8 is "
-                        "sensible. Default: 0.5.",
-                    ),
-                    io.Int.Input(
-                        "hold",
-                        default=12,
-                        min=0,
-                        max=1000,
-                        tooltip="How many times the finished image, without tint, is repeated at the end. 0: "
-                        "not at all; 6 to 30 is sensible. Default: 12, for runs of 50 to 200 passes.",
-                    ),
-                    io.Int.Input(
-                        "picture",
-                        default=0,
-                        min=0,
-                        max=4095,
-                        tooltip="Which image of the batch is shown, counted from 0. Default: 0, the first.",
-                    ),
-                ],
-                "tint",
-                "hold",
-            ),
-            outputs=[
-                io.Image.Output("film", display_name="frames", tooltip="For Save Animated WEBP or Create Video."),
-                io.Float.Output(
-                    "fps",
-                    display_name="fps",
-                    tooltip="Frames per second at which the run plays in about four seconds, for the same nodes.",
-                ),
+            search=(*REPORT, "animation", "video", "frames"),
+            inputs=[
+                ARTrace.Input("trace"),
+                io.Image.Input("image"),
+                io.Int.Input("frames", default=0, min=0, max=1000),
+                advanced(io.Float.Input("tint", default=0.5, min=0, max=1, step=0.05, round=0.01)),
+                advanced(io.Int.Input("hold", default=12, min=0, max=1000)),
+                io.Int.Input("picture", default=0, min=0, max=4095),
             ],
+            outputs=[io.Image.Output("film"), io.Float.Output("fps")],
             is_output_node=True,
         )
 

@@ -182,8 +182,10 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         return _tree(metric, grids[TREE[metric][0]], free)
     if metric in MARKS:
         kind, title = MARKS[metric]
-        names = CONTINUOUS_NAMES if trace.continuous else {}
-        return _marks(source == kind, free, SOURCES[kind][1], names.get(kind, SOURCES[kind][0]), title)
+        name, colour = SOURCES[kind]
+        if trace.continuous and kind in CONTINUOUS_NAMES:
+            name = CONTINUOUS_NAMES[kind]
+        return _marks(source == kind, free, colour, name, title)
     if metric == "TV leak":
         return _drift(grids["tv_bound"], free)
     return _continuous(metric, grids, free)

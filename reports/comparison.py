@@ -43,7 +43,7 @@ class Column:
 
     def ranged(self, run: int) -> str:
         """With the least and the greatest, where they differ."""
-        span = self.spans and self.spans[run]
+        span = self.spans[run] if self.spans else None
         if not span or span[0] == span[1]:
             return self.written(run)
         return f"{self.written(run)} ({self.form(span[0])} to {self.form(span[1])})"
@@ -173,7 +173,7 @@ def _bar(
     length = (column.values[run] or 0) / most * width if most else 0
     if length >= 1:
         draw.rectangle((left, top, left + length, top + BAR), colour)
-    span = column.spans and column.spans[run]
+    span = column.spans[run] if column.spans else None
     if span and span[0] != span[1]:
         low, high = (left + end / most * width for end in span)
         draw.line((low, top + BAR + 4, high, top + BAR + 4), INK, 2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 from torch import Tensor
 
 from ..samplers.trace import Trace
 
-Images = Tensor | np.ndarray  # [B, H, W, C] or [H, W, C], C >= 3; floating point in 0..1 or uint8; on any device
+Images: TypeAlias = (
+    Tensor | np.ndarray
+)  # [B, H, W, C] or [H, W, C], C >= 3; floating point in 0..1 or uint8; on any device
 
 
 def as_bytes(images: Images) -> np.ndarray:

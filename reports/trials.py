@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,21 +21,29 @@ ROUNDING = 1e-5  # of drift bounds, which are summed in fp32
 
 
 class Method(Protocol):
-    """What is to be known of a method here (see method.ChosenMethod)."""
+    """What the reports need to know of a method; the nodes' ChosenMethod provides it."""
 
-    name: str
-    acceptance: str
-    by_hand: str
-    exact: bool
-    quality: Quality | None
+    @property
+    def name(self) -> str: ...
+    @property
+    def acceptance(self) -> str: ...
+    @property
+    def by_hand(self) -> str: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def quality(self) -> Quality | None: ...
+
+
+M = TypeVar("M", bound=Method)
 
 
 @dataclass
-class Trial:
+class Trial(Generic[M]):
     """What was measured of a method: seconds per token of every run; tokens, passes of the model (summed over images)
     and tv_bound (the drift bound) of all runs together. note: why there are no numbers, or not all."""
 
-    method: Method
+    method: M
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     passes: int = 0

@@ -217,15 +217,15 @@ class Canvas:
         self.done = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.kept = torch.zeros_like(positions, dtype=torch.bool)
         if request.kept is not None and request.kept.any():
-            self._check_kept(request)
-            self.kept = request.kept.to(self.device).expand(batch, -1)
+            kept, tokens = self._checked_kept(request.kept, request)
+            self.kept = kept.to(self.device).expand(batch, -1)
             self.order = self.order.gather(1, (~self.kept.gather(1, self.order)).byte().argsort(dim=1, stable=True))
-            self.tokens.copy_(torch.where(self.kept[..., None], request.tokens.to(self.device), 0.0))
+            self.tokens.copy_(torch.where(self.kept[..., None], tokens.to(self.device), 0.0))
             self.done = self.kept.sum(1)
         self.rank = inverse(self.order)
 
-    def _check_kept(self, request: ContinuousRequest) -> None:
-        kept, tokens, model = request.kept, request.tokens, request.model
+    def _checked_kept(self, kept: Tensor, request: ContinuousRequest) -> tuple[Tensor, Tensor]:
+        tokens, model = request.tokens, request.model
         if model.group > 1:
             raise ValueError(
                 f"This model samples {model.group} tokens at once: it cannot keep parts of an image. Remove the mask."
@@ -242,6 +242,7 @@ class Canvas:
             raise ValueError("The noise mask keeps every token of every image: nothing to generate. Mask a part.")
         if not tokens.to(kept.device)[kept.expand(len(tokens), -1)].isfinite().all():
             raise ValueError("The kept image has values that are not finite. Encode it again.")
+        return kept, tokens
 
     @property
     def tokens(self) -> Tensor:

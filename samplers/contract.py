@@ -237,7 +237,7 @@ class Progress:
 Callback = Callable[[Progress], None]
 
 
-P = TypeVar("P")
+P = TypeVar("P", bound=Any)
 
 
 def chosen_params(defaults: P, chosen: dict[str, Any], kind: str) -> P:

@@ -12,6 +12,7 @@ from torch import Tensor
 LOG_2PI = math.log(2 * math.pi)
 
 
+@dataclass(frozen=True)
 class Distribution:
     """A distribution of vectors, as a frozen dataclass of tensors that share their leading dimensions."""
 

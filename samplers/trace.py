@@ -340,6 +340,7 @@ def check_predicted(p: Tensor) -> None:
 
 def _filled(value: Tensor | float, like: Tensor) -> Tensor:
     """A tensor or scalar, spread to the shape of ``like``."""
-    if not isinstance(value, Tensor):
-        value = numbers((value,), like.device, torch.float32 if isinstance(value, float) else torch.int64)
-    return value.expand(like.shape)
+    if isinstance(value, Tensor):
+        return value.expand(like.shape)
+    kind = torch.float32 if isinstance(value, float) else torch.int64
+    return numbers((value,), like.device, kind).expand(like.shape)

@@ -112,9 +112,11 @@ def card(page: Frontend, file: Path) -> Image.Image:
     graph = json.loads(file.read_text(encoding="utf-8"))
     widgets = {node["type"]: node["widgets_values"] for node in graph["nodes"]}
     size = widgets["ImageScale"][1:3] if "ImageScale" in widgets else widgets["SpecAREmptyLatent"]
-    weights = WEIGHTS.search(widgets["MarkdownNote"][0])[1]
+    stated = WEIGHTS.search(widgets["MarkdownNote"][0])
+    if stated is None:
+        raise FrontendError(f"{file.stem}: the note does not state the weights")
     model, *others = needed(graph)
-    listed = ", ".join([f"{model} ({weights} in bf16, calculated)", *others])
+    listed = ", ".join([f"{model} ({stated[1]} in bf16, calculated)", *others])
     needs = f"needs {' and '.join(listed.rsplit(', ', 1)) if others else listed}, which you download"
     page.load(graph)
     counted: Counter[str] = Counter()

@@ -50,7 +50,9 @@ class Pixels(nn.Module):
     def __init__(self, config: KLConfig, operations=nn):
         super().__init__()
         self.config = config
-        self.decoder = Decoder(config, operations)
+        self.decoder = Decoder(
+            config, config.num_res_blocks, config.channels, False, operations, middle_attention=False
+        )
         self.register_buffer("mean", torch.zeros(config.channels))
         self.register_buffer("std", torch.ones(config.channels))
 
@@ -223,7 +225,6 @@ def load_vae(checkpoint: Checkpoint, operations=nn) -> Autoencoder:
             tuple(width // widths[0] for width in widths),
             widths[0],
             numbered(tensors, r"decoder\.up\.0\.block\.", LEVELS) - 1,
-            middle_attention=False,
         )
         mean, std = (torch.tensor(settings[f"latents_{name}"], dtype=torch.float32) for name in ("mean", "std"))
     if not len(mean) == len(std) == config.channels or not (std > 0).all():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,11 +12,25 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...common.limits import bounded_int
+from ...common.limits import LEVELS, bounded_int
 from ..files.checkpoint import Checkpoint
+from ..files.names import numbered
 from ..files.weights import Weights, load_weights
 
 A = TypeVar("A", bound="Autoencoder")
+
+
+def encoder_sizes(tensors: Mapping[str, Tensor], levels: str, blocks: str) -> tuple[int, tuple[int, ...], int]:
+    """Base channels of an encoder, multiples of them by level, and residual blocks of a level, by its tensors' shapes.
+
+    levels, blocks: names of the lists of levels and of a level's blocks. Raises KeyError or ValueError if they are
+    missing.
+    """
+    root = f"encoder.{levels}."
+    base = len(tensors["encoder.conv_in.weight"])
+    depth = numbered(tensors, re.escape(root), LEVELS)
+    widths = [len(tensors[f"{root}{level}.{blocks}.0.conv1.weight"]) for level in range(depth)]
+    return base, tuple(width // base for width in widths), numbered(tensors, rf"{re.escape(root)}0\.{blocks}\.", LEVELS)
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,10 @@ class Autoencoder:
                 "Resize it: scale the image (Upscale Image) before VAE Encode."
             )
         return (rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1).to(self.device, self.dtype)
+
+    def encode_latent(self, pixels: Tensor) -> Tensor:
+        """The latent [B, C, h, w] of pixels [B, H, W, 3] in 0..1."""
+        raise NotImplementedError
 
 
 class ImageDecoder(Autoencoder):

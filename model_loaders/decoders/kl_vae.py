@@ -7,13 +7,11 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from ...common.limits import LEVELS
 from ...models.kl_vae import KLConfig, KLModel
 from ..files.checkpoint import Checkpoint
 from ..files.errors import incomplete_without
-from ..files.names import numbered
 from ..registry import DecoderKind, ReleasedDecoder
-from .image_decoder import LatentDecoder
+from .image_decoder import LatentDecoder, encoder_sizes
 
 
 def own_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -31,17 +29,15 @@ def recognise(tensors: Collection[str]) -> bool:
 
 def config_of(tensors: dict[str, Tensor]) -> KLConfig:
     """Sizes of an autoencoder from its tensor names and shapes."""
-    base = tensors["encoder.conv_in.weight"].shape[0]
-    levels = numbered(tensors, r"encoder\.down\.", LEVELS)
-    blocks = numbered(tensors, r"encoder\.down\.0\.block\.", LEVELS)
-    widths = [tensors[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
+    base, multiples, blocks = encoder_sizes(tensors, "down", "block")
+    deepest = len(multiples) - 1
     return KLConfig(
         channels=tensors["post_quant_conv.weight"].shape[0],
-        ch_mult=tuple(w // base for w in widths),
+        ch_mult=multiples,
         base_channels=base,
         num_res_blocks=blocks,
-        encoder_attention=f"encoder.down.{levels - 1}.attn.0.q.weight" in tensors,
-        decoder_attention=f"decoder.up.{levels - 1}.attn.0.q.weight" in tensors,
+        encoder_attention=f"encoder.down.{deepest}.attn.0.q.weight" in tensors,
+        decoder_attention=f"decoder.up.{deepest}.attn.0.q.weight" in tensors,
     )
 
 

@@ -23,7 +23,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError, incomplete_without
 from ..files.names import numbered, root_of
 from ..registry import DecoderKind
-from .image_decoder import ImageDecoder
+from .image_decoder import ImageDecoder, encoder_sizes
 
 _ROOTS = ("model.vqmodel.", "vqmodel.", "")  # in a transformers model, in one of older versions, in a separate file
 _ORIGINAL = (  # (pattern, replacement) from the names of BAAI/Emu3-VisionTokenizer
@@ -67,21 +67,18 @@ def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Settings of transformers' class from tensor shapes. Raises KeyError or ValueError if a part is missing."""
-    base = len(tensors["encoder.conv_in.weight"])
-    down = r"encoder\.down_block\.down\."
-    depth = numbered(tensors, down, LEVELS)
-    widths = [len(tensors[f"encoder.down_block.down.{i}.block.0.conv1.weight"]) for i in range(depth)]
+    base, multiples, blocks = encoder_sizes(tensors, "down_block.down", "block")
     codes, dim = tensors["quantize.embedding.weight"].shape
     channels = len(tensors["post_quant_conv.weight" if is_still(tensors) else "post_quant_conv.conv.weight"])
-    levels = {int(m[1]) for name in tensors if (m := re.match(down + r"(\d+)\.attn\.", name))}
+    levels = {int(m[1]) for name in tensors if (m := re.match(r"encoder\.down_block\.down\.(\d+)\.attn\.", name))}
     return {
         "codebook_size": codes,
         "embed_dim": dim,
         "latent_channels": channels,
         "base_channels": base,
         "double_latent": len(tensors["encoder.conv_out.weight"]) == 2 * channels,
-        "channel_multiplier": [width // base for width in widths],
-        "num_res_blocks": numbered(tensors, down + r"0\.block\.", LEVELS),
+        "channel_multiplier": list(multiples),
+        "num_res_blocks": blocks,
         "attn_resolutions": sorted(levels),
         "hidden_size": len(tensors["encoder.middle_block.attn_1.q_proj.weight"]),
         "temporal_downsample_factor": 2 ** (0 if is_still(tensors) else numbered(tensors, _TIME, LEVELS)),

@@ -19,7 +19,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.errors import incomplete_without
 from ..files.names import numbered, root_of
 from ..registry import DecoderKind
-from .image_decoder import ImageDecoder
+from .image_decoder import ImageDecoder, encoder_sizes
 
 _ROOTS = ("", "gen_vision_model.", "model.vqmodel.", "vqmodel.")  # prefixes of the names, in files and in models
 _COMPVIS = (  # (pattern, replacement) from CompVis's names, which transformers uses too
@@ -69,15 +69,12 @@ def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def config_of(tensors: Mapping[str, Tensor], unit_codes: bool = True, by_product: bool = False) -> VQConfig:
     """Sizes of a tokenizer from its tensor shapes, under LlamaGen's names."""
-    base = tensors["encoder.conv_in.weight"].shape[0]
-    levels = numbered(tensors, r"encoder\.conv_blocks\.", LEVELS)
-    blocks = numbered(tensors, r"encoder\.conv_blocks\.0\.res\.", LEVELS)
-    widths = [tensors[f"encoder.conv_blocks.{i}.res.0.conv1.weight"].shape[0] for i in range(levels)]
+    base, multiples, blocks = encoder_sizes(tensors, "conv_blocks", "res")
     codes, dim = tensors["quantize.embedding.weight"].shape
     return VQConfig(
         codebook_size=codes,
         codebook_dim=dim,
-        ch_mult=tuple(w // base for w in widths),
+        ch_mult=multiples,
         base_channels=base,
         z_channels=tensors["post_quant_conv.weight"].shape[0],
         num_res_blocks=blocks,

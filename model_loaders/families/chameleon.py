@@ -19,16 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.backbone import Backbone
 from ...models.positions import SequencePositions
-from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel, legal_grid
+from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
-from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
+from ..sizes import chosen_grid, legal_grid
 from ..text.chameleon_prompts import (
     BEGIN,
     BOS,
@@ -45,21 +43,14 @@ from ..text.chameleon_prompts import (
     lumina_tokens,
     open_tokenizer,
 )
-from ..text.language_model import (
-    backbone_config,
-    backbone_tensors,
-    language_root,
-    matrix,
-    others,
-    positive,
-    rope_theta,
-    word_tensors,
-)
+from ..text.language_model import backbone_config, language_root, positive, rope_theta
 from ..text.prompt_encoders import TextEncoder, features_of
+from .language_models import Ids, Names, build
 
 _PATCH = 16  # side in pixels of a token of Chameleon's VQGAN
-_ROOT, _TABLE, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
-_NORM, _VQ = "model.layers.0.self_attn.q_norm.weight", "model.vqmodel."
+_VQ = "model.vqmodel."
+_NAMES = Names("model.", unread=(_VQ,))
+_NORM = "model.layers.0.self_attn.q_norm.weight"
 _ORIGINAL = "layers.0.attention.q_normalization.weight"  # of a consolidated.pth
 _HEADS = {4096: 32}  # width -> heads
 _TOKENIZERS = ("Lumina-mGPT-7B-768", "Anole-7b-v0.1-hf", "chameleon-7b")  # released with the same tokenizer
@@ -70,7 +61,7 @@ _SIDE2 = 768  # pixels per side of the square images of Lumina-mGPT 2.0
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Whether this is a model of the Chameleon family, in Hugging Face's or Meta's naming."""
-    hugging_face = language_root(tensors, (_ROOT,), "q_norm.weight") is not None
+    hugging_face = language_root(tensors, (_NAMES.root,), "q_norm.weight") is not None
     return _ORIGINAL in tensors or (hugging_face and tensors[_NORM].ndim == 2)
 
 
@@ -79,53 +70,45 @@ def load(
 ) -> DiscreteModel:
     """Build the model on the CPU. Raises CheckpointError for tensors that are missing, misshapen or not finite, and for
     models that do not generate images."""
-    path, meta, tensors, settings = checkpoint.path, checkpoint.own_settings, checkpoint.tensors, checkpoint.settings
+    path, settings = checkpoint.path, checkpoint.settings
     check(checkpoint)
-    embeddings, head = (matrix(tensors, name, path) for name in (_TABLE, _HEAD))
+    embeddings, head = _NAMES.matrices(checkpoint)
     words = Vocabulary.of(settings, len(embeddings), path)
-    rows = len(tensors[_NORM])
-    if words.patch != _PATCH:
-        kind = lumina2(checkpoint, words, search)
-    else:
-        kind = lumina(checkpoint, words, grid, search) if rows == 1 else anole(checkpoint, words, search)
-    config = backbone_config(checkpoint, _ROOT, words.codes + len(kind.specials), _HEADS, norm_eps=1e-5)
-    if rows not in (1, config.heads):
-        raise CheckpointError(
-            f"{path.name} normalises its {config.heads} heads in {rows} groups, as models of 34B do. "
-            "Only those of 7B are supported."
-        )
-    defaults = SamplingParams(**meta.get("defaults", {"cfg": kind.cfg, "top_k": min(kind.top_k, words.codes)}))
-    with torch.device("meta"):
-        prefix = TextPrefix(len(embeddings), config.dim, lambda _, size: features_of(kind.null(size)), operations)
-        backbone = Backbone(config, operations)
-    model = DiscreteModel(
-        backbone,
-        prefix,
-        kind.family,
-        legal_grid(grid or kind.grid),
-        defaults,
-        kind.encoder,
-        words.patch,
-        positions=SequencePositions(rope_theta(settings)),
-        grids=kind.grids,
-        row_ends=len(kind.specials) > 1,
-        endings=1,
-        longest=longest(settings, kind.grids),
-        word_ids=(*words.images, *kind.specials),
-    )
-    if model.grid not in model.grids:
-        width, height = (side * words.patch for side in model.grid[::-1])
-        raise CheckpointError(f"{title(path)}: {model.unsupported_size(width, height)}")
-    named = backbone_tensors(tensors, _ROOT, path)
-    named |= word_tensors(embeddings, head, len(embeddings), words.images, kind.specials)
-    named |= others(tensors, _ROOT, _TABLE, _HEAD, (_VQ,))
-    if not named["backbone.output.weight"][0].any():
+    if not head[words.images.start : words.images.stop].any():
         raise CheckpointError(
             f"The head of {path.name} is zero for all image tokens: it is the initial state "
             "of a training and cannot generate images. Use a released model."
         )
-    model.dtype = dtype
-    return load_weights(model, named, checkpoint, dtype)
+    if words.patch != _PATCH:
+        kind = lumina2(checkpoint, words, search)
+    elif len(checkpoint.tensors[_NORM]) == 1:
+        kind = lumina(checkpoint, words, grid, search)
+    else:
+        kind = anole(checkpoint, words, search)
+    config = backbone_config(checkpoint, _NAMES.root, words.codes + len(kind.specials), _HEADS, norm_eps=1e-5)
+    if config.head_norms not in (1, config.heads):
+        raise CheckpointError(
+            f"{path.name} normalises its {config.heads} heads in {config.head_norms} groups, as models of 34B do. "
+            "Only those of 7B are supported."
+        )
+    defaults = {"cfg": kind.cfg, "top_k": min(kind.top_k, words.codes)}
+    return build(
+        checkpoint,
+        dtype,
+        operations,
+        kind.family,
+        _NAMES,
+        Ids(words.images, len(embeddings), kind.specials, row_ends=len(kind.specials) > 1),
+        config,
+        lambda features, size: features_of(kind.null(size)),
+        grid=chosen_grid(path, grid, kind.grid, kind.grids),
+        grids=kind.grids,
+        defaults=SamplingParams(**checkpoint.own_settings.get("defaults", defaults)),
+        prompt_encoder=kind.encoder,
+        pixels_per_token=words.patch,
+        positions=SequencePositions(rope_theta(settings)),
+        longest=longest(settings, kind.grids),
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +149,7 @@ def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -
     meta, source = checkpoint.own_settings, "Alpha-VLLM/Lumina-mGPT-2.0"
     side = max(legal_grid(meta["grid"])) if "grid" in meta else _SIDE2 // words.patch
     grids = size_table(side, words.patch)
-    tokens = lumina_tokens(words, grids)  # without the end of a turn, which may be several
+    tokens = tuple(lumina_tokens(words, grids))  # without the end of a turn, which may be several
     tokenizer = open_tokenizer("Lumina-mGPT 2.0", source, words, tokens, checkpoint.path, _TOKENIZERS2, search)
     return Kind(
         "lumina-mgpt-2",
@@ -268,7 +251,7 @@ def anole_grid(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> tupl
     return legal_grid((side, side))
 
 
-def longest(settings: Mapping[str, Any], grids: Sequence[tuple[int, int]]) -> int | None:
+def longest(settings: Mapping[str, Any], grids: Sequence[tuple[int, int]]) -> float | None:
     """Maximum tokens of prompt and image by config.json; None if that is less than an image, as in configs that were
     copied from smaller models."""
     most = positive(settings, "max_position_embeddings", None)

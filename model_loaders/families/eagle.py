@@ -58,7 +58,7 @@ class EagleState:
 
 
 class EagleDrafter:
-    """See Drafter in samplers/contract.py for the contract. ``model`` is the target, whose head gives the logits.
+    """An EAGLE drafter as a Drafter (samplers/contract.py). ``model`` is the target, whose head gives the logits.
 
     padded: the drafter was trained with prompts padded to the target's full number of slots (as LANTERN's for
     LlamaGen), so the padding is added again. The embedding of ``module`` starts with the target's image tokens; the
@@ -136,7 +136,7 @@ class EagleDrafter:
         return taken_over(into, EagleState(target_state, cache, table, longest))
 
     def set_attention_length(self, state: EagleState, tokens: int | None) -> int:
-        """See ARModel."""
+        """Limit the next steps to the first ``tokens`` of the image; returns the attention length (see ARModel)."""
         return state.cache.set_attention_length(None if tokens is None else state.longest + tokens)
 
     def _prompt_ids(self, target_state: State, branch: int, hidden: Tensor) -> Tensor:
@@ -170,7 +170,8 @@ class EagleDrafter:
         return torch.cat((padding.expand(len(hidden), -1, -1), hidden), dim=1)
 
     def observe(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
-        """One causal forward pass over pairs (hidden, token) after all earlier ones; see Drafter."""
+        """One causal forward pass over pairs (hidden, token) after all earlier ones. Returns the prediction after the
+        last of ``count`` [B] tokens, which are kept."""
         state.expanded = 0
         mask = state.cache.open(tokens.shape[1])
         feature = self._pass(state, tokens, positions, hidden, mask)
@@ -182,7 +183,8 @@ class EagleDrafter:
     def expand(
         self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor
     ) -> StepOut:
-        """Pairs of drafted tokens with the features predicted at their parents; see Drafter."""
+        """Feed pairs of drafted tokens with the features predicted at their parents. tree_mask: which drafts since the
+        last observation each one sees (see Drafter)."""
         mask = state.cache.open(tokens.shape[1], repeated(tree_mask, state.target.branches), state.expanded)
         state.expanded += tokens.shape[1]
         return self._output(self._pass(state, tokens, positions, hidden, mask))

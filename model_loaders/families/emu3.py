@@ -8,39 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from math import log, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...models.backbone import Backbone
 from ...models.positions import SequencePositions
-from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel, legal_grid
+from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning, root_of
-from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
+from ..sizes import Grid, chosen_grid, legal_grid
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
-    backbone_tensors,
     find_tokenizer,
     language_root,
-    matrix,
-    others,
     positive,
     rope_theta,
     text_settings,
-    word_tensors,
 )
 from ..text.prompt_encoders import TextEncoder
 from ..text.tiktoken_file import RankTokenizer
+from .language_models import Ids, Names, build
 
 # The suffix of every prompt in training, and the default negative prompt.
 QUALITY = " masterpiece, film grained, best quality."
@@ -115,16 +111,10 @@ def load(
     Raises CheckpointError for tensors that are missing, misshapen or not finite, for a model that only reads images,
     and if the size of generated images is unknown.
     """
-    path, settings = checkpoint.path, checkpoint.settings
+    settings = checkpoint.settings
     words = Words.of(checkpoint, _RANKED)
     patch = 2 ** (len((settings.get("vq_config") or {}).get("channel_multiplier") or (1, 2, 2, 4)) - 1)
     default, grids = sizes_of(checkpoint, settings, patch, grid)
-    tokenizer = open_tokenizer(path, search, words=words)
-
-    def framed(text: str, size: tuple[int, int]) -> list[int]:
-        return prompt_ids(words, tokenizer, text, size)
-
-    encoder = TextEncoder(lambda text, size: framed(text + QUALITY, size), default, write_negative=framed)
     return assembled(
         checkpoint,
         dtype,
@@ -132,81 +122,68 @@ def load(
         "emu3",
         words,
         words.specials,
-        encoder,
-        NEGATIVE,
+        open_tokenizer(checkpoint.path, search, words=words),
+        ("{}" + QUALITY, "{}", NEGATIVE),
+        default,
         grids,
         patch,
-        _HEADS,
         {"cfg": 3.0, "top_k": 2048},
         longest=9216,
     )
 
 
-def tables(checkpoint: Checkpoint) -> tuple[str, Tensor, Tensor]:
-    """Prefix of the language model's tensors, its embedding and its head [N, D]."""
-    tensors = checkpoint.tensors
-    root = next(root for root in _ROOTS if f"{root}embed_tokens.weight" in tensors)
-    embeddings, head = (matrix(tensors, name, checkpoint.path) for name in table_names(root))
-    return root, embeddings, head
-
-
-def table_names(root: str) -> tuple[str, str]:
-    """Names of the embedding and the head of a language model with the prefix ``root``."""
-    return f"{root}embed_tokens.weight", f"{_ROOTS[root]}lm_head.weight"
+def names_of(checkpoint: Checkpoint) -> Names:
+    """The names of the language model's tensors."""
+    root = next(root for root in _ROOTS if f"{root}embed_tokens.weight" in checkpoint.tensors)
+    return Names(root, f"{_ROOTS[root]}lm_head.weight", _VQ)
 
 
 def assembled(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
-    operations,
+    operations: Any,
     family: str,
     words: Words,
     specials: tuple[int, ...],
-    encoder: TextEncoder,
-    negative: str,
-    grids: Sequence[tuple[int, int]],
+    tokenizer: Tokenizer | RankTokenizer,
+    templates: tuple[str, str, str],
+    default: Grid,
+    grids: Sequence[Grid],
     patch: int,
-    known_heads: Mapping[int, int],
     params: Mapping[str, Any],
     longest: int,
 ) -> DiscreteModel:
-    """The model of a family, with the weights of a checkpoint.
+    """A model with Emu3's vocabulary.
 
-    specials: the end of a row, then the tokens after the last row. negative: the default negative prompt. patch: pixels
-    of a token along each side. known_heads: see backbone_config. params: the family's SamplingParams; longest: maximum
-    number of tokens, unless config.json tells it.
+    specials: the end of a row, then the tokens after the last row. templates: of a prompt and of a negative one, with
+    {} for the user's words, and the default negative prompt. patch: pixels of a token along each side. params: the
+    authors' SamplingParams; longest: maximum number of tokens, unless config.json tells it.
     """
-    path, text = checkpoint.path, text_settings(checkpoint)
-    root, embeddings, head = tables(checkpoint)
+    text, names = text_settings(checkpoint), names_of(checkpoint)
+    prompt, negative, null = templates
 
-    def null(_features: Tensor, size: tuple[int, int]) -> Tensor:
-        return encoder.encode(negative, size, negative=True)
+    def framed(template: str, text: str, size: Grid) -> list[int]:
+        return prompt_ids(words, tokenizer, template.replace("{}", text, 1), size)
 
-    config = backbone_config(checkpoint, root, words.codes + len(specials), known_heads, norm_eps=1e-5)
+    encoder = TextEncoder(partial(framed, prompt), default, write_negative=partial(framed, negative))
     params = {**params, "top_k": min(params["top_k"], words.codes), **checkpoint.own_settings.get("defaults", {})}
-    with torch.device("meta"):
-        prefix = TextPrefix(words.first, config.dim, null, operations)
-        backbone = Backbone(config, operations)
-    model = DiscreteModel(
-        backbone,
-        prefix,
+    return build(
+        checkpoint,
+        dtype,
+        operations,
         family,
-        encoder.grid,
-        SamplingParams(**params),
-        encoder,
-        patch,
-        positions=SequencePositions(rope_theta(text, 1e6)),
+        names,
+        Ids(words.images, words.first, specials, row_ends=True),
+        backbone_config(checkpoint, names.root, words.codes + len(specials), _HEADS, norm_eps=1e-5),
+        lambda features, size: encoder.encode(null, size, negative=True),
+        grid=default,
         grids=grids,
-        row_ends=True,
-        endings=len(specials) - 1,
+        defaults=SamplingParams(**params),
+        prompt_encoder=encoder,
+        pixels_per_token=patch,
+        positions=SequencePositions(rope_theta(text, 1e6)),
         longest=positive(text, "max_position_embeddings", longest),
-        word_ids=(*words.images, *specials),
     )
-    named = backbone_tensors(checkpoint.tensors, root, path)
-    named |= word_tensors(embeddings, head, words.first, words.images, specials)
-    named |= others(checkpoint.tensors, root, *table_names(root), _VQ)
-    model.dtype = dtype
-    return load_weights(model, named, checkpoint, dtype)
 
 
 # Sizes
@@ -234,47 +211,29 @@ def sizes_of(
 
     Raises CheckpointError if all are missing, for a grid of another size, and for Emu3-Chat.
     """
-    path, meta = checkpoint.path, checkpoint.own_settings
-    name = title(path)
+    path, name, meta = checkpoint.path, title(checkpoint.path), checkpoint.own_settings
+    own = legal_grid(meta["grid"]) if "grid" in meta else None
     area = settings.get("image_area")
     if meaning(name, {"emu3chat": True}):
         raise CheckpointError(
             f"{name} was trained to read images, not to generate them. Use Emu3-Gen (720 x 720 pixels) or Emu3-Stage1 "
             "(512 x 512)."
         )
-    named = meaning(name, _SIDES)
-    if "grid" in meta:
-        default = legal_grid(meta["grid"])
-        side = sqrt(default[0] * default[1])
+    if own:
+        side = sqrt(own[0] * own[1])
     elif isinstance(area, int) and area >= patch**2:
         side = sqrt(area) / patch
-    elif named:
-        side = named
     else:
-        sides = [side for side in _SIDES.values() if wanted and tuple(wanted) in size_table(side)]
-        if not sides:
-            raise CheckpointError(
-                f"The name {name} does not show whether this is Emu3-Gen or Emu3-Stage1, which have different sizes of "
-                "images: keep the released name of its folder, or set grid to 90 x 90 tokens (Gen) or 64 x 64 (Stage1)."
-            )
-        side = sides[0]
-    if "grid" not in meta:
-        default = legal_grid((round(side), round(side)))
-    grids = size_table(side)
-    return chosen_size(name, default, grids, wanted), grids
-
-
-def chosen_size(
-    name: str, default: tuple[int, int], grids: Sequence[tuple[int, int]], wanted: tuple[int, int] | None
-) -> tuple[int, int]:
-    """The grid that the user ``wanted``, or the default. Raises CheckpointError for one that is not in ``grids``."""
-    if wanted and tuple(wanted) not in grids:
-        near = sorted(grids, key=lambda sides: sum(abs(log(a / b)) for a, b in zip(sides, wanted, strict=True)))[:3]
+        asked = (side for side in _SIDES.values() if wanted and tuple(wanted) in size_table(side))
+        side = meaning(name, _SIDES) or next(asked, None)
+    if side is None:
         raise CheckpointError(
-            f"{name} does not generate {wanted[0]} x {wanted[1]} tokens (rows x columns), but about the area of "
-            f"{default[0]} x {default[1]}. The nearest grids are {', '.join(f'{h} x {w}' for h, w in near)}."
+            f"The name {name} does not show whether this is Emu3-Gen or Emu3-Stage1, which have different sizes of "
+            "images: keep the released name of its folder, or set grid to 90 x 90 tokens (Gen) or 64 x 64 (Stage1)."
         )
-    return legal_grid(wanted or default)
+    default = own or legal_grid((round(side), round(side)))  # before the table of sizes, which has as many rows
+    grids = size_table(side)
+    return chosen_grid(path, wanted, default, grids), grids
 
 
 # Vocabulary
@@ -315,13 +274,13 @@ class Words:
 
         Raises CheckpointError if neither applies, or the codes are not consecutive after all text ids.
         """
-        words, path = len(tables(checkpoint)[1]), checkpoint.path
+        words, path = len(names_of(checkpoint).matrices(checkpoint)[0]), checkpoint.path
         released = {name: _RANKS + i for i, name in enumerate(specials)} if words == _RANKS + len(specials) else {}
         ids = released | (checkpoint.settings.get("vocabulary_map") or {})
         codes = {name[-8:-2]: id for name, id in ids.items() if name.startswith("<|visual token ")}
-        first = codes.get("000000")
+        first = codes.get("000000", -1)
         found = {role: ids.get(name, -1) for role, name in _NAMES.items()}
-        in_a_row = first is not None and codes == {f"{code:06d}": first + code for code in range(len(codes))}
+        in_a_row = first >= 0 and codes == {f"{code:06d}": first + code for code in range(len(codes))}
         if not in_a_row or first + len(codes) > words or not all(0 <= id < first for id in found.values()):
             raise CheckpointError(
                 f"{path.parent.name} does not show which of its {words} ids are image tokens and special tokens: "

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..ar_model import DiscreteModel, legal_grid
+from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
 from ..registry import Family, ReleasedDecoder, Source
+from ..sizes import chosen_grid, legal_grid
 from ..text.language_model import language_root
-from ..text.prompt_encoders import TextEncoder
-from .emu3 import Words, assembled, chosen_size, open_tokenizer, prompt_ids, ranked, tables
+from .emu3 import Words, assembled, names_of, open_tokenizer, ranked
 
 # What stands around a prompt in training, and around a negative one, which is empty by default. <|extra_100|> begins
 # the answer.
@@ -51,7 +51,7 @@ def load(
     tokens, and for a size that the model does not generate.
     """
     path, name = checkpoint.path, title(checkpoint.path)
-    ids = len(tables(checkpoint)[1])
+    ids = len(names_of(checkpoint).matrices(checkpoint)[0])
     if ids != _IDS and not checkpoint.settings.get("vocabulary_map"):
         raise CheckpointError(
             f"{name} is a language model with the layers of {_IMAGE}, but its vocabulary of {ids} ids has no image "
@@ -61,16 +61,6 @@ def load(
     words = Words.of(checkpoint, specials)
     own = checkpoint.own_settings
     grids = (legal_grid(own["grid"]),) if "grid" in own else SIZES
-    tokenizer = open_tokenizer(path, search, specials, f"BAAI/{_IMAGE}", words)
-
-    def framed(text: str, size: tuple[int, int]) -> list[int]:
-        return prompt_ids(words, tokenizer, text, size)
-
-    encoder = TextEncoder(
-        lambda text, size: framed(PROMPT.format(text), size),
-        chosen_size(name, grids[0], grids, grid),
-        write_negative=lambda text, size: framed(NEGATIVE.format(text), size),
-    )
     return assembled(
         checkpoint,
         dtype,
@@ -78,11 +68,11 @@ def load(
         "emu3.5",
         words,
         (words.row_end,),
-        encoder,
-        "",
+        open_tokenizer(path, search, specials, f"BAAI/{_IMAGE}", words),
+        (PROMPT, NEGATIVE, ""),
+        chosen_grid(path, grid, grids[0], grids),
         grids,
         _PATCH,
-        {},
         {"cfg": meaning(name, _CFG) or _CFG["emu35image"], "top_k": 5120},
         longest=32768,
     )

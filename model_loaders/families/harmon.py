@@ -7,7 +7,7 @@ except the numbers of attention heads, which come from our metadata or the relea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...common.limits import bounded_int
 from ...models.captured import Graphs
 from ...models.harmon import Harmon
-from ..ar_model import Conditioning, legal_grid
+from ..ar_model import Conditioning
 from ..continuous_model import MaskedModel, MaskedState
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ from ..files.errors import CheckpointError
 from ..files.names import count, renamed
 from ..files.weights import load_weights
 from ..registry import Family
-from ..sizes import unsupported_size
+from ..sizes import legal_grid, unsupported_size
 from ..text.language_model import Tokenizer, find_tokenizer
 from ..text.prompt_encoders import TextEncoder
 from ..text.qwen2 import HEADS, Qwen2
@@ -117,7 +117,7 @@ def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
     )
 
 
-def recognise(tensors: dict[str, Tensor]) -> bool:
+def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Whether this is Harmon: a MAR and a language model."""
     return "mar.encoder_pos_embed_learned" in tensors and f"{_LLM}embed_tokens.weight" in tensors
 
@@ -148,14 +148,15 @@ def load(
     try:
         config = mar.config_of(inner, meta.get("heads"), None, path)
         with torch.device("meta"):
-            backbone = Harmon(config, language_model(tensors, meta.get("llm_heads"), path), operations)
+            llm = language_model(tensors, meta.get("llm_heads"), path)
+            backbone = Harmon(config, llm, operations)
             head = mar.head_of(inner, config, defaults.steps, path, operations)
     except CheckpointError:
         raise
     except (KeyError, IndexError, ValueError) as error:  # a tensor that determines a size is missing or misshapen
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
     grid = legal_grid(grid or meta.get("grid", _GRID))
-    encoder = prompt_encoder(open_tokenizer(path, backbone.llm.vocab, search), grid)
+    encoder = prompt_encoder(open_tokenizer(path, llm.vocab, search), grid)
     model = HarmonModel(backbone, head, _NAME, meta.get("scale", mar.SCALE), defaults, encoder)
     model.grid = grid
     weights = renamed(tensors, {"mar.diffloss.": "head.", "": "backbone."})

@@ -19,12 +19,13 @@ from ...models.janus import CodeEmbedding, CodeHead
 from ...models.positions import SequencePositions
 from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel, legal_grid
+from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint, read_settings
 from ..files.errors import CheckpointError
 from ..files.names import renamed
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
+from ..sizes import chosen_grid, legal_grid
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
@@ -89,13 +90,9 @@ def load(
     finite, for models that do not generate images, and for a grid that it was not trained on."""
     path, meta, settings = checkpoint.path, checkpoint.own_settings, text_settings(checkpoint)
     own = grid_of(checkpoint)
-    if grid and tuple(grid) != own:
-        raise CheckpointError(
-            f"{path.name} (Janus) generates {own[0]} x {own[1]} tokens (rows x columns), not {grid[0]} x {grid[1]}. "
-            "Set grid to auto."
-        )
+    chosen_grid(path, grid, own, [own])
     named, root = tensors_of(checkpoint)
-    sizes = {name: tensor.shape for name, tensor in named.items() if isinstance(tensor, Tensor)}
+    sizes = {name: tensor.shape for name, tensor in named.items() if not isinstance(tensor, tuple)}
     codes, code_dim = sizes["backbone.tok_embeddings.table.weight"]
     inner = sizes["backbone.output.fc1.weight"][0]
     words = sizes["prefix.embedding.weight"][0]

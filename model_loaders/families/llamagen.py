@@ -8,7 +8,7 @@ the file name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isqrt
 from pathlib import Path
 
@@ -19,12 +19,13 @@ from ...common.limits import bounded_int
 from ...models.backbone import Backbone, BackboneConfig, join_gates
 from ...models.prefix import CaptionPrefix, ClassPrefix
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel, legal_grid
+from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import count, meaning, renamed
-from ..files.weights import load_weights
+from ..files.weights import Weights, load_weights
 from ..registry import Family, ReleasedDecoder, Source
+from ..sizes import legal_grid
 from ..text import t5
 from ..text.language_model import layer_tensors, positive
 from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
@@ -52,37 +53,39 @@ PARTS = {"cls_embedding.": "prefix.", "": "backbone."}  # of a DiscreteModel: re
 _HUGGING_FACE = {"model.embed_tokens.": "tok_embeddings.", "lm_head.": "output.", "model.": "", "": ""}  # -> released
 
 
-def recognise(tensors: dict[str, Tensor]) -> bool:
+def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Whether this is a LlamaGen transformer, under either naming."""
     names = {name.removeprefix("model.") for name in tensors}
     embedded = "tok_embeddings.weight" in names or "embed_tokens.weight" in names
     return embedded and any(name.startswith("cls_embedding.") for name in names)
 
 
-def official_names(checkpoint: Checkpoint) -> dict[str, Tensor | tuple[Tensor, ...]]:
-    """Llama-style names -> LlamaGen's; see layer_tensors. Official names pass unchanged."""
+def official_names(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Weights]:
+    """The tensors outside the layers, and the layers, under LlamaGen's names, also of a file with Llama's."""
     tensors = checkpoint.tensors
-    if "tok_embeddings.weight" in tensors:
-        return dict(tensors)
-    outside = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.")}
-    return renamed(outside, _HUGGING_FACE) | layer_tensors(tensors, "model.", checkpoint.path)
+    root = "" if "tok_embeddings.weight" in tensors else "model."
+    layers = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{root}layers.")}
+    outside = {name: tensor for name, tensor in tensors.items() if name not in layers}
+    if root:
+        return renamed(outside, _HUGGING_FACE), layer_tensors(tensors, root, checkpoint.path)
+    return outside, layers
 
 
-def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> BackboneConfig:
+def backbone_config(outside: Mapping[str, Tensor], layers: Weights, checkpoint: Checkpoint) -> BackboneConfig:
     """Sizes from shapes. Raises CheckpointError for a size whose number of heads is unknown."""
     path, settings = checkpoint.path, checkpoint.settings
-    vocab, dim = tensors["tok_embeddings.weight"].shape
-    layers = count(tensors, "layers.")
-    gate = tensors.get("layers.0.feed_forward.w1.weight")
+    vocab, dim = outside["tok_embeddings.weight"].shape
+    depth = count(layers, "layers.")
+    gate = layers.get("layers.0.feed_forward.w1.weight")
     if gate is None:
         raise CheckpointError(f"{path.name} has no transformer layers. It is incomplete: download it again.")
-    heads = checkpoint.metadata.get("heads") or settings.get("num_attention_heads") or _HEADS.get((dim, layers))
+    heads = checkpoint.metadata.get("heads") or settings.get("num_attention_heads") or _HEADS.get((dim, depth))
     if heads is None or dim % (4 * bounded_int("heads", heads, 1, dim)):  # positions rotate channels in groups of four
         raise CheckpointError(
-            f"{path.name} has width {dim} and {layers} layers, which is not a released LlamaGen size, so its number of "
+            f"{path.name} has width {dim} and {depth} layers, which is not a released LlamaGen size, so its number of "
             'attention heads is unknown. Add safetensors metadata specar = {"heads": ...}.'
         )
-    return BackboneConfig(dim, layers, heads, gate.shape[0], vocab, positive(settings, "rms_norm_eps", 1e-5))
+    return BackboneConfig(dim, depth, heads, len(gate), vocab, positive(settings, "rms_norm_eps", 1e-5))
 
 
 def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
@@ -109,39 +112,37 @@ def load(
 ) -> DiscreteModel:
     """Build the model on the CPU. Raises CheckpointError if tensors are missing, unknown, misshapen or not finite."""
     path, meta = checkpoint.path, checkpoint.metadata
-    tensors = official_names(checkpoint)
-    config = backbone_config(tensors, checkpoint)
-    text = "cls_embedding.cap_proj.fc1.weight" in tensors
+    outside, layers = official_names(checkpoint)
+    config = backbone_config(outside, layers, checkpoint)
     grid = legal_grid(grid) if grid else grid_of(checkpoint)
-    vocab = config.vocab
-    with torch.device("meta"):
-        if text:
-            uncond = tensors.get("cls_embedding.uncond_embedding")
-            if uncond is None or uncond.ndim != 2:
-                raise CheckpointError(
-                    f"{path.name} lacks cls_embedding.uncond_embedding, which guidance needs. Download it again."
-                )
-            prefix = CaptionPrefix(uncond.shape[1], uncond.shape[0], config.dim, operations)
-            defaults = SamplingParams(cfg=7.5, top_k=min(1000, vocab))
-        elif "cls_embedding.embedding_table.weight" in tensors:
-            classes = tensors["cls_embedding.embedding_table.weight"].shape[0] - 1
-            prefix = ClassPrefix(classes, config.dim, operations)
-            defaults = SamplingParams(cfg=4.0, top_k=min(2000, vocab))
-        else:
+    prefix: nn.Module
+    if "cls_embedding.cap_proj.fc1.weight" in outside:
+        uncond = outside.get("cls_embedding.uncond_embedding")
+        if uncond is None or uncond.ndim != 2:
             raise CheckpointError(
-                f"{path.name} has neither caption nor class embeddings. It is incomplete: download it again."
+                f"{path.name} lacks cls_embedding.uncond_embedding, which guidance needs. Download it again."
             )
-        backbone = Backbone(config, operations)
-    if "defaults" in meta:
-        defaults = SamplingParams(**meta["defaults"])
-    if text:
-        encoder = caption_encoder(path, meta, prefix.slots, uncond.shape[1], search)
-    else:
+        slots, width = uncond.shape
+        family, defaults = "llamagen-t2i", {"cfg": 7.5, "top_k": min(1000, config.vocab)}
+        encoder = caption_encoder(path, meta, slots, width, search)
+        with torch.device("meta"):
+            prefix = CaptionPrefix(width, slots, config.dim, operations)
+    elif "cls_embedding.embedding_table.weight" in outside:
+        classes = len(outside["cls_embedding.embedding_table.weight"]) - 1
+        family, defaults = "llamagen-c2i", {"cfg": 4.0, "top_k": min(2000, config.vocab)}
         encoder = ClassEncoder(classes, class_names(classes))
-    family = "llamagen-t2i" if text else "llamagen-c2i"
-    model = DiscreteModel(backbone, prefix, family, grid, defaults, encoder, meta.get("pixels_per_token", 16))
+        with torch.device("meta"):
+            prefix = ClassPrefix(classes, config.dim, operations)
+    else:
+        raise CheckpointError(
+            f"{path.name} has neither caption nor class embeddings. It is incomplete: download it again."
+        )
+    with torch.device("meta"):
+        backbone = Backbone(config, operations)
+    params = SamplingParams(**meta.get("defaults", defaults))
+    model = DiscreteModel(backbone, prefix, family, grid, params, encoder, meta.get("pixels_per_token", 16))
     model.dtype = dtype
-    return load_weights(model, join_gates(renamed(tensors, PARTS)), checkpoint, dtype)
+    return load_weights(model, join_gates(renamed(outside | {**layers}, PARTS)), checkpoint, dtype)
 
 
 def caption_encoder(path: Path, meta: dict, slots: int, width: int, search: Sequence[Path]) -> PromptEncoder:

@@ -8,7 +8,7 @@ our metadata or the released sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from ...common.limits import bounded_int
 from ...models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
 from ...models.mar import MAR, MARConfig
 from ...samplers.continuous_contract import ContinuousParams
-from ..ar_model import legal_grid
 from ..continuous_model import MaskedModel
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
@@ -27,6 +26,7 @@ from ..files.errors import CheckpointError
 from ..files.names import count, renamed
 from ..files.weights import load_weights
 from ..registry import Family
+from ..sizes import legal_grid
 from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 from .llamagen import class_names
 
@@ -39,7 +39,7 @@ _NET = "diffloss.net."
 PARTS = {"diffloss.": "head.", "": "backbone."}  # of a MaskedModel: released -> ours
 
 
-def recognise(tensors: dict[str, Tensor]) -> bool:
+def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Whether this is a MAR transformer with its diffusion head."""
     return "encoder_pos_embed_learned" in tensors and any(name.startswith(_NET) for name in tensors)
 

@@ -14,33 +14,28 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...models.backbone import Backbone
 from ...models.positions import SequencePositions
-from ...models.prefix import TextPrefix
-from ...models.simplear import TiedHead
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel, legal_grid
+from ..ar_model import DiscreteModel
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint
 from ..files.errors import CheckpointError
-from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
+from ..sizes import chosen_grid, legal_grid
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
-    backbone_tensors,
     find_tokenizer,
     language_root,
     matrix,
-    others,
     positive,
     rope_theta,
     text_settings,
-    word_tensors,
 )
 from ..text.prompt_encoders import TextEncoder
+from .language_models import Ids, Names, build
 
 _NAME = "simplear"
-_ROOT, _TABLE, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
+_NAMES = Names("model.")
 _HEADS = {896: 14, 1536: 12}
 _CODES, _WORDS = 64_000, 151_672  # of the released models, whose embeddings may have unused rows after them
 _GRIDS = ((64, 64), (32, 32))
@@ -57,9 +52,9 @@ _NEGATIVE = (
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Whether this is a Qwen2 language model without the layers of a tower that reads images. ``load`` checks that its
     ids include image codes."""
-    biased = language_root(tensors, (_ROOT,), "q_proj.bias") is not None
+    biased = language_root(tensors, (_NAMES.root,), "q_proj.bias") is not None
     layers = (name for name in tensors if re.search(r"(^|\.)(layers|blocks)\.\d+\.", name))
-    return biased and all(name.startswith(f"{_ROOT}layers.") for name in layers)
+    return biased and all(name.startswith(f"{_NAMES.root}layers.") for name in layers)
 
 
 def load(
@@ -70,49 +65,37 @@ def load(
     Raises CheckpointError if tensors are missing, unknown, misshapen or not finite, for a language model without image
     codes, for a tokenizer of another model, and for an unsupported grid.
     """
-    path, tensors, settings = checkpoint.path, checkpoint.tensors, text_settings(checkpoint)
-    meta = checkpoint.own_settings
-    table, codes = matrix(tensors, _TABLE, path), meta.get("codes", _CODES)
+    path, meta, settings = checkpoint.path, checkpoint.own_settings, text_settings(checkpoint)
+    table = matrix(checkpoint.tensors, _NAMES.table, path)
+    codes = meta.get("codes", _CODES)
     known = meta.get("words", _WORDS if len(table) >= _WORDS + codes else None)
     tokenizer = open_tokenizer(path, search, known)
     first = first_code(tokenizer, len(table), codes, known, path)
     grids = (legal_grid(meta["grid"]),) if "grid" in meta else _GRIDS
-    if grid and tuple(grid) not in grids:
-        sizes = " or ".join(f"{rows} x {cols}" for rows, cols in grids)
-        raise CheckpointError(f"{path.name} generates {sizes} tokens, not {grid[0]} x {grid[1]}.")
     heads = {table.shape[1]: meta["heads"]} if "heads" in meta else _HEADS
-    config = backbone_config(checkpoint, _ROOT, codes, heads, norm_eps=1e-6)
-    tied = _HEAD not in tensors or settings.get("tie_word_embeddings", False)
     encoder = prompt_encoder(tokenizer, grids[0])
 
     @cache
     def negative() -> Tensor:
         return encoder.encode(_NEGATIVE, negative=True)
 
-    with torch.device("meta"):
-        backbone = Backbone(config, operations)
-        if tied:
-            backbone.output = TiedHead(backbone.tok_embeddings)
-        prefix = TextPrefix(first, config.dim, lambda features, size: negative(), operations)
-    images = range(first, first + codes)
-    defaults = SamplingParams(**{"cfg": 6.0} | meta.get("defaults", {}))
-    model = DiscreteModel(
-        backbone,
-        prefix,
+    return build(
+        checkpoint,
+        dtype,
+        operations,
         _NAME,
-        tuple(grid) if grid else grids[0],
-        defaults,
-        encoder,
-        positions=SequencePositions(rope_theta(settings, 1e6)),
+        _NAMES,
+        Ids(range(first, first + codes), first),
+        backbone_config(checkpoint, _NAMES.root, codes, heads, norm_eps=1e-6),
+        lambda features, size: negative(),
+        tied=_NAMES.head not in checkpoint.tensors or settings.get("tie_word_embeddings", False),
+        grid=chosen_grid(path, grid, grids[0], grids),
         grids=grids,
+        defaults=SamplingParams(**{"cfg": 6.0} | meta.get("defaults", {})),
+        prompt_encoder=encoder,
+        positions=SequencePositions(rope_theta(settings, 1e6)),
         longest=positive(settings, "max_position_embeddings", None),
-        word_ids=images,
     )
-    weights = backbone_tensors(tensors, _ROOT, path)
-    weights |= word_tensors(table, None if tied else tensors[_HEAD], first, images)
-    weights |= others(tensors, _ROOT, _TABLE, _HEAD)
-    model.dtype = dtype
-    return load_weights(model, weights, checkpoint, dtype)
 
 
 def open_tokenizer(path: Path, search: Sequence[Path], words: int | None) -> Tokenizer:

@@ -6,7 +6,7 @@ Accepts the released .pth files and safetensors. Everything is read from tensor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from ..files.errors import CheckpointError
 from ..files.names import count
 from ..files.weights import load_weights
 from ..registry import Family
+from ..sizes import chosen_grid
 from ..text.prompt_encoders import ClassEncoder, PromptEncoder
 from .llamagen import class_names
 from .mar import defaults_of
@@ -57,10 +58,11 @@ class CellModel(ContinuousBase):
     """
 
     group = CELL
+    order: Tensor = cell_order()
 
     def __init__(self, backbone: XAR, defaults: ContinuousParams, prompt_encoder: PromptEncoder):
         super().__init__("xar", (GRID, GRID), backbone.config.channels, SCALE, defaults, prompt_encoder)
-        self.backbone, self.order = backbone, cell_order()
+        self.backbone = backbone
 
     def schedule(self, params: ContinuousParams) -> Flow:
         """The denoising schedule. Raises ValueError for an invalid number of steps or kind."""
@@ -107,7 +109,8 @@ class CellModel(ContinuousBase):
         noise_t: Tensor,
         schedule: Flow,
     ) -> Normal:
-        """See ContinuousModel. Raises ValueError unless whole cells are queried.
+        """The distribution of the tokens at query [B, V, M] (see ContinuousModel). Raises ValueError unless whole
+        cells are queried.
 
         A clean cell's keys and values depend on earlier cells only, so all variants of an image share them; a mask
         hides the cells that are unknown to a variant.
@@ -141,7 +144,7 @@ class CellModel(ContinuousBase):
             schedule,
             state.graphs,
         )
-        return Normal(*end).map(lambda t: t.reshape(*query.shape, *t.shape[2:]))
+        return Normal(*(part.reshape(*query.shape, *part.shape[2:]) for part in end))
 
     def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
         """Rough bytes (activations and keys) of a forward pass over rows that read ``tokens`` and sample ``draws``."""
@@ -151,7 +154,7 @@ class CellModel(ContinuousBase):
         return (activations + keys) * self.dtype.itemsize
 
 
-def recognise(tensors: dict[str, Tensor]) -> bool:
+def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Whether this is an xAR transformer."""
     return {"class_emb.weight", "time_embed.mlp.0.weight", "pred.weight", "encoder_pos_embed_learned"} <= tensors.keys()
 
@@ -184,8 +187,7 @@ def load(
     if another grid than 16 x 16 is requested.
     """
     path, meta = checkpoint.path, checkpoint.metadata
-    if grid is not None and tuple(grid) != (GRID, GRID):
-        raise CheckpointError(f"{path.name} is an xAR model: its grid is {GRID} x {GRID}, not {grid[0]} x {grid[1]}.")
+    chosen_grid(path, grid, (GRID, GRID), [(GRID, GRID)])
     try:
         config = config_of(checkpoint.tensors, meta.get("heads"), path)
     except (KeyError, IndexError) as error:  # a tensor that determines a size is missing or misshapen

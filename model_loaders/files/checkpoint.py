@@ -17,11 +17,11 @@ from torch import Tensor
 from ...common.limits import CONTAINERS, SETTINGS, SHARDS, legal_name, parse_json, shown
 from . import safetensors_files
 from .errors import CheckpointError, raise_if_out_of_memory
-from .foreign import ADAPTERS, MERGE, refuse_foreign
 from .names import unwrapped
 from .pickles import read_pickle, refuse_unreal
 from .scaled import MARK, marks, with_scales
 from .torchscript import read_torchscript
+from .unsupported import ADAPTERS, MERGE, refuse_unsupported
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +155,8 @@ def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
     """
     mapped = _mapped if mapped is None else mapped
     checkpoint = _open(path, "map" if mapped else "read")
-    tensors = with_scales(_own_names(checkpoint.tensors), path)
-    refuse_foreign(tensors, path)
+    tensors = with_scales(_unwrapped(checkpoint.tensors), path)
+    refuse_unsupported(tensors, path)
     return replace(checkpoint, tensors=tensors)
 
 
@@ -167,15 +167,15 @@ def outline(path: Path) -> Checkpoint:
         name: tensor if name.endswith(MARK) else tensor.to("meta")  # marks of the metadata are known
         for name, tensor in checkpoint.tensors.items()
     }
-    return replace(checkpoint, tensors=with_scales(_own_names(tensors), path))
+    return replace(checkpoint, tensors=with_scales(_unwrapped(tensors), path))
 
 
-def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors without the names of wrappers around the model, whatever the format of the file."""
     return {own: tensors[name] for name, own in unwrapped(tensors).items()}
 
 
-How = Literal["map", "read", "outline"]  # the data: memory-mapped, read into memory, or left in the file
+Data = Literal["map", "read", "outline"]  # the data: memory-mapped, read into memory, or left in the file
 
 
 def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -184,16 +184,16 @@ def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
 
 
-def _open(path: Path, how: How) -> Checkpoint:
+def _open(path: Path, data: Data) -> Checkpoint:
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} does not exist. {remedy_for_missing(path.name)}")
     if path.name.endswith(INDEX):
-        return _open_shards(path, how)
+        return _open_shards(path, data)
     suffix = path.suffix.lower()
     if suffix in SAFETENSORS:
-        return _open_safetensors(path, how)
+        return _open_safetensors(path, data)
     if suffix in PICKLES:
-        return _open_pickle(path, how)
+        return _open_pickle(path, data)
     if suffix in TORCHSCRIPT:
         return _open_torchscript(path)
     kinds = ", ".join(SAFETENSORS + PICKLES + TORCHSCRIPT)
@@ -209,9 +209,9 @@ def remedy_for_missing(name: str) -> str:
 
 def shard_of(index: Path) -> dict[str, str]:
     """Tensor name -> file name of its shard. Raises CheckpointError for an index with other paths."""
-    shards = read_settings(index).get("weight_map")
-    texts = isinstance(shards, dict) and all(isinstance(name, str) for name in shards.values())
-    files = set(shards.values()) if texts else set()
+    listed = read_settings(index).get("weight_map")
+    shards: dict[str, str] = listed if isinstance(listed, dict) else {}
+    files = set(shards.values()) if all(isinstance(name, str) for name in shards.values()) else set()
     if not 0 < len(files) <= SHARDS or not all(
         PurePath(name).name == PureWindowsPath(name).name == name
         and name not in ("", "..")
@@ -225,7 +225,7 @@ def shard_of(index: Path) -> dict[str, str]:
     return shards
 
 
-def _open_shards(index: Path, how: How) -> Checkpoint:
+def _open_shards(index: Path, data: Data) -> Checkpoint:
     shards = shard_of(index)
     tensors: dict[str, Tensor] = {}
     files = sorted(set(shards.values()))
@@ -236,7 +236,7 @@ def _open_shards(index: Path, how: How) -> Checkpoint:
             f"({', '.join(missing[:3])}). Download them into the folder {index.parent}."
         )
     for file in files:
-        tensors |= _open(index.parent / file, how).tensors
+        tensors |= _open(index.parent / file, data).tensors
     absent = [name for name in shards if name not in tensors]
     if absent:
         raise CheckpointError(
@@ -246,8 +246,8 @@ def _open_shards(index: Path, how: How) -> Checkpoint:
     return Checkpoint(tensors, {}, index)
 
 
-def _open_safetensors(path: Path, how: How) -> Checkpoint:
-    read = {"map": _map, "read": safetensors_files.read, "outline": safetensors_files.outline}[how]
+def _open_safetensors(path: Path, data: Data) -> Checkpoint:
+    read = {"map": _map, "read": safetensors_files.read, "outline": safetensors_files.outline}[data]
     try:
         tensors, strings = read(path)
         metadata = parse_json(strings.get("specar", "{}"))
@@ -268,9 +268,9 @@ def _open_safetensors(path: Path, how: How) -> Checkpoint:
     return Checkpoint(tensors, metadata if isinstance(metadata, dict) else {}, path)
 
 
-def _open_pickle(path: Path, how: How) -> Checkpoint:
+def _open_pickle(path: Path, data: Data) -> Checkpoint:
     try:
-        content = read_pickle(path, mapped=how != "read", data=how != "outline")
+        content = read_pickle(path, mapped=data != "read", data=data != "outline")
         tensors = _weights_in(content, path.name, set())
         refuse_unreal(tensors, path)
     except ValueError as error:
@@ -281,7 +281,7 @@ def _open_pickle(path: Path, how: How) -> Checkpoint:
         ) from error
     if not tensors:
         parts = content if isinstance(content, dict) else {}
-        refuse_foreign([f"{a}.{b}" for a, part in parts.items() if isinstance(part, dict) for b in part], path)
+        refuse_unsupported([f"{a}.{b}" for a, part in parts.items() if isinstance(part, dict) for b in part], path)
         found = ", ".join(shown(part) for part in [*parts][:6])
         raise CheckpointError(
             f"{path.name} contains no named tensors{f', but {found}' if found else ''}. Weights are looked for at its "

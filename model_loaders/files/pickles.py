@@ -18,27 +18,13 @@ import torch
 from torch import Tensor
 
 from ...common.limits import PICKLE, SPREAD, FileError
-from .archives import BoundedUnpickler, Call, check_keys, check_view, members_of, pickle_in, stored
+from .archives import members_of, pickle_in
+from .unpickler import Call, TensorUnpickler, check_keys, file_errors, rebuild_tensor, tensor_view
 
 _ZIP = b"PK\3\4"
 _OLD = b"\nl\xfc\x9cF\xf9 j\xa8P\x19"  # start of files in PyTorch's format before zip files
-_STORAGES = {
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-    "UntypedStorage": torch.uint8,
-}
-# Names of what is saved beside weights and is not needed: whole packages, and single names.
-_BESIDE = (
+# Values that are saved beside weights and are not needed: those of whole packages, and of single names.
+_UNUSED_PACKAGES = (
     "numpy",
     "pytorch_lightning",
     "lightning",
@@ -49,7 +35,7 @@ _BESIDE = (
     "pathlib",
     "datetime",
 )
-_ALSO = {
+_UNUSED_NAMES = {
     "argparse": {"Namespace"},
     "types": {"SimpleNamespace"},
     "typing": {"Any"},
@@ -59,19 +45,17 @@ _ALSO = {
     "torch.nn.parameter": {"Parameter", "Buffer"},
     "builtins": {"bool", "bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
 }
-_ALSO["__builtin__"] = _ALSO["builtins"]
+_UNUSED_NAMES["__builtin__"] = _UNUSED_NAMES["builtins"]
 
 
 def read_pickle(path: Path, mapped: bool, data: bool = True) -> Any:
     """The content of a file, without executing anything. mapped: memory-map the tensors of a zip file. data: read those
     of the older format, which cannot be mapped; else they are on the meta device.
 
-    Raises ValueError for a file that is damaged or contains more than plain weights.
+    Raises FileError for a file that is damaged or contains more than plain weights.
     """
-    try:
-        return _ZipReader.content(path, mapped) if _is_zip(path) else _OldReader.content(path, data)
-    except Exception as error:  # a damaged pickle can raise anything
-        raise FileError(f"({str(error)[:200] or type(error).__name__})") from error
+    with file_errors():
+        return _read_zip(path, mapped) if _is_zip(path) else _read_old(path, data)
 
 
 def _is_zip(path: Path) -> bool:
@@ -90,7 +74,7 @@ def _is_zip(path: Path) -> bool:
     return True
 
 
-class _Inert:
+class _Unused:
     """Stands for a value that is not needed, whatever it is made from."""
 
     def __init__(self, *content: Any, **named: Any):
@@ -111,16 +95,7 @@ class _Table(dict):
         pass
 
 
-def _view(storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A view of a storage. Raises ValueError if it exceeds the storage."""
-    if not isinstance(storage, Tensor):
-        raise FileError("one of its tensors is invalid")
-    check_view(len(storage), offset, size, stride)
-    begin = 0 if 0 in size else offset
-    return storage.as_strided(size, stride, storage.storage_offset() + begin)  # its own: the file is one storage
-
-
-def _any_dtype(
+def _rebuild_any_dtype(
     storage: Tensor,
     offset: int,
     size: tuple[int, ...],
@@ -130,109 +105,73 @@ def _any_dtype(
     dtype: torch.dtype,
     metadata: Any = None,
 ) -> Tensor:
-    return _view(storage.view(dtype), offset, size, stride)
+    return rebuild_tensor(storage.view(dtype), offset, size, stride, grad, hooks, metadata)
 
 
-def _subclass(function: Any, kind: Any, arguments: tuple, state: Any) -> Any:
+def _rebuild_subclass(function: Any, kind: Any, arguments: tuple, state: Any) -> Any:
     """A tensor of a class of its own, or with attributes, which are not needed."""
     if not isinstance(function, Call):
         raise FileError("one of its tensors is invalid")
     return function(*arguments)
 
 
-def _table(*content: Any) -> _Table:
+def _rebuild_table(*content: Any) -> _Table:
     for pair in content[-1] if content and isinstance(content[-1], list) else ():
         check_keys(pair[:1] if isinstance(pair, (list, tuple)) else ())
     return _Table(content[-1]) if content and isinstance(content[-1], (list, dict)) else _Table()
 
 
 _FUNCTIONS = {
-    ("torch._utils", "_rebuild_tensor"): _view,
-    ("torch._utils", "_rebuild_tensor_v2"): lambda *given: _view(*given[:4]),
-    ("torch._utils", "_rebuild_tensor_v3"): _any_dtype,
+    ("torch._utils", "_rebuild_tensor"): tensor_view,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_any_dtype,
     ("torch._utils", "_rebuild_parameter"): lambda data, *others: data,
     ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *others: data,
-    ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
-    ("collections", "OrderedDict"): _table,
-    ("collections", "defaultdict"): _table,
-    ("collections", "Counter"): _table,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_subclass,
+    ("collections", "OrderedDict"): _rebuild_table,
+    ("collections", "defaultdict"): _rebuild_table,
+    ("collections", "Counter"): _rebuild_table,
 }
 
 
-class _Reader(BoundedUnpickler):
-    """The machine of a pickle of either format."""
+class _PickleUnpickler(TensorUnpickler):
+    """Reads a pickle of either format: also the values that are often beside weights, and are not needed."""
 
-    own = (_Table, _Inert)
-
-    def __init__(self, file: io.BytesIO, most: int):
-        """most: bytes that all storages together may have."""
-        super().__init__(file)
-        self.left, self.storages = most, dict[str, Tensor]()
+    own = (_Table, _Unused)
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name in the pickle. Raises ValueError for all but those that weights need and those of
-        values that are often beside them."""
         if (module, name) in _FUNCTIONS:
             return Call(_FUNCTIONS[module, name])
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module.partition(".")[0] in _BESIDE or name in _ALSO.get(module, ()):
-            return _Inert
-        if module == "torch._utils" and name.startswith("_rebuild"):
+        if module.partition(".")[0] in _UNUSED_PACKAGES or name in _UNUSED_NAMES.get(module, ()):
+            return _Unused
+        if module == "torch._utils" and name.startswith("_rebuild") and name != "_rebuild_tensor_v2":
             raise FileError(f"One of its tensors is not a plain tensor ({name}).")
-        raise FileError(f"It asks for {module}.{name}.")
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        """A storage as a flat tensor. Raises ValueError if the file does not hold it."""
-        kind, dtype, key, _, count, *view = pid
-        sound = kind == "storage" and isinstance(dtype, torch.dtype) and isinstance(key, str) and type(count) is int
-        if not sound:
-            raise FileError("it refers to something that is not a storage")
-        if key not in self.storages:
-            if not 0 <= count * dtype.itemsize <= self.left:
-                raise FileError("its storages are larger than the file")
-            self.storages[key] = self.storage(key, dtype, count)
-            self.left -= count * dtype.itemsize
-        storage = self.storages[key]
-        if storage.dtype != dtype or len(storage) < count:
-            raise FileError("it states two kinds of one storage")
-        if view and view[0] is not None:
-            _, begin, length = view[0]
-            return _view(storage, begin, (length,), (1,))
-        return storage
-
-    def storage(self, key: str, dtype: torch.dtype, count: int) -> Tensor:
-        """The ``count`` elements of a storage. Raises ValueError if there are not so many."""
-        raise NotImplementedError
+        return super().find_class(module, name)
 
 
-class _ZipReader(_Reader):
-    """A zip file: ``data.pkl`` is the pickle, ``data/<key>`` are the storages."""
+def _read_zip(path: Path, mapped: bool) -> Any:
+    """The content of a zip file, in which ``data.pkl`` is the pickle and ``data/<key>`` are the storages."""
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        return _ZipUnpickler(path, file, archive, mapped).load()
 
-    @classmethod
-    def content(cls, path: Path, mapped: bool) -> Any:
-        """The content of a file; see read_pickle."""
+
+class _ZipUnpickler(_PickleUnpickler):
+    def __init__(self, path: Path, file: io.BufferedReader, archive: zipfile.ZipFile, mapped: bool):
         size = path.stat().st_size
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            members = members_of(path)
-            if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
-                raise FileError("it has the other byte order")
-            reader = cls(pickle_in(archive, stored(members, "data.pkl")), size)
-            reader.file, reader.members = file, members
-            reader.whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if mapped else None
-            return reader.load()
+        self.file, self.members = file, members_of(path)
+        super().__init__(pickle_in(archive, self.members), size)
+        self.map = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if mapped else None
 
     def storage(self, key: str, dtype: torch.dtype, count: int) -> Tensor:
         member = self.members.get(f"data/{key}")
         if member is None or member.file_size != count * dtype.itemsize:
             raise FileError(f"its part data/{key:.50} is missing, or has another size")
-        self.file.seek(member.header_offset + 26)
+        self.file.seek(member.header_offset + 26)  # to the lengths of two strings that end a member's header
         name, extra = (int.from_bytes(self.file.read(2), "little") for _ in range(2))
         begin = member.header_offset + 30 + name + extra
-        if self.whole is not None and begin % dtype.itemsize == 0:
-            part = self.whole[begin : begin + member.file_size]
+        if self.map is not None and begin % dtype.itemsize == 0:
+            part = self.map[begin : begin + member.file_size]
             if len(part) != member.file_size:
                 raise FileError("it ends too soon")
             return part.view(dtype)
@@ -240,34 +179,31 @@ class _ZipReader(_Reader):
         return _filled(self.file, count, dtype)
 
 
-class _OldReader(_Reader):
-    """The format before zip files: a number, a version, the system that wrote it, the content, the keys of its
-    storages, all pickled; then the storages, each after its length."""
+def _read_old(path: Path, data: bool) -> Any:
+    """The content of a file in the format before zip files: a number, a version, the system that wrote it, the content,
+    the keys of its storages, all pickled; then the storages, each after its length."""
+    with torch.device("cpu" if data else "meta"), path.open("rb") as file:
+        pickles = io.BytesIO(file.read(PICKLE))
+        _, _, system = (_OldUnpickler(pickles, 0).load() for _ in range(3))
+        if isinstance(system, dict) and not system.get("little_endian", True):
+            raise FileError("it has the other byte order")
+        reader = _OldUnpickler(pickles, path.stat().st_size)
+        content, keys = reader.load(), _OldUnpickler(pickles, 0).load()
+        named = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+        if not named or sorted(keys) != sorted(reader.storages):
+            raise FileError("it does not list its storages")
+        file.seek(pickles.tell())
+        for key in keys if data else ():
+            storage = reader.storages[key]
+            if int.from_bytes(file.read(8), "little") != len(storage):
+                raise FileError("one of its storages has another length than stated")
+            storage.copy_(_filled(file, len(storage), storage.dtype))
+    return content
 
-    @classmethod
-    def content(cls, path: Path, data: bool) -> Any:
-        """The content of a file; see read_pickle."""
-        size = path.stat().st_size
-        with torch.device("cpu" if data else "meta"), path.open("rb") as file:
-            pickles = io.BytesIO(file.read(PICKLE))
-            _, _, system = (cls(pickles, 0).load() for _ in range(3))
-            if isinstance(system, dict) and not system.get("little_endian", True):
-                raise FileError("it has the other byte order")
-            reader = cls(pickles, size)
-            content, keys = reader.load(), cls(pickles, 0).load()
-            named = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
-            if not named or sorted(keys) != sorted(reader.storages):
-                raise FileError("it does not list its storages")
-            file.seek(pickles.tell())
-            for key in keys if data else ():
-                storage = reader.storages[key]
-                if int.from_bytes(file.read(8), "little") != len(storage):
-                    raise FileError("one of its storages has another length than stated")
-                storage.copy_(_filled(file, len(storage), storage.dtype))
-        return content
 
+class _OldUnpickler(_PickleUnpickler):
     def storage(self, key: str, dtype: torch.dtype, count: int) -> Tensor:
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype)  # filled when the pickle, which stands before the data, is read
 
 
 def _filled(file: io.BufferedReader, count: int, dtype: torch.dtype) -> Tensor:

@@ -163,13 +163,15 @@ def _mismatch(layer: str, part: str, tensor: Tensor, path: Path) -> CheckpointEr
     )
 
 
-def _object(text: str | Tensor, name: str, path: Path) -> dict[str, Any]:
-    """The JSON object in a string, or in the bytes of a tensor."""
+def _object(content: str | Tensor, name: str, path: Path) -> dict[str, Any]:
+    """The JSON object in a string, or in the bytes of a tensor. Raises CheckpointError if there is none."""
     try:
-        if isinstance(text, Tensor):
-            if text.dtype != torch.uint8 or text.numel() > QUANTISED:
-                raise FileError("it is no short string of bytes")
-            text = bytes(text.flatten().tolist())
+        if isinstance(content, str):
+            text: str | bytes = content
+        elif content.dtype == torch.uint8 and content.numel() <= QUANTISED:
+            text = bytes(content.flatten().tolist())
+        else:
+            raise FileError("it is no short string of bytes")
         found = parse_json(text)
         if not isinstance(found, dict):
             raise FileError("it is no object")

@@ -16,36 +16,21 @@ import torch
 from torch import Tensor
 
 from ...common.limits import MODULES, TENSORS, FileError, legal_name
-from .archives import BoundedUnpickler, Call, check_view, members_of, pickle_in, stored
+from .archives import members_of, pickle_in, stored
+from .unpickler import Call, TensorUnpickler, file_errors
 
-_STORAGES = {
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
 _LISTS = ("build_intlist", "build_doublelist", "build_boollist", "build_tensorlist", "restore_type_tag")
 
 
 def read_torchscript(path: Path) -> dict[str, Tensor]:
     """Parameters and buffers by name, as the state_dict of the loaded module would list them.
 
-    Raises ValueError for a file that is damaged, or whose pickle contains anything but modules and tensors.
+    Raises FileError for a file that is damaged, or whose pickle contains anything but modules and tensors.
     """
-    try:
+    with file_errors():
         members = members_of(path)
         with zipfile.ZipFile(path) as archive:
-            tree = _Unpickler(archive, members).load()
-    except (ValueError, OSError, zipfile.BadZipFile) as error:
-        raise FileError(str(error)) from error
-    except Exception as error:  # a damaged pickle can raise anything
-        raise FileError(f"its description of the modules cannot be read ({type(error).__name__}: {error})") from error
+            tree = _TorchScriptUnpickler(archive, members, path.stat().st_size).load()
     if not isinstance(tree, _Module):
         raise FileError("it contains no module")
     tensors: dict[str, Tensor] = {}
@@ -81,75 +66,26 @@ class _Module:
         self.attributes = state
 
 
-class _Unpickler(BoundedUnpickler):
-    """Reads ``data.pkl`` of an archive."""
+class _TorchScriptUnpickler(TensorUnpickler):
+    """Reads ``data.pkl`` of an archive. All data that it takes is copied into memory, and its checksum compared."""
 
     own = (_Module,)
 
-    def __init__(self, archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo]):
-        self._archive, self._members = archive, members
-        self._storages: dict[str, Tensor] = {}
-        if "byteorder" in members and self._read("byteorder") != b"little":
-            raise FileError("it has the other byte order")
-        super().__init__(pickle_in(archive, stored(members, "data.pkl")))
-
-    def _read(self, name: str) -> bytes:
-        return self._archive.read(stored(self._members, name))
+    def __init__(self, archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], size: int):
+        super().__init__(pickle_in(archive, members), size)
+        self.archive, self.members = archive, members
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object for a name in the pickle. Raises ValueError for all but the few that weights need."""
         if module == "__torch__" or module.startswith("__torch__."):
             return _Module
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return Call(_rebuild_tensor)
         if module == "torch.jit._pickle" and name in _LISTS:
-            return Call(_plain)
+            return Call(lambda value, *_types: value)  # the value of a typed list
         if (module, name) == ("collections", "OrderedDict"):
-            return Call(_no_hooks)
+            return Call(lambda *_hooks: {})  # a tensor's hooks, which are dropped
         return super().find_class(module, name)
 
-    def persistent_load(self, pid: Any) -> Tensor:
-        """A storage as a flat tensor. Raises ValueError if its length is not the stated one."""
-        kind, dtype, key, _, count = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or not (type(key), type(count)) == (str, int):
-            raise FileError("it refers to something that is not a storage")
-        if key not in self._storages:
-            content = self._read(f"data/{legal_name(key)}")
-            if len(content) % dtype.itemsize:
-                raise FileError(f"its data/{key} has {len(content)} bytes, not a multiple of the size of {dtype}")
-            self._storages[key] = (
-                torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
-            )
-        storage = self._storages[key]
-        if storage.dtype != dtype or len(storage) != count:
-            raise FileError(f"its data/{key} has {len(storage)} elements of {storage.dtype}, not {count} of {dtype}")
-        return storage
-
-
-def _rebuild_tensor(
-    storage: Tensor,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    grad: bool,
-    hooks: Any,
-    metadata: Any = None,
-) -> Tensor:
-    """A view of a storage. Raises ValueError if it exceeds the storage."""
-    if not isinstance(storage, Tensor) or metadata:
-        raise FileError("one of its tensors is invalid")
-    if check_view(len(storage), offset, size, stride) > len(storage):
-        raise FileError("one of its tensors is larger than its storage")
-    return storage.as_strided(size, stride, offset)
-
-
-def _plain(value: Any, *types: Any) -> Any:
-    """The value of a typed list."""
-    return value
-
-
-def _no_hooks(*content: Any) -> dict:
-    """A tensor's hooks, which are dropped."""
-    return {}
+    def storage(self, key: str, dtype: torch.dtype, count: int) -> Tensor:
+        content = self.archive.read(stored(self.members, f"data/{key}"))
+        if len(content) != count * dtype.itemsize:
+            raise FileError(f"its data/{key} has {len(content)} bytes, not {count} elements of {dtype}")
+        return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)

@@ -64,6 +64,7 @@ def with_ending(path: Path, ending: str) -> Path:
 def write_together(contents: dict[Path, bytes]) -> None:
     """Write several files atomically: all or none. Raises OSError."""
     parts = {file: with_ending(file, ".part") for file in contents}
+    file = next(iter(contents))
     try:
         for file, content in contents.items():
             parts[file].write_bytes(content)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from math import inf, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from ..files.errors import CheckpointError
 from ..files.names import count, renamed, root_of
 
 _ADDING = ("added_tokens.json", "tokenizer_config.json")
+D = TypeVar("D", float, None)
 _STACKED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NAMES = {
     "self_attn.o_proj": "attention.wo",
@@ -116,12 +117,13 @@ def backbone_config(
     dim = q.shape[1]
     head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
     head_rms = head_norm is not None and head_norm.ndim == 1  # LayerNorms have a row for every head, or one for all
-    heads = settings.get("num_attention_heads") or known_heads.get(dim)
-    known = type(heads) is int and heads > 0 and len(q) % (2 * heads) == 0  # positions rotate channels in pairs
-    kv_heads, rest = divmod(len(k), len(q) // heads) if known else (0, 0)
+    stated = settings.get("num_attention_heads") or known_heads.get(dim)
+    heads = stated if type(stated) is int and stated > 0 else 0
+    even = bool(heads) and len(q) % (2 * heads) == 0  # positions rotate channels in pairs
+    kv_heads, rest = divmod(len(k), len(q) // heads) if even else (0, 0)
     if not kv_heads or rest or heads % kv_heads:
         raise CheckpointError(
-            f"{path.name} has width {dim} and an unknown number of attention heads ({heads}). Keep it "
+            f"{path.name} has width {dim} and an unknown number of attention heads ({stated}). Keep it "
             "under its released name, together with its config.json, in a separate folder."
         )
     return BackboneConfig(
@@ -140,7 +142,7 @@ def backbone_config(
     )
 
 
-def positive(settings: Mapping[str, Any], name: str, default: float | None) -> float | None:
+def positive(settings: Mapping[str, Any], name: str, default: D) -> float | D:
     """A number of config.json, or the default. Raises CheckpointError for an invalid one."""
     value = settings.get(name)
     if value is None:
@@ -159,7 +161,7 @@ def rope_theta(settings: Mapping[str, Any], default: float = 10000.0) -> float:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise CheckpointError(f"config.json sets rotary positions of type {kind!r}, which is not supported.")
-    return float(positive(rope, "rope_theta", None) or positive(settings, "rope_theta", default))
+    return float(positive(rope, "rope_theta", positive(settings, "rope_theta", default)))
 
 
 def word_tensors(
@@ -247,12 +249,17 @@ class Tokenizer:
         self.file, self.missing, self.stated, self.words = file, missing, stated or {}, words
         self._opened = None
 
-    def _open(self):
+    @property
+    def _path(self) -> Path:
         if self.file is None:
             raise FileNotFoundError(self.missing)
+        return self.file
+
+    def _open(self) -> Any:
+        path = self._path
         if self._opened is None:
-            with readable(self.file):
-                opened = _read_tokenizer(self.file)
+            with readable(path):
+                opened = _read_tokenizer(path)
                 refuse_growth(opened.normalizer)
             opened.no_truncation()
             opened.no_padding()
@@ -260,30 +267,30 @@ class Tokenizer:
             count = opened.get_vocab_size()
             if self.words is not None and count > self.words:
                 raise CheckpointError(
-                    f"{self.file} has {count} tokens, but the model {self.words}: it is the "
+                    f"{path} has {count} tokens, but the model {self.words}: it is the "
                     "tokenizer of another model. Use the one released with it."
                 )
-            check_ids(self.file, self.stated, opened.token_to_id)
+            check_ids(path, self.stated, opened.token_to_id)
             self._opened = opened
         return self._opened
 
     def ids(self, text: str) -> list[int]:
         """Ids of a string, which may contain special tokens; none are added."""
         opened = self._open()
-        with readable(self.file):
+        with readable(self._path):
             return opened.encode(text, add_special_tokens=False).ids
 
     def beyond(self, text: str, count: int) -> str:
         """The part of a string that lies beyond its first ``count`` tokens."""
         opened = self._open()
-        with readable(self.file):
+        with readable(self._path):
             ends = [end for _, end in opened.encode(text, add_special_tokens=False).offsets]
         return text[ends[count - 1] :].strip() if len(ends) > count else ""
 
     def id(self, token: str) -> int:
         """Id of one token. Raises CheckpointError if the tokenizer does not have it."""
         opened = self._open()
-        with readable(self.file):
+        with readable(self._path):
             found = opened.token_to_id(token)
         if found is None:
             raise CheckpointError(
@@ -299,7 +306,7 @@ class Tokenizer:
         Raises FileNotFoundError without a tokenizer, CheckpointError if that file is missing or names neither.
         """
         self._open()
-        file = self.file.parent / "tokenizer_config.json"
+        file = self._path.parent / "tokenizer_config.json"
         settings = read_settings(file)
         token = settings.get("bos_token") or settings.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token

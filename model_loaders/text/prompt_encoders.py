@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ HINTS = 40  # unknown words in a notice
 
 
 class PromptEncoder(Protocol):
-    """slots: most features of a prompt that ``encode`` makes (None: any number)."""
+    """slots: the most features of a prompt that ``encode`` makes. Default: no limit."""
 
-    slots: int | None = None
+    slots: int = sys.maxsize
 
     def encode(self, text: str) -> Tensor:
         """Features [1, n, F] (fp32, CPU) of a prompt, valid slots only; raises ValueError with a remedy."""
@@ -61,20 +62,23 @@ class WordEncoder(PromptEncoder):
     def open(cls, path: Path, slots: int) -> WordEncoder:
         """Read ``text_encoder.safetensors``. Raises CheckpointError if it is another kind of file."""
         checkpoint = open_checkpoint(path, mapped=False)  # a small table, not worth a memory map
-        table, meta = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
-        lists, synonyms = [meta.get(name) for name in ("words", "stop_words", "backgrounds")], meta.get("synonyms")
-        groups = [*lists, synonyms]
-        sound = isinstance(synonyms, dict) and all(isinstance(words, list) for words in lists)
-        sound = sound and all(len(words) <= WORDS for words in groups)
+        table, metadata = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
         try:
-            for word in (word for words in (*groups, synonyms.values()) for word in words) if sound else ():
-                legal_name(word)  # as notices quote it
+            words, stop_words, backgrounds = (
+                _legal_words(metadata.get(name)) for name in ("words", "stop_words", "backgrounds")
+            )
+            pairs = metadata.get("synonyms")
+            if not isinstance(pairs, dict):
+                raise FileError("it has no synonyms")
+            synonyms = dict(zip(_legal_words([*pairs]), _legal_words([*pairs.values()]), strict=True))
+            if table is None or table.ndim != 2 or len(table) != len(words):
+                raise FileError("its table does not fit its words")
+            if not table.float().isfinite().all():
+                raise FileError("its table has NaN or infinite values")
         except FileError as error:
-            raise CheckpointError(f"{path.name}: {error}. Download it again.") from error
-        sound = sound and table is not None and table.ndim == 2 and len(lists[0]) == len(table)
-        if not sound or not table.float().isfinite().all():
-            raise CheckpointError(f"{path.name} is not a word-table text encoder, or damaged. Download it again.")
-        words, stop_words, backgrounds = lists
+            raise CheckpointError(
+                f"{path.name} is not a word-table text encoder, or damaged: {error}. Download it again."
+            ) from error
         return cls(table, words, stop_words, synonyms, backgrounds, slots)
 
     def parse(self, text: str) -> tuple[list[str], list[str]]:
@@ -84,11 +88,9 @@ class WordEncoder(PromptEncoder):
         text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
         known, unknown = [], []
         for word in re.findall(r"[a-z0-9_'-]+", text):
-            word = next(
-                (w for w in (word, word.rstrip("s"), word.removesuffix("es")) if w in self.index or w in self.synonyms),
-                word,
-            )
-            for part in self.synonyms.get(word, word).split():
+            forms: tuple[str, ...] = (word, word.rstrip("s"), word.removesuffix("es"))
+            form = next((each for each in forms if each in self.index or each in self.synonyms), str(word))
+            for part in self.synonyms.get(form, form).split():
                 if part in self.index:
                     known.append(part)
                 elif part not in self.stop_words:
@@ -124,6 +126,13 @@ class WordEncoder(PromptEncoder):
                 "lists all of them."
             )
         return self.table[[self.index[word] for word in known[: self.slots]]][None]
+
+
+def _legal_words(words: Any) -> list[str]:
+    """A list of words from a file, which notices quote. Raises FileError unless they are at most WORDS strings."""
+    if not isinstance(words, list) or len(words) > WORDS:
+        raise FileError(f"a list of words is missing, or has more than {WORDS}")
+    return [legal_name(word) for word in words]
 
 
 def left_out(slots: int, units: str, rest: str) -> list[str]:

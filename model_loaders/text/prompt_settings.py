@@ -79,5 +79,5 @@ def covers(area: tuple | list, pixels: tuple[int, int]) -> bool:
     numbers = [number * (1 if share else CELL) for number in area[share:]]
     sides, place = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
     return not any(place) and all(
-        side >= whole for side, whole in zip(sides, (1, 1, 1) if share else pixels, strict=True)
+        side >= whole for side, whole in zip(sides, (1, 1, 1) if share else pixels, strict=False)
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...common.limits import PROMPT
+from ...models.placed import Placed
 from . import prompt_settings
 from .prompt_encoders import ClassEncoder, PromptEncoder, TextEncoder, WordEncoder, features_of
 
@@ -31,13 +32,12 @@ def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str | None:
     return prompt[0][1]["ar"].get("text") if prompt else None
 
 
-class Prompted:
+class Prompted(Placed):
     """Base class of models with prompts: encodes CONDITIONING and reads it."""
 
     family: str
     prompt_encoder: PromptEncoder
     pixels_per_token: int
-    device: torch.device
 
     def encode_prompt(self, text: str) -> Conditioning:
         """CONDITIONING of a prompt (or of a class name or number). As a negative prompt, an empty text is none: the
@@ -76,7 +76,7 @@ class Prompted:
             if text := prompt_text(prompt):
                 found += self.prompt_encoder.notices(text)
             count = (prompt.features if isinstance(prompt, EncodedPrompt) else prompt[0][0]).shape[1]
-            if count > (self.prompt_encoder.slots or count):
+            if count > self.prompt_encoder.slots:
                 found.append(
                     f"The {name} prompt has {count} words or tokens, as after Conditioning (Concat), but the "
                     f"model learned to read {self.prompt_encoder.slots} at most. Use a shorter prompt."

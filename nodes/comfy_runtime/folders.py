@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from inspect import getfile
 from pathlib import Path
 
 import folder_paths
@@ -68,7 +69,7 @@ def search_folders() -> list[Path]:
 
     Includes ComfyUI's folder of tokenizers, which contains that of Harmon's language model.
     """
-    own = Path(folder_paths.__file__).parent / "comfy" / "text_encoders"
+    own = Path(getfile(folder_paths)).parent / "comfy" / "text_encoders"
     return [Path(p) for key in (MODELS, "vae", "text_encoders") for p in folder_paths.get_folder_paths(key)] + [own]
 
 

@@ -119,8 +119,8 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
         int8_cache=dtype == INT8_CACHE,
     )
     model.offload_embedding()
-    if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):
-        manage_text_encoder(model.prompt_encoder)
+    if isinstance(encoder := getattr(model, "prompt_encoder", None), T5Encoder):
+        manage_text_encoder(encoder)
     source = choice, dtype, grid, fingerprint(choice, MODELS)
     why = automatic.why if automatic else ""
     return LoadedModel(model, patcher_of(model, model), decoder_of(model, path), choice, source, choice=why)

@@ -138,11 +138,12 @@ class Previews:
         return known.shape[1] * scale, known.shape[0] * scale
 
     def _decode(self, sketch: Sketch) -> None:
+        assert self.decoder is not None, "the caller decodes only if there is a decoder"
         began = time.perf_counter()
         pixels = (self.decoder.decode(sketch.latent)[0] * 255).round().byte().cpu().numpy()
         self.palette.pace = (time.perf_counter() - began) / sketch.known.numel()
-        self.decoded, self.seen = Image.fromarray(pixels), sketch.known
-        self.decoded = self.decoded.resize(self._size(sketch.known))
+        self.decoded = image = Image.fromarray(pixels)
+        self.decoded, self.seen = image.resize(self._size(sketch.known)), sketch.known
 
     def _rendered(self, sketch: Sketch, decoded: bool) -> Image.Image:
         """The preview. decoded: whether this sketch was just decoded."""

@@ -126,7 +126,7 @@ class ARVae:
         another kind of model, and for ids that were blended."""
         decoder = self._found.decoder
         if latent.ndim == 4 and latent.shape[1] == 1 != decoder.channels and isinstance(decoder, ImageDecoder):
-            latent = decoder.dequantize(self._checked(whole_ids(latent)))
+            latent = decoder.dequantize(self._checked(whole_ids(latent), len(decoder.codebook)))
         if latent.ndim != 4 or latent.shape[1] != decoder.channels:
             raise ValueError(
                 f"This latent of shape {list(latent.shape)} has {latent.shape[1]} channels, but the image decoder "
@@ -139,8 +139,8 @@ class ARVae:
         notify([CHANGED] * found)
         return latent
 
-    def _checked(self, tokens: Tensor) -> Tensor:
-        codes = len(self._found.decoder.codebook)
+    @staticmethod
+    def _checked(tokens: Tensor, codes: int) -> Tensor:
         if tokens.min() < 0 or tokens.max() >= codes:
             raise ValueError(
                 f"The latent holds token {int(tokens.max())}, but this image decoder has {codes} codes: "

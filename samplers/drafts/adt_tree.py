@@ -6,15 +6,15 @@ accepted, else shallower and wider (IV-B, eq. 2). Shapes depend on earlier round
 stays exact.
 
 The authors' repository lacks the method. Where the paper does not say: a tree's acceptance rate alpha is its accept
-length (accepted drafts, without the token sampled after them) over its levels, so 1 means that every level was used;
-the first tree is EAGLE-2's; a round that decided tokens without verifying a draft teaches nothing, and these tokens get
-the shape of the last verified tree.
+length (accepted drafts, without the token sampled after them) over its levels, of which pruning and the end of the
+image may leave fewer than planned, so 1 means that every level was used; the first tree is EAGLE-2's; in the first
+column the left neighbour is the last tree, too; a round that decided tokens without verifying a draft teaches nothing,
+and these tokens get the shape of the last verified tree.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -23,14 +23,11 @@ from torch import Tensor
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
 from ..settings import setting
-from .growing import DRAWS, Drafting, Root, grow_sampled, grow_top_k
+from .growing import DRAWS, Drafting, Root, grow_top_k
 from .structures import Extent, Structure
-from .trees import Shape, Tree, shape_of
+from .trees import Tree
 
 INITIAL = ("horizontal", "vertical", "random", "tokenflock")
-CHILDREN = ("top_k", "sampled")
-ROW_START = ("previous", "above", "reset")
-ALPHA_OVER = ("effective", "requested")
 FLOCK_DISTANCE = ("euclidean", "printed")
 
 
@@ -73,23 +70,18 @@ class History:
 class ADTTree(Structure):
     """A tree of changing shape. The defaults are the paper's for LlamaGen; see ANOLE.
 
-    initial: the shape to adapt. horizontal: the left neighbour's, which is the last tree's; vertical: the upper
-        neighbour's (in the first row the last tree's); random: uniform within the bounds; tokenflock: the mean over
-        tokens at most ``radius`` away, weighted by radius + 1 - distance (eqs. 6-8).
-    children: top_k (EAGLE-2) or sampled (EAGLE; each level then has at most nodes / depth drafts).
+    initial: the shape to adapt. horizontal: the left neighbour's, which is the last tree's (in the first column, too);
+        vertical: the upper neighbour's (in the first row the last tree's); random: uniform within the bounds;
+        tokenflock: the mean over tokens at most ``radius`` away, weighted by radius + 1 - distance (eqs. 6-8).
     beta: go deeper if alpha >= beta, else shallower; depth_step, width_step: by how much (l_d, l_k).
     depths, widths: inclusive bounds. A tree of one level may be wider, since its cost does not grow with the square.
     nodes: the most drafts verified, and the most siblings. first: shape of the first tree, clamped to the bounds.
-    row_start: what horizontal does in the first column: the previous token's tree, that above, or ``first`` again.
-    alpha_over: the levels of the tree itself (pruning and the end of the image leave fewer than requested), or those
-        requested.
     flock_distance: euclidean, or as printed in eqs. 7-8 the signed column difference.
 
     alpha is that of the tree whose shape is adapted; for random and tokenflock, that of the last tree.
     """
 
     initial: str = setting("horizontal", options=INITIAL)
-    children: str = setting("top_k", options=CHILDREN)
     beta: float = setting(1.0, 0, 1)
     depth_step: int = setting(1, 0, 32)
     width_step: int = setting(10, 0, 64)
@@ -98,15 +90,9 @@ class ADTTree(Structure):
     nodes: int = 58
     first: tuple[int, int] = (5, 10)
     radius: float = setting(2.0, 1, 64)
-    row_start: str = setting("previous", options=ROW_START)
-    alpha_over: str = setting("effective", options=ALPHA_OVER)
     flock_distance: str = setting("euclidean", options=FLOCK_DISTANCE)
     kind: ClassVar[str] = "adt"
     varies: ClassVar[bool] = True
-
-    @property
-    def sampled(self) -> bool:
-        return self.children == "sampled"
 
     def check(self) -> None:
         super().check()
@@ -129,19 +115,11 @@ class ADTTree(Structure):
         return f"ADT-Tree, {settings['initial']}"
 
     def size(self) -> tuple[int, int]:
-        """The most drafts and the most levels of a tree. Sampled trees of a batch share slots, level by level."""
-        if self.children == "top_k":
-            return self.nodes, self.depths[1]
-        shallowest = self.depths[0]
-        widest = [min(self.widths[1], self.nodes // max(level, shallowest)) for level in range(1, self.depths[1] + 1)]
-        if shallowest == 1:
-            widest[0] = self.nodes
-        return sum(widest), self.depths[1]
+        """The most drafts and the most levels of a tree."""
+        return self.nodes, self.depths[1]
 
     def expansions(self) -> int:
         """The most drafts that the drafter expands in a round, over the images of a batch."""
-        if self.children == "sampled":
-            return self.size()[0]
         widest = self.nodes if self.depths[0] == 1 else min(self.widths[1], self.nodes)
         return (self.depths[1] - 1) * widest
 
@@ -184,15 +162,7 @@ class ADTTree(Structure):
             return TreeShapes(depth, width, last.alpha)
         if self.initial == "tokenflock":
             return self.flock(history, position, layout)
-        above = self.above(history, position, layout)
-        if self.initial == "vertical":
-            return above
-        first_column = position % layout.stride == 0
-        if self.row_start == "above":
-            return above.where(first_column, last)
-        if self.row_start == "reset":
-            return self.opening(position).where(first_column, last)
-        return last
+        return self.above(history, position, layout) if self.initial == "vertical" else last
 
     def above(self, history: History, position: Tensor, layout: TokenLayout) -> TreeShapes:
         """The tree of the upper neighbour [B], or the last tree if there is none or it was not verified."""
@@ -232,38 +202,26 @@ class ADTTree(Structure):
         return self.shape(history, committed, layout, u)
 
     def extent(self, plan: tuple[Tensor, Tensor], left: Tensor) -> Tensor:
-        """The extent of the batch's largest trees: levels and width (top_k), or the width of every level (sampled).
+        """Levels and width of the batch's largest trees.
 
         Complete images, with nothing ``left``, have no tree. The host needs the extent to launch the round, so it waits
         for a GPU here, once per round.
         """
         depth, width = plan
         levels = torch.minimum(depth, left)
-        if self.children == "top_k":
-            widest = torch.where(levels > 0, width, 0).amax()
-            return torch.stack((levels.amax(), widest))
-        numbers = torch.arange(1, self.depths[1] + 1, device=depth.device)
-        return torch.where(numbers <= levels[:, None], self.sampled_width(plan)[:, None], 0).amax(0)
-
-    def sampled_width(self, plan: tuple[Tensor, Tensor]) -> Tensor:
-        """Drafts [B] on each level of a sampled tree."""
-        return torch.minimum(plan[1], torch.div(self.nodes, plan[0], rounding_mode="floor"))
+        return torch.stack((levels.amax(), torch.where(levels > 0, width, 0).amax()))
 
     def passes(self, extent: Extent) -> int:
         """Forward passes in which the drafter expands drafts in a round."""
-        return max(extent[0], 1) - 1 if self.children == "top_k" else sum(w > 0 for w in extent[1:])
+        return max(extent[0], 1) - 1
 
     def grow(
         self, work: Drafting, root: Root, plan: tuple[Tensor, Tensor], extent: Extent, round_index: Tensor
     ) -> Tree:
         """The next tree."""
-        left = work.layout.length - root.committed
-        levels = torch.minimum(plan[0], left)
-        if self.children == "top_k":
-            deepest, widest = (max(x, 1) for x in extent)
-            return grow_top_k(work, root, deepest, widest, self.nodes, levels, plan[1])
-        widths = tuple(w for w in extent if w) or (1,)
-        return grow_sampled(work, root, nested(widths), round_index, levels, self.sampled_width(plan))
+        levels = torch.minimum(plan[0], work.layout.length - root.committed)
+        deepest, widest = (max(x, 1) for x in extent)
+        return grow_top_k(work, root, deepest, widest, self.nodes, levels, plan[1])
 
     def learn(
         self,
@@ -276,9 +234,8 @@ class ADTTree(Structure):
         update: Tensor,
     ) -> History:
         """The memory after a round that planned ``plan`` and verified ``tree``; see remember()."""
-        effective = tree.spread()[0]
-        levels = effective if self.alpha_over == "effective" else plan[0]
-        return remember(history, before, after, TreeShapes(*plan, accepted / levels), update & (effective > 0))
+        levels = tree.spread()[0]
+        return remember(history, before, after, TreeShapes(*plan, accepted / levels), update & (levels > 0))
 
 
 def remember(history: History, before: Tensor, after: Tensor, tried: TreeShapes, update: Tensor) -> History:
@@ -291,22 +248,6 @@ def remember(history: History, before: Tensor, after: Tensor, tried: TreeShapes,
     new = (place >= before[:, None]) & (place < after[:, None])
     at = TreeShapes(last.depth[:, None], last.width[:, None], last.alpha[:, None]).where(new, history.at)
     return History(at, last, history.free)
-
-
-@lru_cache(maxsize=256)
-def nested(widths: tuple[int, ...]) -> Shape:
-    """The sampled tree with the ``widths`` (not increasing) most promising paths of each level, by smallest total rank.
-
-    The first w drafts of a level have their parents among the first w above, so narrower and shallower trees are parts
-    of it.
-    """
-    paths, above = [], [()]
-    for width in widths:
-        # Child r of parent i follows (i + 1)(r + 1) - 1 others with smaller or equal parents and ranks.
-        children = ((*path, rank) for i, path in enumerate(above) for rank in range(width // (i + 1)))
-        above = sorted(children, key=lambda path: (sum(path), path))[:width]
-        paths += above
-    return shape_of(tuple(paths))
 
 
 LLAMAGEN = ADTTree()

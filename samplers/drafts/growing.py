@@ -53,20 +53,12 @@ class Root:
     out: StepOut
 
 
-def grow_sampled(
-    work: Drafting,
-    root: Root,
-    shape: Shape,
-    round_index: Tensor,
-    depth: Tensor | None = None,
-    width: Tensor | None = None,
-) -> Tree:
+def grow_sampled(work: Drafting, root: Root, shape: Shape, round_index: Tensor) -> Tree:
     """A tree of a fixed shape whose siblings are sampled without replacement from q (EAGLE; Li et al., ICML 2024).
 
     The largest entries of log q + Gumbel noise, in descending order, are such samples (Gumbel top-k; at temperature 0
-    without noise). depth, width [B] (int64): cut each image's tree to its first levels, and to the first drafts of each
-    level. A draft exists only if its parent does, q has mass for it, and its position is within the image. So a forced
-    token is an only child.
+    without noise). A draft exists only if its parent does, q has mass for it, and its position is within the image. So
+    a forced token is an only child.
     """
     positions = root.committed[:, None] + counting(len(shape) + 1, root.token.device)  # level n drafts positions[n - 1]
     # q, hidden state and existence of the drafts to expand, first the root.
@@ -89,10 +81,6 @@ def grow_sampled(
         probability = q.flatten(1).gather(1, constants.probs_start + token)
         within = positions[:, number - 1 : number] < work.layout.length
         exists = exists_above[:, constants.parent] & constants.in_vocab & (probability > 0) & within
-        if depth is not None:
-            exists = exists & (number <= depth[:, None])
-        if width is not None:
-            exists = exists & (counting(len(constants.parent), token.device) < width[:, None])
         drafts.append(_Drafts(token, exists, probability))
         if level.inner:  # the first ``inner`` of them are expanded
             inner = slice(level.inner)

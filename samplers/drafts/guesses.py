@@ -88,17 +88,18 @@ def neighbour_probs(
     neighbour that is a forced token.
     """
     stride, total = layout.stride, target_probs.rows.shape[-1]
-    if initial in ("uniform", "repeat") or forcing:
-        uniform = uniform_probs(vocab, total, position.device)
     if initial in ("uniform", "repeat"):
-        return uniform.expand(*position.shape, -1)
+        return uniform_probs(vocab, total, position.device).expand(*position.shape, -1)
     if initial == "mixed" and not forcing:
         return mean_probs(target_probs.rows, known, position, stride)
     left, above = neighbours_of(known, position, stride)
 
     def probs(source: Tensor) -> Tensor:
         rows = target_probs.at(source)
-        return torch.where(layout.forced_at(source).unsqueeze(-1) < 0, rows, uniform) if forcing else rows
+        if not forcing:
+            return rows
+        uniform = uniform_probs(vocab, total, position.device)
+        return torch.where(layout.forced_at(source).unsqueeze(-1) < 0, rows, uniform)
 
     if initial == "left":
         return probs(left)

@@ -20,6 +20,7 @@ Plan = tuple[Tensor, Tensor] | None  # depth [B] and width [B] asked for, where 
 Extent = tuple[int, ...]  # what the host must know of a batch's plans to launch a round; () where nothing varies
 
 
+@dataclass(frozen=True)
 class Structure(ABC):
     """The shape of the drafts of a round. Structures are frozen dataclasses whose fields are their settings.
 
@@ -29,8 +30,8 @@ class Structure(ABC):
 
     kind: ClassVar[str]  # in traces
     varies: ClassVar[bool] = False
-    block: bool = False
-    sampled: bool = False
+    block: ClassVar[bool] = False
+    sampled: ClassVar[bool] = False
 
     def check(self) -> None:
         """Raise ValueError naming the setting and its legal values."""

@@ -223,7 +223,8 @@ def shape_of(paths: tuple[Path, ...]) -> Shape:
                     "earlier siblings of its paths."
                 )
     parents = {path[:-1] for path in distinct}
-    levels, above = [], [()]
+    levels: list[Level] = []
+    above: list[Path] = [()]
     for depth in range(1, max(map(len, distinct)) + 1):
         here = sorted((p for p in distinct if len(p) == depth), key=lambda path: (path not in parents, sum(path), path))
         levels.append(

@@ -337,7 +337,7 @@ class ContinuousRun:
             "block": self.rounds,
             "depth": torch.arange(x.shape[1], device=x.device) // self.group + 1,
         }
-        if isinstance(p, Normal):
+        if isinstance(p, Normal) and isinstance(q, Normal):
             test["distance"] = (q.mean - p.mean).norm(dim=-1).nan_to_num(nan=math.inf)
         return accept, test
 

@@ -83,7 +83,7 @@ class SJD(DiscreteMethod):
         first, length = committed[:, None], run.layout.length
         if run.memory.noise is not None:
             run.memory.noise.put(first, run.stream.gumbel(first, run.model.vocab_total))
-        positions = torch.arange(length + 2 * self.window, device=first.device).expand(len(first), -1)
+        positions = torch.arange(length + 2 * self.columns, device=first.device).expand(len(first), -1)
         window = Window(
             committed,
             torch.zeros_like(first).expand(-1, 2),
@@ -94,7 +94,7 @@ class SJD(DiscreteMethod):
         return self.decide(run, window, run.probs(out.logits[:, -1:], first - 1), Source.PREFILL)
 
     def step(self, run: Run, window: Window, extent: Extent = ()) -> Window:
-        offsets = numbers(tuple(range(-1, self.window - 1)), window.token.device, torch.int64)
+        offsets = numbers(tuple(range(-1, self.columns - 1)), window.token.device, torch.int64)
         token, position = window.token[:, :-1], window.committed[:, None] + offsets
         after = self.decide(run, window, run.predict(token, position), Source.BONUS)
         run.keep(after.committed - window.committed)
@@ -126,7 +126,7 @@ class SJD(DiscreteMethod):
         #   root | decided tokens | refined guesses | first guesses, and a placeholder
         #          0 .. count-1     count .. W-1      W .. W+most-1
         # and the next one begins at the last decided token, its root.
-        new = window.committed[:, None] + counting(self.window + most, device)[columns:]
+        new = window.committed[:, None] + counting(self.columns + most, device)[columns:]
         noise = None
         if memory.noise is not None:
             memory.noise.put(new, noise := run.stream.gumbel(new, p.shape[-1]))
@@ -148,7 +148,7 @@ class SJD(DiscreteMethod):
             guess = torch.where(decided, tested.token, guess)
         root = placeholder = window.token[:, :1]
         token = torch.cat((root, guess, first, placeholder), dim=1)
-        token = token.gather(1, count[:, None] + counting(self.window + 1, device))
+        token = token.gather(1, count[:, None] + counting(self.columns + 1, device))
         still = None
         if window.settled is not None:
             still = settled(tested.moved, self.settle * run.strength_at(position), exists, count)
@@ -246,6 +246,12 @@ class SJD(DiscreteMethod):
         )
 
     @property
+    def columns(self) -> int:
+        """W of a method that is bound to a request."""
+        assert self.window is not None
+        return self.window
+
+    @property
     def lossless(self) -> bool:
         return self.rule.lossless and self.reuse != "threshold_paper" and not self.settle
 
@@ -303,14 +309,14 @@ class SJD(DiscreteMethod):
     def memory(self, request: Request, into: Memory | None) -> Memory:
         model, layout = request.model, request.layout
         memory = into or Memory.empty(
-            self.reuse, request.batch, layout.stride, self.window, model.vocab_total, model.device
+            self.reuse, request.batch, layout.stride, self.columns, model.vocab_total, model.device
         )
         mapped(Tensor.zero_, memory)
         return memory
 
     def annotate(self, trace: Trace) -> None:
         trace.settings["rule"] = self.rule.describe()  # with as many neighbours as the model has
-        trace.positions["refinements"] = refinements(trace.positions["finalised_at"], self.window)
+        trace.positions["refinements"] = refinements(trace.positions["finalised_at"], self.columns)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ def settled(distance: Tensor, most: Tensor, exists: Tensor, count: Tensor) -> Te
 
 def accept_settled(run: Run, window: Window, tested: Tested, p: Tensor, position: Tensor) -> Tested:
     """What a pass finds if the first guesses of the window are settled: they are accepted whatever their test says."""
+    assert window.settled is not None and tested.u is not None
     distance = moved(p, run.memory.draft_probs.at(position))
     certain = counting(distance.shape[1], distance.device) < window.settled[:, None]
     relaxed, tv_bound = certain & (tested.u >= tested.ratio), distance * certain

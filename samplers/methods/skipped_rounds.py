@@ -89,6 +89,7 @@ def begin(method: DraftTree, state: Round, token: Tensor, p: Tensor, hidden: Ten
 
 def verify_or_skip(method: DraftTree, run: Run, state: SkippingRound, tree: Tree) -> Round:
     """Verify the trees of some images and take those of the others as they are. Waits for a GPU to learn which."""
+    assert method.skipping is not None
     length = run.layout.length
     active = state.committed < length
     skip = active & skipping.decide(
@@ -115,6 +116,7 @@ def commit(
     if skips:
         taken, q = take_unverified(method, run, state, tree, skip)
         decided = taken if decided is None else decided.where(~skip, taken)
+    assert decided is not None  # a round verifies or skips
     method.record_round(run, state, tree, accepted, decided.count, width, skip)
     history = method.structure.learn(state.history, plan, tree, before, before + decided.count, accepted, verifying)
     uncached = next_uncached(uncached, decided, q, skip, 1 + skips * method.structure.size()[1])
@@ -133,6 +135,7 @@ def verify(
     Only the images ``verifying`` [B] (bool) advance. Uncached tokens stay decided; what the pass says about them is
     recorded, and their true key/value states are cached.
     """
+    assert method.skipping is not None
     uncached, length = state.uncached, run.layout.length
     width, count, slots = uncached.token.shape[1], uncached.count[:, None], tree.token.shape[1]
     offset = torch.cat((counting(width, count.device) - count, tree.depth[:, 1:] - 1), dim=1)
@@ -148,7 +151,7 @@ def verify(
     run.keep(kept, path)
     refresh = method.skipping.refresh and width > 1
     if refresh:
-        run.drafter.rewind(run.memory, torch.where(verifying, uncached.count - 1, 0))
+        method.drafter.rewind(run.memory, torch.where(verifying, uncached.count - 1, 0))
     decided = after_verification(uncached, verified, out.hidden, path, state.committed, length, verifying, refresh)
     before = torch.nn.functional.pad(verified.path, (1, 0))
     method.record(run, state, tree, verified, decided.count, probs_after(before))
@@ -167,6 +170,7 @@ def take_unverified(
     method: DraftTree, run: Run, state: SkippingRound, tree: Tree, skip: Tensor
 ) -> tuple[Decided, Tensor]:
     """Take a path of the tree as if it were verified, for the images ``skip`` [B]; and its q [B, levels]."""
+    assert method.skipping is not None
     u = run.stream.uniform(state.committed[:, None], Purpose.SKIP, state.index)[:, 0]
     slots, count = skipping.choose_path(method.skipping, tree, u)
     count = torch.where(skip, count, 0)

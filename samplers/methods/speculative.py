@@ -40,7 +40,14 @@ from ..engine.session import session_key
 from ..rng import Purpose
 from ..rules.acceptance import AcceptanceRule, Exact
 from ..trace import Source, Trace
-from ..verification.tree import RoundRandom, Verified, block_verification, recursive_rejection, sample_and_match
+from ..verification.tree import (
+    RoundRandom,
+    TargetProbs,
+    Verified,
+    block_verification,
+    recursive_rejection,
+    sample_and_match,
+)
 from . import skipped_rounds
 from .rounds import Observed, Round
 from .skipping import Skipping, check_codebook
@@ -108,8 +115,8 @@ class DraftTree(DiscreteMethod):
         """Let the drafter observe the tokens of the last round, and grow a tree."""
         new = state.observed
         position = new.begin[:, None] + counting(new.token.shape[1], new.begin.device)
-        out = run.drafter.observe(run.memory, new.token, position, new.hidden, new.count)
-        work = Drafting(run.drafter, run.memory, run.layout, run.params, run.model.vocab, run.stream, run.forcing)
+        out = self.drafter.observe(run.memory, new.token, position, new.hidden, new.count)
+        work = Drafting(self.drafter, run.memory, run.layout, run.params, run.model.vocab, run.stream, run.forcing)
         return self.structure.grow(work, Root(state.root, state.committed, out), state.plan, extent, state.index)
 
     def verify(self, run: Run, state: Round, tree: Tree) -> Round:
@@ -141,24 +148,25 @@ class DraftTree(DiscreteMethod):
         the target's probabilities [B, n, V+] after them.
         """
 
-        def probs_after(slots: Tensor) -> Tensor:
+        def visited(slots: Tensor) -> Tensor:
             return run.probs(take(logits, slots), position.gather(1, slots))
 
-        if self.structure.block or not readable(position):
-            p: Any = run.probs(logits, position)
-            probs_after = partial(take, p)
-        else:  # verification visits few slots: compute their probabilities on demand
+        def p(slot: Tensor) -> Tensor:
+            return visited(slot[:, None])[:, 0]
 
-            def p(slot: Tensor) -> Tensor:
-                return probs_after(slot[:, None])[:, 0]
+        probs: TargetProbs = p  # verification visits few slots: compute their probabilities on demand
+        probs_after: Callable[[Tensor], Tensor] = visited
+        if self.structure.block or not readable(position):
+            probs = run.probs(logits, position)
+            probs_after = partial(take, probs)
 
         random = RoundRandom(run.stream, state.index, state.committed)
         if self.structure.block:
-            return block_verification(tree, p, random), probs_after
+            return block_verification(tree, probs, random), probs_after
         if not tree.sampled and self.rule.exact:
-            return sample_and_match(tree, p, random), probs_after
+            return sample_and_match(tree, probs, random), probs_after
         levels = state.committed[:, None] + counting(tree.levels + 1, position.device)
-        return recursive_rejection(self.rule, tree, p, run.strength_at(levels), random), probs_after
+        return recursive_rejection(self.rule, tree, probs, run.strength_at(levels), random), probs_after
 
     def advance(self, run: Run, state: Round, token: Tensor, count: Tensor) -> Round:
         """Count the first ``count`` [B] of the new tokens [B, L], and plan the next trees."""
@@ -201,7 +209,7 @@ class DraftTree(DiscreteMethod):
 
     def launch(self, run: Run, state: Round, extent: Extent) -> Round:
         tree = run.call("draft", self.draft, state, extent)
-        if self.skipping:
+        if isinstance(state, skipped_rounds.SkippingRound):
             return skipped_rounds.verify_or_skip(self, run, state, tree)
         return run.call("verify", self.verify, state, tree)
 
@@ -253,7 +261,7 @@ class DraftTree(DiscreteMethod):
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
         """The drafter; its structure is described by itself."""
-        return DRAFTERS.get(settings["drafter"], settings["drafter"])
+        return DRAFTERS.get(settings["drafter"]) or settings["drafter"]
 
     def session_key(self, request: Request) -> Hashable:
         return session_key(request, self.drafter, repr(self.describe(request)))

@@ -25,15 +25,16 @@ from ..contract import ARModel
 from ..settings import check_settings, settings_of
 
 
+@dataclass(frozen=True)
 class AcceptanceRule:
     """A rule. Rules are frozen dataclasses whose fields are their settings."""
 
     name: ClassVar[str]  # in traces
     label: ClassVar[str]  # for people
     paper: ClassVar[str]
-    lossless: bool  # is the output distribution exactly p, whatever the strength
-    plain: bool = False  # is the residual [p - q]+
-    has_budget: bool = False  # is it plain and does it have an ``acceptance_budget``
+    lossless: ClassVar[bool]  # is the output distribution exactly p, whatever the strength
+    plain: ClassVar[bool] = False  # is the residual [p - q]+
+    has_budget: ClassVar[bool] = False  # is it plain and does it have an ``acceptance_budget``
 
     @property
     def exact(self) -> bool:

@@ -7,6 +7,7 @@ arXiv:2508.07747), whose group of a token follows the authors' published code.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Grouped(AcceptanceRule):
     window: int = setting(14, 1, WIDEST, exact=1)
     gap: float = setting(0.15, 0, 1, exact=0)
     radius: float = setting(0.5, 0, exact=0)
-    codes: Tensor | None = field(default=None, repr=False, compare=False)  # [V, C], of a bound rule
+    codes: Any = field(default=None, repr=False, compare=False)  # [V, C] of a bound rule, else None
     name, label, paper = "grouped", "grouped", "So et al., ICCV 2025"
 
     @property

@@ -41,7 +41,7 @@ class NeighbourRule(AcceptanceRule):
 
     neighbours: int
     redraw: str
-    table: Tensor | None  # [V, k] (int32), of a bound rule
+    table: Any  # [V, k] (int32) of a bound rule, else None
 
     @property
     def plain(self) -> bool:
@@ -117,7 +117,7 @@ class Lantern(NeighbourRule):
     neighbours: int = setting(DEFAULT_NEIGHBOURS, 1)
     delta: float = setting(0.1, 0, 1, exact=0, advice="papers use 0.1 to 0.6")
     redraw: str = setting("optimal", options=REDRAW)
-    table: Tensor | None = field(default=None, repr=False, compare=False)
+    table: Any = field(default=None, repr=False, compare=False)
     name, label, paper = "lantern", "LANTERN", "Jang et al., ICLR 2025"
 
     @property
@@ -135,7 +135,7 @@ class LanternPP(NeighbourRule):
     neighbours: int = setting(10, 1)
     ratio: float = setting(2.0, 1, exact=1, advice="the paper uses 2 to 20")
     redraw: str = setting("optimal", options=REDRAW)
-    table: Tensor | None = field(default=None, repr=False, compare=False)
+    table: Any = field(default=None, repr=False, compare=False)
     name, label, paper = "lantern_pp", "LANTERN++", "Park et al., 2025"
 
     @property

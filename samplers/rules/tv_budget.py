@@ -31,11 +31,14 @@ class TVMetered(ScaledRatio):
     epsilon: float = setting(0.05, 0, 1, exact=0, advice="0.01 to 0.2 are sensible")
     name, label, paper = "tv_metered", "TV budget", "this pack"
     plain = True  # omega >= 1: eq. (11)
-    has_budget = False  # omega depends on p and q
 
     @property
     def lossless(self) -> bool:
         return self.epsilon == 0
+
+    @property
+    def has_budget(self) -> bool:
+        return False  # omega depends on p and q
 
     def omega(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """Solve g(omega) = epsilon [...] without iterating.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from comfyui_specar import api
-from comfyui_specar.samplers.drafts.adt_tree import ALPHA_OVER, CHILDREN, FLOCK_DISTANCE, INITIAL, ROW_START
+from comfyui_specar.samplers.drafts.adt_tree import INITIAL
 from comfyui_specar.samplers.drafts.guesses import INITIAL as GUESSES
 from comfyui_specar.samplers.methods.continuous import MODES
 from comfyui_specar.samplers.methods.jacobi import REUSE
@@ -32,19 +32,9 @@ STRUCTURES = {
     "chain": s.Chain(3),
     "static": s.Static(TREE),
     "dynamic": s.Dynamic(3, 3, 8),
-    **{
-        f"adt {initial} {children}": s.ADTTree(initial, children, **ADT)
-        for initial, children in zip(INITIAL, CHILDREN * 2, strict=True)
-    },
+    **{f"adt {initial}": s.ADTTree(initial, **ADT) for initial in INITIAL},
 }
-STRUCTURE_VARIANTS = {
-    "blocks": s.Chain(3, "block"),
-    **{
-        f"adt {value}": s.ADTTree(**{name: value}, **ADT)
-        for name, values in (("row_start", ROW_START), ("alpha_over", ALPHA_OVER), ("flock_distance", FLOCK_DISTANCE))
-        for value in values[1:]
-    },
-}
+STRUCTURE_VARIANTS = {"blocks": s.Chain(3, "block"), "adt printed": s.ADTTree(flock_distance="printed", **ADT)}
 RULES = {
     "exact": r.Exact(),
     "lantern": r.Lantern(5, 0.3),

@@ -263,12 +263,17 @@ def drafter(tiny, drafters, nodes, run):
 
 
 WITHOUT_DRAFTER = ("NextToken", "SJD")
+SMALL = {  # widgets for images of 16 tokens of 64 codes
+    "SJD": {"window": 4},
+    "Lantern": {"neighbours": 5},
+    "ADTTree": {"preset": "own values", "depth_max": 3, "width_min": 1, "width_max": 3, "width_step": 1, "nodes": 6},
+}
 
 
 @pytest.fixture(scope="session")
 def sample(tiny, drafter, nodes, positive, run):
-    """sample("SJD" | "NextToken" | "DraftTree" | ..., **inputs) -> (latent, trace), with its default for every widget
-    that is not named."""
+    """sample("SJD" | "NextToken" | "DraftTree" | ..., **inputs) -> (latent, trace), with SMALL or the default for every
+    widget that is not named."""
 
     def sample(method: str, **inputs):
         latent = {"samples": torch.zeros(inputs.pop("batch", 1), 8, GRID, GRID)}
@@ -282,12 +287,10 @@ def sample(tiny, drafter, nodes, positive, run):
             "top_k": -1,
             "top_p": -1.0,
         }
-        if method == "SJD":
-            common["window"] = 4
         if method not in WITHOUT_DRAFTER:
             common["drafter"] = drafter
         node = nodes[f"SpecAR{method}Sampler"]
-        return run(node, **defaults(node) | common | inputs).result
+        return run(node, **defaults(node) | common | SMALL.get(method, {}) | inputs).result
 
     return sample
 

@@ -304,17 +304,6 @@ def test_previews_show_known_tokens_and_grey(draw_vectors, progress, hurried, mo
     assert not (pixels[:16] == 128).all()  # what is kept is there from the start
 
 
-@BOTH
-def test_interruption_stops_within_a_pass_and_the_next_run_works(method, draw_vectors, progress):
-    before, _ = draw_vectors(method)
-    progress.clear()
-    mm.interrupt_current_processing()
-    with pytest.raises(mm.InterruptProcessingException):
-        draw_vectors(method)
-    assert not progress
-    assert torch.equal(draw_vectors(method)[0]["samples"], before["samples"])
-
-
 def test_model_and_drafter_are_loaded_together_with_space_for_the_widest_pass(
     draw_vectors, continuous, small_vectors, monkeypatch
 ):

@@ -8,22 +8,18 @@ import folder_paths
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.reports import acceptance_map, token_records
+from comfyui_specar.reports import token_records
 from comfyui_specar.reports.acceptance_map import (
-    AMOUNT,
     CONTINUOUS,
     DISCRETE,
     GREY,
     METRICS,
     RATIO,
     SOURCES,
-    draw_legend,
     gradient,
-    overlay,
     token_map,
 )
-from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
-from PIL import Image, ImageDraw, ImageFont
+from comfyui_specar.samplers.trace import Source, Trace
 
 
 def as_json(trace: Trace) -> dict:
@@ -100,20 +96,6 @@ def test_every_source_can_be_drawn():
     assert set(SOURCES) == set(Source)
 
 
-def test_amounts_get_lighter():
-    lightness = gradient(np.linspace(0, 1, 64), AMOUNT) @ [0.2126, 0.7152, 0.0722]
-    assert (np.diff(lightness) > 0).all()
-
-
-def test_overlay_blends_and_adds_the_legend():
-    drawn, image = token_map(made_trace(), "source", 0), np.full((16, 16, 3), (200, 100, 0), np.uint8)
-    clear, covered = overlay(drawn, image, 0.0, 64), overlay(drawn, image, 1.0, 64)
-    assert clear.shape == covered.shape == (64 + len(draw_legend(drawn, 64)), 64, 3)
-    assert (clear[:64] == round(0.299 * 200 + 0.587 * 100)).all()  # the image in grey
-    assert tuple(covered[0, 0]) == SOURCES[Source.ACCEPTED][1] and tuple(covered[63, 63]) == GREY
-    assert (clear[64:] < 255).any()  # something is written there
-
-
 def vector_trace(**grids) -> Trace:
     """A 2 x 2 trace of a continuous model: accepted, replaced / generated alone, kept."""
     default = {
@@ -171,7 +153,7 @@ def test_metrics_of_the_other_kind_are_grey_and_say_why(trace, others, kind):
     assert set(offered) == set(METRICS) - set(others)
 
 
-@pytest.mark.parametrize("metric", [m for m in METRICS if m not in DISCRETE])
+@pytest.mark.parametrize("metric", ["source", "distance"])
 def test_acceptance_map_of_a_continuous_run(metric, run, nodes, draw_vectors, continuous):
     latent, trace = draw_vectors("", batch=2, head_steps=2, tolerance=1.0)
     image = continuous[2].decode(latent["samples"])
@@ -179,15 +161,6 @@ def test_acceptance_map_of_a_continuous_run(metric, run, nodes, draw_vectors, co
     overlay, colours, mask, report = out.result
     assert overlay.shape[0] == 2 and overlay.shape[2] == 512 and colours.shape == (2, 32, 32, 3)
     assert mask.min() >= 0 and mask.max() <= 1 and json.loads(report) == as_json(trace)
-
-
-def test_traces_of_continuous_runs_survive_saving_and_loading(run, nodes, draw_vectors):
-    _, trace = draw_vectors("")
-    [file, _] = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="specar/v").ui["files"]
-    choice = f"specar/{Path(file['filename']).with_suffix('.safetensors')} [output]"
-    (loaded,) = run(nodes["SpecARLoadTrace"], trace_name=choice).result
-    assert loaded.continuous and as_json(loaded) == as_json(trace)
-    assert all(torch.equal(values, loaded.positions[name]) for name, values in trace.positions.items())
 
 
 @pytest.mark.parametrize("kind", ["discrete", "continuous"])
@@ -212,7 +185,7 @@ def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, sample, rule
     assert torch.equal(ours.result[0], theirs.result[0]) and ours.result[1] == theirs.result[1]
 
 
-@pytest.mark.parametrize("metric", [m for m in METRICS if m not in CONTINUOUS])
+@pytest.mark.parametrize("metric", ["source", "entropy"])
 def test_acceptance_map_node(metric, run, nodes, sample, tiny):
     latent, trace = sample("DraftTree", batch=2)
     images = tiny[2].decode(latent["samples"])
@@ -282,40 +255,14 @@ def test_numbers_leave_out_ends_of_lines_and_empty_records():
     assert numbers_of(trace)["fields"] == {"source": [1] * 6, "finalised_at": [0, 1, 2, 4, 5, 6]}
 
 
-def test_numbers_of_large_images_stay_small():
-    generator = torch.Generator().manual_seed(0)
-    tokens = 64 * 64
-    positions = {
-        name: torch.rand((1, tokens), generator=generator)
-        if kind.is_floating_point
-        else torch.randint(6, 4096, (1, tokens), generator=generator) % (6 if name == "source" else 4096)
-        for name, kind in POSITION_FIELDS.items()
-    }
-    text = token_records.token_numbers(Trace(64, 64, 64, positions, {}, {}, {}), 0, (512, 512))
-    assert len(text) < 80 * tokens  # 330 kB at worst
-
-
-@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
-def test_every_choice_of_the_node_shows_something(method, run, nodes, sample):
+@pytest.mark.parametrize("method", ["NextToken", "DraftTree", "continuous"])
+def test_every_choice_of_the_node_shows_something(method, run, nodes, sample, draw_vectors):
     """Those that the run lacks, too, so that nobody has to try which ones it has."""
-    _, trace = sample(method)
+    _, trace = draw_vectors("") if method == "continuous" else sample(method)
     [choice] = [i for i in nodes["SpecARAcceptanceMap"].GET_SCHEMA().inputs if i.id == "metric"]
     for metric in choice.options:
         out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5)
         assert out.result[0].isfinite().all() and out.ui["images"], metric
-
-
-@pytest.mark.parametrize("metric", METRICS)
-def test_legends_fit_the_narrowest_map(metric, sample, draw_vectors):
-    """512 pixels."""
-    draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    title, text = ImageFont.load_default(acceptance_map.TITLE), ImageFont.load_default(acceptance_map.TEXT)
-    for trace in (sample("NextToken")[1], sample("DraftTree")[1], draw_vectors("")[1]):
-        drawn = token_map(trace, metric, 0)
-        assert draw.textlength(drawn.title, title) <= 512 - 2 * acceptance_map.MARGIN
-        for item in drawn.legend:
-            wide = item.text if hasattr(item, "text") else f"{item.low}{item.high}" + 12 * "_"  # and a bar
-            assert draw.textlength(wide, text) <= 512 - 2 * acceptance_map.MARGIN - 34, wide
 
 
 def test_acceptance_map_without_image(run, nodes, sample):

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.nodes import candidates, fastest
@@ -230,21 +229,6 @@ def test_other_errors_are_not_hidden(find, monkeypatch):
     monkeypatch.setattr(SJD, "sample", sample)
     with pytest.raises(ValueError, match="NaN"):
         find()
-
-
-def test_interruption_stops_the_search(find, monkeypatch, tiny):
-    original = SJD.sample
-
-    def sample(self, request):
-        mm.interrupt_current_processing()
-        return original(self, request)
-
-    monkeypatch.setattr(SJD, "sample", sample)
-    with pytest.raises(mm.InterruptProcessingException):
-        find()
-    assert not tiny[0].model.sessions
-    monkeypatch.setattr(SJD, "sample", original)
-    assert all(t["seconds_per_token"] for t in trials(find(drafter=None))[:1])
 
 
 def test_runs_on_a_gpu_are_warm_when_they_count(find, monkeypatch, tiny):

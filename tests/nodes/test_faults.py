@@ -89,7 +89,7 @@ def test_an_interrupt_at_any_callback_leaves_nothing_behind(name, draw, tiny, in
     calls = interrupt_at(0)
     whole, count = draw(name), len(calls)
     assert count >= 2
-    for n in sorted({1, 2, 3, count // 2, count}):
+    for n in sorted({1, 2, count // 2, count}):
         interrupt_at(n)
         interrupted(draw, name)
         assert len(calls) == n and not tiny[0].model.sessions
@@ -124,13 +124,13 @@ def test_find_fastest_can_be_interrupted_at_any_trial(tiny, positive, drafter, n
 
 def test_many_interrupts_take_no_memory(draw, interrupt_at):
     process, sizes = psutil.Process(), []
-    for n in range(60):
+    for n in range(30):
         interrupt_at(1 + n % 2)
         interrupted(draw, ("SJD", "DraftTree", "vectors")[n % 3])
-        if n in (9, 59):
+        if n in (8, 29):
             gc.collect()
             sizes.append(process.memory_info().rss)
-    assert sizes[1] - sizes[0] < 16 * 2**20
+    assert sizes[1] - sizes[0] < 8 * 2**20
 
 
 def test_an_interrupt_between_tiles_of_decoding(tiny, draw, monkeypatch):
@@ -343,6 +343,6 @@ def test_a_drafter_that_computes_nan_costs_passes_only(tiny, nodes, run, sample,
                 weight.mul_(float("nan"))
         for method in ("DraftTree", "ADTTree", "Lantern", "VVS"):
             caplog.clear()
-            _, trace = sample(method, drafter=drafter, **({"neighbours": 5} if method == "Lantern" else {}))
+            _, trace = sample(method, drafter=drafter)
             assert trace.totals["target_passes"] == 16 and "drafter" in caplog.text, (name, method)
             json.dumps(trace.report(), allow_nan=False)

@@ -45,8 +45,17 @@ def test_images_are_those_of_the_rounded_weights(models):
     assert torch.equal(drawn(loaded), drawn(rounded))
 
 
-def test_the_node_generates_with_them(models, nodes, run):
-    loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="fp8 (storage)", grid="auto").result
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        ("fp8 (storage)", "float8_e4m3fn"),
+        ("int8 (storage)", "int8"),
+        ("int8 (storage and KV cache)", "KV cache per image in int8"),
+        ("int4 (storage)", "int4"),
+    ],
+)
+def test_the_nodes_generate_with_them_and_say_so(dtype, words, models, nodes, run):
+    loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype=dtype, grid="auto").result
     node = nodes["SpecARSJDSampler"]
     latent, trace = run(
         node,
@@ -60,78 +69,35 @@ def test_the_node_generates_with_them(models, nodes, run):
         },
     ).result
     assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
+    [text] = run(nodes["SpecARModelInfo"], model=loaded).result
+    assert words in text
 
 
-def test_int8_takes_a_byte_per_number_and_four_per_row(models, tiny, nodes, run):
-    loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="int8 (storage)", grid="auto").result
+def test_int8_takes_a_byte_per_number_and_four_per_row(models, tiny):
+    loaded = open_model("tiny", "int8 (storage)", None)
     whole = tiny[0].model
     kept = {name for name, parameter in loaded.model.named_parameters() if parameter.dtype == torch.int8}
     assert kept == {n for n, p in whole.named_parameters() if p.ndim == 2 and (".layers." in n or ".output." in n)}
     saved = sum(3 * p.numel() - 4 * len(p) for p in map(whole.get_parameter, kept))
     assert loaded.patcher.model_size() == tiny[0].patcher.model_size() - saved
     assert memory.cast_room(loaded.model) == 2 * 4 * max(whole.get_parameter(name).numel() for name in kept)
-    node = nodes["SpecARSJDSampler"]
-    latent, trace = run(
-        node,
-        **defaults(node)
-        | {
-            "model": loaded,
-            "positive": clip.encode_from_tokens_scheduled("red apple"),
-            "window": 4,
-            "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)},
-            "seed": 1,
-        },
-    ).result
-    assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
 
 
-def test_int4_takes_half_a_byte_per_number(models, tiny, nodes, run):
-    loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="int4 (storage)", grid="auto").result
+def test_int4_takes_half_a_byte_per_number(models, tiny):
+    loaded = open_model("tiny", "int4 (storage)", None)
     whole = tiny[0].model
     kept = matrices(loaded.model)
     assert set(kept) == {name for name, p in whole.named_parameters() if p.ndim == 2 and ".layers." in name}
     packed = max(parameter.numel() for parameter in kept.values())
     assert memory.cast_room(loaded.model) == 2 * 4 * 2 * packed
-    node = nodes["SpecARSJDSampler"]
-    latent, trace = run(
-        node,
-        **defaults(node)
-        | {
-            "model": loaded,
-            "positive": clip.encode_from_tokens_scheduled("red apple"),
-            "window": 4,
-            "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)},
-            "seed": 1,
-        },
-    ).result
-    assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
-    [text] = run(nodes["SpecARModelInfo"], model=loaded).result
-    assert "int4" in text.splitlines()[1]
 
 
-def test_int8_caches_too(models, nodes, run):
-    loaded, clip, _ = run(
-        nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="int8 (storage and KV cache)", grid="auto"
-    ).result
+def test_int8_caches_too(models):
+    loaded = open_model("tiny", "int8 (storage and KV cache)", None)
     other = open_model("tiny", "int8 (storage)", None).model
     assert loaded.model.int8_cache and not other.int8_cache
     for name, parameter in other.named_parameters():
         assert torch.equal(loaded.model.get_parameter(name), parameter)
-    node = nodes["SpecARSJDSampler"]
-    latent, _ = run(
-        node,
-        **defaults(node)
-        | {
-            "model": loaded,
-            "positive": clip.encode_from_tokens_scheduled("red apple"),
-            "window": 4,
-            "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)},
-            "seed": 1,
-        },
-    ).result
-    assert latent["ar_tokens"].shape == (1, GRID, GRID)
-    [text] = run(nodes["SpecARModelInfo"], model=loaded).result
-    assert "KV cache per image in int8" in text
 
 
 def test_choices_of_dtype_keep_their_order():

@@ -1,7 +1,5 @@
 """Devices whose memory ComfyUI knows little of, and options of its command line."""
 
-import logging
-
 import comfy.model_management as mm
 import pytest
 import torch
@@ -60,22 +58,6 @@ def test_errors_that_mean_something_else(error):
 def test_what_comfyui_knows_counts(monkeypatch):
     monkeypatch.setattr(mm, "is_oom", lambda error: "error 2" in str(error), raising=False)
     assert out_of_memory(RuntimeError("error 2")) and not out_of_memory(RuntimeError("error 3"))
-
-
-@pytest.mark.parametrize("where", SHORT)
-def test_without_memory_for_the_whole_image_tiles_are_used(where, tiny, monkeypatch, caplog):
-    kind = type(tiny[0].decoder.decoder)
-    decode = kind.decode
-
-    def short(self, latent):
-        if latent.shape[-1] > 32:
-            raise SHORT[where]
-        return decode(self, latent)
-
-    monkeypatch.setattr(kind, "decode", short)
-    with caplog.at_level(logging.WARNING):
-        assert ARVae(tiny[0].decoder).decode(torch.randn(1, 8, 4, 40)).shape == (1, 32, 320, 3)
-    assert "tiles" in caplog.text
 
 
 def test_other_errors_while_decoding_are_reported(tiny, monkeypatch):

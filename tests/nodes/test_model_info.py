@@ -136,10 +136,6 @@ def test_fp8_is_distinguished(tmp_path):
     assert together == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def test_bytes_are_shown_in_units():
-    assert [in_units(n) for n in (1536, 3 * 2**20, 5 * 2**30)] == ["1.5 KiB", "3.00 MiB", "5.00 GiB"]
-
-
 def test_large_drafters_are_recognised_by_their_tensors(
     run, nodes, tiny, continuous, drafters, small_vectors, monkeypatch
 ):

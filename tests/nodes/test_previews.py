@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfyui_specar.nodes.comfy_runtime import previews
-from comfyui_specar.nodes.comfy_runtime.previews import DIMMED, Palette, Previews, measure_palette
+from comfyui_specar.nodes.comfy_runtime.previews import Palette, Previews, measure_palette
 from comfyui_specar.nodes.comfy_runtime.progress import Report
 from comfyui_specar.nodes.comfy_runtime.runs import LoadedDecoder
 from comfyui_specar.samplers.contract import Progress, Request, Sketch
@@ -229,27 +229,6 @@ def test_only_windows_stand_between_passes(method, inputs, guesses, sample, prog
         decided = int(found.known.sum())
         assert int(found.guessed.sum()) == (min(3, 16 - decided) if guesses else 0)
     assert seen[-1].known.all()
-
-
-def test_previews_of_a_run_show_its_window_dimmed(sample, progress, hurried, monkeypatch):
-    """Window 4 holds three guesses, which are 40 % of what they would be as decided tokens."""
-    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
-    found, draw = [], previews.Previews._rendered
-
-    def drawn(self, sketch, decoded):
-        bare = Sketch(sketch.latent, sketch.known | sketch.guessed, NONE.new_zeros(4, 4))
-        found.append((sketch, np.array(draw(self, bare, decoded)).astype(int)))
-        return draw(self, sketch, decoded)
-
-    monkeypatch.setattr(previews.Previews, "_rendered", drawn)
-    sample("SJD")
-    assert len(found) == len(progress)
-    for (sketch, bright), (_, _, (_, image, _)) in zip(found, progress, strict=True):
-        pixels = np.array(image)
-        areas = [np.kron(marked.numpy(), np.ones((8, 8), bool)) for marked in (sketch.known, sketch.guessed)]
-        assert near(pixels[areas[0]], bright[areas[0]]) and (pixels[~areas[0] & ~areas[1]] == 128).all()
-        assert near(pixels[areas[1]], 128 + DIMMED * (bright[areas[1]] - 128))
-    assert sum(bool(sketch.guessed.any()) for sketch, _ in found) > 3
 
 
 def test_a_preview_is_no_larger_than_asked_for(clock):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from comfyui_specar.reports.run_report import describe, labels
 
 from .conftest import GRID, MASKED, defaults
 
@@ -42,16 +41,6 @@ def test_each_choice_is_a_method_of_another_node(option, simple, sample, rule):
     assert trace.settings == by_hand.settings | {"chosen": option}
 
 
-def test_reports_call_a_run_what_its_user_chose(simple):
-    same, plain = (simple(method=option)[1] for option in ("same image as next token", "next token"))
-    assert describe(same).startswith("same image as next token: SJD, same seed, window ")
-    assert describe(plain).startswith("next token\n")
-    assert labels([same, plain]) == [
-        ("same image as next token", "SJD, same seed, window 16, exact"),
-        ("next token", "exact"),
-    ]
-
-
 def test_what_the_choices_promise(simple):
     runs = {option: simple(method=option) for option in BY_HAND}
     assert [trace.settings["lossless"] for _, trace in runs.values()] == [True, True, False, True]
@@ -63,11 +52,6 @@ def test_what_the_choices_promise(simple):
 def test_a_negative_prompt_counts(simple, tiny):
     against = tiny[1].encode_from_tokens_scheduled("apple")
     assert not torch.equal(simple()[0]["ar_tokens"], simple(negative=against)[0]["ar_tokens"])
-
-
-def test_an_unknown_method_is_refused(simple):
-    with pytest.raises(ValueError, match="method.*'magic'.*'fast, exact', 'same"):
-        simple(method="magic")
 
 
 def test_a_continuous_model_generates_token_by_token_and_is_sent_to_its_drafter_for_more(

@@ -7,7 +7,7 @@ import torch
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress
 from comfyui_specar.nodes.comfy_runtime import status as nodes_status
 from comfyui_specar.nodes.comfy_runtime.progress import Report
-from comfyui_specar.nodes.comfy_runtime.status import Status, duration
+from comfyui_specar.nodes.comfy_runtime.status import Status
 from comfyui_specar.samplers.contract import Progress, Request
 from comfyui_specar.samplers.layout import TokenLayout
 
@@ -90,14 +90,6 @@ def test_kept_vectors_do_not_count(clock, continuous):
         continuous[1].encode_from_tokens_scheduled("red apple"), tokens=torch.zeros(1, 4, 4, model.channels), kept=keep
     )
     assert "2.0 tokens per pass" in Status(wanted)(after(2, 12))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (99, "99 s"), (170, "3 min"), (7200, "120 min")],
-)
-def test_durations(seconds, words):
-    assert duration(seconds) == words
 
 
 def test_texts_go_to_the_node_and_the_page_of_the_run_twice_a_second(page, clock, progress):

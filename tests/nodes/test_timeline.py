@@ -53,15 +53,6 @@ def test_every_pixel_of_a_small_film():
     assert np.allclose(drawn[3, 2:, :2], blended(third, Source.RESIDUAL, 0.5))
 
 
-def test_a_trail_ends_after_four_frames():
-    row = trace_of(list(range(8)), [Source.BONUS] * 8, 1, 8, 8)
-    picture = np.random.default_rng(2).random((2, 8, 3), np.float32)
-    last = film(row, picture, tint=1.0)[-1]
-    assert np.array_equal(last[:, :4], picture[:, :4])
-    assert np.allclose(last[:, 7], np.divide(SOURCES[Source.BONUS][1], 255))
-    assert np.allclose(last[:, 4], blended(picture[:, 4], Source.BONUS, 0.125))
-
-
 def test_fewer_frames_take_passes_together():
     picture = np.random.default_rng(3).random((4, 4, 3), np.float32)
     assert timeline_frames.passes_of(SMALL, 0, 2) == [0, 3]
@@ -80,12 +71,6 @@ def test_passes_are_even_and_have_both_ends(most):
     assert most == 1 or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
 
 
-def test_all_kept_is_one_frame():
-    trace = trace_of([0, 1, 2, 3], [Source.FORCED] * 4)
-    picture = np.random.default_rng(4).random((4, 4, 3), np.float32)
-    assert np.array_equal(film(trace, picture), picture[None])
-
-
 def test_ends_of_rows_are_no_part_of_the_image():
     """Positions 2 and 5 are ends of rows, 6 the end of the image."""
     source = [Source.BONUS, Source.BONUS, Source.FORCED] * 2 + [Source.FORCED]
@@ -96,13 +81,6 @@ def test_ends_of_rows_are_no_part_of_the_image():
         shown = [not (drawn[number, y : y + 2, x : x + 2] == BLANK).all() for y in (0, 2) for x in (0, 2)]
         assert shown == [i < pieces for i in range(4)]
     assert np.array_equal(drawn[-1], picture)
-
-
-def test_images_that_are_no_multiple_of_the_grid():
-    picture = np.random.default_rng(6).random((5, 7, 3), np.float32)
-    drawn = film(picture=picture, tint=0.0)
-    assert np.array_equal(drawn[-1], picture)
-    assert not (drawn[0, :3, :4] == BLANK).any() and (drawn[0, :2, 4:] == BLANK).all()
 
 
 @pytest.mark.parametrize(("size", "count"), [(128, 16), (5, 2), (7, 3), (3, 4), (1, 1), (1000, 24)])
@@ -187,13 +165,6 @@ def test_a_full_disk_costs_the_film_on_the_node_and_nothing_else(timeline_of, mo
     shown = timeline_of(SMALL, torch.rand(1, 4, 4, 3))
     assert shown.ui == {"images": []} and len(shown.result[0]) == 16
     assert "Decoding Timeline" in caplog.text and "[Errno 28]" in caplog.text
-
-
-def test_large_films_are_smaller_on_the_node(timeline_of):
-    shown = timeline_of(SMALL, torch.rand(1, 300, 1030, 3), hold=0)
-    [file] = shown.ui["images"]
-    assert Image.open(f"{folder_paths.get_temp_directory()}/{file['filename']}").size == (384, 111)
-    assert shown.result[0].shape == (4, 300, 1030, 3)
 
 
 def test_a_kept_trace_draws_the_same_film(sample, tiny, timeline_of, nodes, run):

@@ -23,12 +23,10 @@ from comfyui_specar.model_loaders.decoders import vq
 from comfyui_specar.model_loaders.families import chameleon
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
 from comfyui_specar.samplers.layout import TokenLayout
-from comfyui_specar.samplers.methods.jacobi import SJD
-from comfyui_specar.samplers.methods.next_token import NextToken
 from tokenizers import Tokenizer
 
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.stepwise import stepwise
+from ..support.reference import assert_same_image, assert_same_states, digest, on_meta
 from ..support.tiny_chameleon import (
     CHANNELS,
     CODE,
@@ -78,13 +76,6 @@ def references(folders):
     return found
 
 
-@fp64()
-def reference_step(reference, ids):
-    """Hidden states and logits over the whole vocabulary for ids [B, T]."""
-    hidden = reference.model(input_ids=torch.tensor(ids)).last_hidden_state
-    return hidden, reference.lm_head(hidden)
-
-
 def contexts(folder, kind, grid):
     """Ids of both branches' prompts, written down by hand."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -101,46 +92,13 @@ CASES = [(kind, grid) for kind in KINDS for grid in GRIDS[kind]]
 
 
 @pytest.mark.parametrize(("kind", "grid"), CASES)
-@torch.inference_mode()
 def test_hidden_states_and_logits_of_both_branches(folders, models, references, kind, grid):
-    model, reference = models[kind], references[kind]
-    layout = model.layout(*grid)
-    image = torch.arange(grid[0] * grid[1]).view(1, *grid) * 5 % model.vocab
-    tokens = layout.keeping(image, torch.ones_like(image, dtype=torch.bool)).forced
-    words = torch.tensor(model.word_ids)
-    wanted = []
-    for prompt in contexts(folders[kind], kind, grid):
-        hidden, logits = reference_step(reference, [prompt + words[tokens[0]].tolist()])
-        wanted.append((hidden[0, len(prompt) - 1 : -1], logits[0, len(prompt) - 1 : -1][:, words]))
-    wanted_hidden, wanted_logits = (torch.stack(part) for part in zip(*wanted, strict=True))
-    conditioning = model.encode_prompt(PROMPT)
-    assert_as_exact(lambda: model.teacher_forced(conditioning, image), wanted_logits[:1])
-    assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [wanted_hidden, wanted_logits])
+    assert_same_states(models[kind], references[kind], PROMPT, contexts(folders[kind], kind, grid), grid)
 
 
 @pytest.mark.parametrize(("kind", "grid"), CASES)
-@torch.inference_mode()
 def test_greedy_guided_images(folders, models, references, kind, grid):
-    """A plain loop over the reference model: guidance, then the structural mask, then the likeliest token."""
-    model, reference, ids = models[kind], references[kind], vocabulary(32)
-    prompts = contexts(folders[kind], kind, grid)
-    drawn, length = [], grid[0] * (grid[1] + (kind == "lumina")) + 1
-    for place in range(1, length + 1):
-        if place == length:
-            token = ids["<eoss>"]
-        elif kind == "lumina" and place % (grid[1] + 1) == 0:
-            token = ids["<reserved08799>"]
-        else:
-            cond, uncond = (reference_step(reference, [prompt + drawn])[1][0, -1] for prompt in prompts)
-            codes = (uncond + 3 * (cond - uncond))[ids["IMGIMGAZ"] : ids["IMGIMGDBZ"] + 1]
-            token = ids["IMGIMGAZ"] + int(codes.argmax())
-        drawn.append(token)
-    prompt, layout = model.encode_prompt(PROMPT), model.layout(*grid)
-    wanted = torch.tensor(drawn[:-1]).view(grid[0], -1)[:, : grid[1]] - ids["IMGIMGAZ"]
-    for method in (NextToken(), SJD(window=5)):
-        tokens = decided(lambda by=method: api.sample(model, prompt, by, cfg=3, temperature=0, layout=layout).tokens)
-        assert torch.equal(tokens[0], wanted)
-    assert len(wanted.unique()) > 3
+    assert_same_image(models[kind], references[kind], PROMPT, contexts(folders[kind], kind, grid), grid, cfg=3)
 
 
 def test_the_released_model_has_the_names_and_shapes_of_transformers():
@@ -205,16 +163,11 @@ def test_encoded_images(folders):
     assert not torch.equal(torch.einsum("bchw,vc->bhwv", latent.float(), decoder.codebook).argmax(-1), tokens)
 
 
-def test_the_released_tokenizer_has_the_official_names_and_shapes(monkeypatch):
+@pytest.mark.usefixtures("nothing_is_read")
+def test_the_released_tokenizer_has_the_official_names_and_shapes():
     vqgan = vqgan_shapes(8192, (1, 1, 2, 2, 4), base=128, latent=256, code=256, blocks=2)
-    wanted = OFFICIAL["released"]
-    assert len(vqgan) == wanted["tensors"]
-    assert sum(torch.Size(shape).numel() for shape in vqgan.values()) == wanted["numbers"]
-    lines = sorted(f"{name} {list(shape)}" for name, shape in vqgan.items())
-    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == wanted["sha256"]
-    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in vqgan.items()}
+    assert digest(vqgan) == [OFFICIAL["released"][entry] for entry in ("tensors", "numbers", "sha256")]
     for prefix in ("", "model.vqmodel.", "vqmodel."):
-        file = {prefix + name: tensor for name, tensor in tensors.items()}
+        file = {prefix + name: tensor for name, tensor in on_meta(vqgan).items()}
         decoder = vq.load(Checkpoint(file, {}, Path("vqgan.ckpt")), torch.float32)
         assert (decoder.factor, decoder.channels, len(decoder.codebook)) == (16, 256, 8192)

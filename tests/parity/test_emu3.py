@@ -11,7 +11,6 @@ the original names:
   grids_*    calculate_generate_size for 720 x 720 and 512 x 512 pixels, and all ratios a:b up to 32 and an aspect of 4
 """
 
-import hashlib
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import image_decoder, movq
+from comfyui_specar.model_loaders.decoders import movq
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
 from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
@@ -29,7 +28,7 @@ from tokenizers import Tokenizer
 
 from ..support import tiny_emu3 as tiny
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.stepwise import stepwise
+from ..support.reference import assert_same_states, digest
 from ..support.tiny import fill
 
 OFFICIAL = json.loads((Path(__file__).parent / "emu3.json").read_text(encoding="utf-8"))
@@ -78,23 +77,8 @@ def contexts(folder, grid):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@torch.inference_mode()
 def test_hidden_states_and_logits_of_both_branches(folder, model, reference, grid):
-    layout = model.layout(*grid)
-    image = torch.arange(grid[0] * grid[1]).view(1, *grid) * 5 % model.vocab
-    tokens = layout.keeping(image, torch.ones_like(image, dtype=torch.bool)).forced
-    words = torch.tensor(model.word_ids)
-    wanted = []
-    for prompt in contexts(folder, grid):
-        ids = torch.tensor([prompt + words[tokens[0]].tolist()])
-        with fp64():
-            hidden = reference.model(input_ids=ids).last_hidden_state[0, len(prompt) - 1 : -1]
-            wanted.append((hidden, reference.lm_head(hidden)[:, words]))
-    wanted_hidden, wanted_logits = (torch.stack(part) for part in zip(*wanted, strict=True))
-
-    conditioning = model.encode_prompt(PROMPT)
-    assert_as_exact(lambda: model.teacher_forced(conditioning, image), wanted_logits[:1])
-    assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [wanted_hidden, wanted_logits])
+    assert_same_states(model, reference, PROMPT, contexts(folder, grid), grid)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -247,39 +231,14 @@ def test_the_original_image_tokenizer(tmp_path):
 # The released sizes
 
 
-def shapes_of(module):
-    return {name: torch.empty(tensor.shape, device="meta") for name, tensor in module.state_dict().items()}
-
-
-@pytest.fixture
-def plans(monkeypatch):
-    """What would be loaded, without reading it: (tensors wanted by name, tensors found)."""
-    seen = []
-
-    def note(module, found, *_):
-        seen.append((module.state_dict(), found))
-        return module
-
-    for module in (emu3, image_decoder):
-        monkeypatch.setattr(module, "load_weights", note)
-    return seen
-
-
-def check_plan(wanted, found):
-    assert wanted.keys() == found.keys()
-    for name, parts in found.items():
-        parts = parts if isinstance(parts, tuple) else (parts,)
-        rows = [sum(len(part) for part in parts)] if parts[0].ndim else []
-        assert [*rows, *parts[0].shape[1:]] == list(wanted[name].shape), name
-
-
-def test_every_tensor_of_the_released_models_finds_its_place(tmp_path, plans):
+@pytest.mark.usefixtures("every_tensor_has_its_place")
+def test_every_tensor_of_the_released_models_finds_its_place(tmp_path):
     from transformers import Emu3Config, Emu3ForConditionalGeneration
 
     vocabulary = {name: 151643 + i for i, name in enumerate(emu3._RANKED)}
     with torch.device("meta"):
         reference = Emu3ForConditionalGeneration(Emu3Config(vocabulary_map=vocabulary))
-    tensors = shapes_of(reference)
+    tensors = reference.state_dict()
     plain = {name.replace(".text_model.", "."): tensor for name, tensor in tensors.items() if ".vq" not in name}
     names = {"Emu3-Gen-hf": tensors, "Emu3-Stage1": plain}
     for name, side in (("Emu3-Gen-hf", 90), ("Emu3-Stage1", 64)):
@@ -288,21 +247,18 @@ def test_every_tensor_of_the_released_models_finds_its_place(tmp_path, plans):
         model = emu3.load(checkpoint, torch.bfloat16, None, ())
         assert (model.grid, model.longest, model.vocab_total) == ((side, side), 9216, 32772)
         assert model.word_ids[32768:] == (151846, 151847, 151853, 151850)
-        check_plan(*plans.pop())
     config = model.backbone.config
     assert (config.dim, config.layers, config.heads, config.kv_heads, config.ffn_dim) == (4096, 32, 32, 8, 14336)
     assert not any(name.endswith("bias") for name in plain)
 
     decoder = movq.load(Checkpoint(tensors), torch.bfloat16)
     assert (decoder.factor, decoder.channels, decoder.module.config.codebook_size) == (8, 4, 32768)
-    check_plan(*plans.pop())
     vq = {name.removeprefix("model.vqmodel."): tensor for name, tensor in tensors.items() if ".vqmodel." in name}
     original = {
         tiny.original_vq_name(name): tensor[..., None, None] if name.endswith("_proj.weight") else tensor
         for name, tensor in vq.items()
     }
-    lines = sorted(f"{name} {list(tensor.shape)}" for name, tensor in original.items())
-    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == OFFICIAL["released_vq"]["sha256"]
-    assert len(lines) == OFFICIAL["released_vq"]["tensors"]
+    released = OFFICIAL["released_vq"]
+    count, _, names = digest({name: tensor.shape for name, tensor in original.items()})
+    assert [count, names] == [released["tensors"], released["sha256"]]
     movq.load(Checkpoint(original), torch.bfloat16)
-    check_plan(*plans.pop())

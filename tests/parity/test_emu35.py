@@ -17,23 +17,20 @@ transformers 5.20), with the tiny weights and files of tests/support/tiny_emu35.
   sizes      of example_config_t2i.py, and its image_top_k and classifier_free_guidance
 """
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import image_decoder, vq
+from comfyui_specar.model_loaders.decoders import vq
 from comfyui_specar.model_loaders.families import emu3, emu35
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
 from comfyui_specar.samplers.layout import TokenLayout
-from comfyui_specar.samplers.methods.jacobi import SJD
-from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support import tiny_emu35 as tiny
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.stepwise import stepwise
+from ..support.reference import assert_same_image, assert_same_states, digest, on_meta
 
 OFFICIAL = json.loads((Path(__file__).parent / "emu35.json").read_text(encoding="utf-8"))
 PROMPT = "a red fox"
@@ -65,13 +62,6 @@ def reference(folder):
     return made
 
 
-@fp64()
-def reference_step(reference, ids):
-    """Hidden states and logits over the whole vocabulary for ids [B, T]."""
-    hidden = reference.model(input_ids=torch.tensor(ids)).last_hidden_state
-    return hidden, reference.lm_head(hidden)
-
-
 def contexts(grid):
     """Ids of both branches' prompts, from the official ones."""
     return [
@@ -96,38 +86,12 @@ def test_official_prompts(model):
     assert [written, null] == contexts(model.grid)
 
 
-@torch.inference_mode()
 def test_hidden_states_and_logits_of_both_branches(model, reference):
-    layout = model.layout()
-    image = torch.arange(layout.rows * layout.cols).view(1, *model.grid) * 5 % model.vocab
-    tokens = layout.keeping(image, torch.ones_like(image, dtype=torch.bool)).forced
-    words = torch.tensor(model.word_ids)
-    wanted = []
-    for prompt in contexts(model.grid):
-        hidden, logits = reference_step(reference, [prompt + words[tokens[0]].tolist()])
-        wanted.append((hidden[0, len(prompt) - 1 : -1], logits[0, len(prompt) - 1 : -1][:, words]))
-    wanted_hidden, wanted_logits = (torch.stack(part) for part in zip(*wanted, strict=True))
-    conditioning = model.encode_prompt(PROMPT)
-    assert_as_exact(lambda: model.teacher_forced(conditioning, image), wanted_logits[:1])
-    assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [wanted_hidden, wanted_logits])
+    assert_same_states(model, reference, PROMPT, contexts(model.grid), model.grid)
 
 
-@torch.inference_mode()
 def test_greedy_guided_images(model, reference):
-    """A plain loop over the reference model: guidance of log-probabilities, then the structural mask, then the
-    likeliest token."""
-    (rows, cols), prompts, drawn = model.grid, contexts(model.grid), []
-    for place in range(1, rows * (cols + 1) + 1):
-        if place % (cols + 1) == 0:
-            drawn.append(ROW_END)  # the last one is the end of the image, which nothing follows
-            continue
-        cond, uncond = (reference_step(reference, [prompt + drawn])[1][0, -1].log_softmax(-1) for prompt in prompts)
-        drawn.append(CODE + int((uncond + 5 * (cond - uncond))[CODE : CODE + 32].argmax()))
-    prompt, wanted = model.encode_prompt(PROMPT), torch.tensor(drawn).view(rows, cols + 1)[:, :cols] - CODE
-    for method in (NextToken(), SJD(window=5)):
-        tokens = decided(lambda by=method: api.sample(model, prompt, by, temperature=0).tokens)
-        assert torch.equal(tokens[0], wanted)  # with the model's own guidance, 5
-    assert len(wanted.unique()) > 3
+    assert_same_image(model, reference, PROMPT, contexts(model.grid), model.grid, cfg=5)  # the model's own guidance
 
 
 @torch.inference_mode()
@@ -157,14 +121,9 @@ def test_official_sizes_and_parameters(model):
     assert (model.defaults.cfg, model.defaults.top_k) == (OFFICIAL["cfg"], tiny.CODES) and OFFICIAL["top_k"] == 5120
 
 
-def digest(shapes):
-    lines = sorted(f"{name} {list(shape)}" for name, shape in shapes.items())
-    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
-    return [len(lines), numbers, hashlib.sha256("\n".join(lines).encode()).hexdigest()]
-
-
+@pytest.mark.usefixtures("every_tensor_has_its_place")
 @pytest.mark.parametrize(("name", "cfg"), [("Emu3.5-Image", 5.0), ("Emu3.5", 2.0)])
-def test_the_released_model_fits(monkeypatch, tmp_path, name, cfg):
+def test_the_released_model_fits(tmp_path, name, cfg):
     settings = {
         "hidden_size": 5120,
         "intermediate_size": 25600,
@@ -177,16 +136,12 @@ def test_the_released_model_fits(monkeypatch, tmp_path, name, cfg):
     shapes = tiny.shapes(settings)
     assert digest(shapes) == OFFICIAL["released"]["model"]
     assert OFFICIAL["released"]["model"][1] == pytest.approx(34.1e9, rel=1e-3)
-    plans = []
-    monkeypatch.setattr(emu3, "load_weights", lambda module, found, *_: plans.append((module, found)) or module)
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    tensors = on_meta(shapes)
     assert emu35.recognise(tensors) and not emu3.recognise(tensors)
     path = tmp_path / name / "model.safetensors.index.json"
     made = emu35.load(Checkpoint(tensors, {}, path), torch.bfloat16, None, ())
-    [(module, found)] = plans
-    check_plan(module, found)
     assert (made.family, made.grid, made.pixels_per_token, made.longest) == ("emu3.5", (55, 73), 16, 32768)
     assert (made.defaults.cfg, made.defaults.top_k) == (cfg, 5120)
     assert made.word_ids == (*range(151854, 282926), 151846) and made.prefix.words == 151854
@@ -194,14 +149,6 @@ def test_the_released_model_fits(monkeypatch, tmp_path, name, cfg):
     config = made.backbone.config
     assert (config.heads, config.kv_heads, config.head_dim, config.head_rms) == (64, 8, 128, True)
     assert made.kv_bytes(1, made.layout(64, 64), 0, guided=True, prompt=128) == 2 * (4160 + 128 + 64) * 262144
-
-
-def check_plan(module, found):
-    wanted = module.state_dict()
-    assert wanted.keys() == found.keys()
-    for name, parts in found.items():
-        parts = parts if isinstance(parts, tuple) else (parts,)
-        assert [sum(len(part) for part in parts), *parts[0].shape[1:]] == list(wanted[name].shape), name
 
 
 # IBQ
@@ -230,13 +177,10 @@ def test_encoded_images(decoder):
     assert (distances.argmin(-1) != found.flatten()).any()
 
 
-def test_the_released_tokenizer_fits(monkeypatch):
+@pytest.mark.usefixtures("every_tensor_has_its_place")
+def test_the_released_tokenizer_fits():
     shapes = tiny.ibq_shapes(131072, (1, 1, 2, 2, 4), base=256, code=256, blocks=4)
     assert digest(shapes) == OFFICIAL["released"]["decoder"]
-    plans = []
-    monkeypatch.setattr(image_decoder, "load_weights", lambda module, found, *_: plans.append((module, found)))
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    made = vq.load(Checkpoint(tensors, {}, Path("emu35_ibq.safetensors")), torch.float32)  # under any name
-    check_plan(*plans.pop())
+    made = vq.load(Checkpoint(on_meta(shapes), {}, Path("emu35_ibq.safetensors")), torch.float32)  # under any name
     assert (made.factor, made.channels, made.module.config.by_product) == (16, 256, True)
     assert not made.module.config.unit_codes and made.module.config.attention

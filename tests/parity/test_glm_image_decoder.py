@@ -15,7 +15,6 @@ RELEASED are numbers of tensors, numbers in them, and a SHA-256 of names and sha
 of the decoder of an AutoencoderKL with its widths.
 """
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from comfyui_specar.models.positions import grid_angles
 from safetensors.torch import load_file
 
 from ..support.closeness import assert_as_exact
+from ..support.reference import digest
 from ..support.tiny import fill
 from ..support.tiny_glm_image import vae_shapes, write_decoder
 
@@ -104,14 +104,8 @@ def test_times_are_those_before_the_shift():
     assert all(sigma == before for (_, sigma, _), (*_, before) in zip(steps[1:], steps, strict=False))
 
 
-def described(shapes):
-    lines = sorted(f"{name} {list(shape)}" for name, shape in shapes.items())
-    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
-    return len(shapes), numbers, hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
 def test_released_sizes_have_the_official_names_and_shapes():
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in DiT(DiTConfig()).state_dict().items()}
-    assert described(shapes) == RELEASED["transformer"]
-    assert described(vae_shapes((128, 512, 1024, 1024), 3, 16)) == RELEASED["vae"]
+    assert tuple(digest(shapes)) == RELEASED["transformer"]
+    assert tuple(digest(vae_shapes((128, 512, 1024, 1024), 3, 16))) == RELEASED["vae"]

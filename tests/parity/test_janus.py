@@ -14,7 +14,6 @@ filled with the weights of tests/support/tiny_janus.py:
                   the vision tower left out
 """
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.reference import digest, on_meta
 from ..support.stepwise import stepwise
 from ..support.tiny import fill
 from ..support.tiny_janus import BEGIN, CODES, IMAGE, PAD, SIDE, released, shapes, weights, write
@@ -142,8 +142,7 @@ MILLIONS = {"1B": 1442.9 + 42.1, "7B": 6490.9 + 100.9}  # language model without
 HEADS = {"1B": 16, "7B": 32}
 
 
-def load_meta(monkeypatch, tensors, size):
-    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
+def load_meta(tensors, size):
     checkpoint = Checkpoint(tensors, {}, Path(f"Janus-Pro-{size}.safetensors"))
     assert janus.recognise(tensors) and vq.recognise(tensors)
     model = janus.load(checkpoint, torch.float32, None, ())
@@ -153,21 +152,21 @@ def load_meta(monkeypatch, tensors, size):
     assert decoder.module.config == VQConfig()
 
 
+@pytest.mark.usefixtures("nothing_is_read")
 @pytest.mark.parametrize("size", SIZES)
-def test_the_released_files_fit(monkeypatch, size):
+def test_the_released_files_fit(size):
     """Every tensor of DeepSeek's files is taken or left out on purpose, and has the shape that we expect."""
     named = released(shapes(**SIZES[size], vision=1024, codes=16384, words=102400, vq=VQConfig()))
     named["gen_vision_model.quantize.codebook_used"] = (65536,)
     known = {name: list(shape) for name, shape in named.items() if not name.startswith("vision_model.")}
-    wanted, lines = OFFICIAL["released"][size], sorted(f"{name} {shape}" for name, shape in known.items())
-    assert len(known) == wanted["tensors"]
-    assert sum(torch.Size(shape).numel() for shape in known.values()) == wanted["numbers"]
-    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == wanted["sha256"]
-    load_meta(monkeypatch, {name: torch.empty(shape, device="meta") for name, shape in named.items()}, size)
+    wanted = OFFICIAL["released"][size]
+    assert digest(known) == [wanted[entry] for entry in ("tensors", "numbers", "sha256")]
+    load_meta(on_meta(named), size)
 
 
+@pytest.mark.usefixtures("nothing_is_read")
 @pytest.mark.parametrize("size", SIZES)
-def test_transformers_names_fit(monkeypatch, size):
+def test_transformers_names_fit(size):
     """All tensors of JanusForConditionalGeneration in the released sizes."""
     from transformers import JanusConfig, JanusForConditionalGeneration
 
@@ -187,4 +186,4 @@ def test_transformers_names_fit(monkeypatch, size):
     )
     with torch.device("meta"):
         tensors = JanusForConditionalGeneration(config).state_dict()
-    load_meta(monkeypatch, tensors, size)
+    load_meta(tensors, size)

@@ -24,15 +24,13 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import image_decoder, movq
+from comfyui_specar.model_loaders.decoders import movq
 from comfyui_specar.model_loaders.families import chameleon
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
 from comfyui_specar.samplers.layout import TokenLayout
-from comfyui_specar.samplers.methods.jacobi import SJD
-from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.stepwise import stepwise
+from ..support.reference import assert_same_image, assert_same_states, digest, on_meta
 from ..support.tiny_chameleon import movq_shapes, vocabulary, write
 
 OFFICIAL = json.loads((Path(__file__).parent / "lumina2.json").read_text(encoding="utf-8"))
@@ -73,13 +71,6 @@ def reference(folder):
         missing, unexpected = made.load_state_dict(tensors, strict=False)
     assert not unexpected and all(name.startswith("model.vqmodel.") for name in missing)
     return made
-
-
-@fp64()
-def reference_step(reference, ids):
-    """Hidden states and logits over the whole vocabulary for ids [B, T]."""
-    hidden = reference.model(input_ids=torch.tensor(ids)).last_hidden_state
-    return hidden, reference.lm_head(hidden)
 
 
 def contexts(grid):
@@ -123,20 +114,8 @@ def test_legal_sizes():
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@torch.inference_mode()
 def test_hidden_states_and_logits_of_both_branches(model, reference, grid):
-    layout = model.layout(*grid)
-    image = torch.arange(grid[0] * grid[1]).view(1, *grid) * 5 % model.vocab
-    tokens = layout.keeping(image, torch.ones_like(image, dtype=torch.bool)).forced
-    words = torch.tensor(model.word_ids)
-    wanted = []
-    for prompt in contexts(grid):
-        hidden, logits = reference_step(reference, [prompt + words[tokens[0]].tolist()])
-        wanted.append((hidden[0, len(prompt) - 1 : -1], logits[0, len(prompt) - 1 : -1][:, words]))
-    wanted_hidden, wanted_logits = (torch.stack(part) for part in zip(*wanted, strict=True))
-    conditioning = model.encode_prompt(PROMPT)
-    assert_as_exact(lambda: model.teacher_forced(conditioning, image), wanted_logits[:1])
-    assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [wanted_hidden, wanted_logits])
+    assert_same_states(model, reference, PROMPT, contexts(grid), grid)
 
 
 @torch.inference_mode()
@@ -151,26 +130,12 @@ def test_official_logits(model):
     assert_as_exact(compute, torch.tensor(OFFICIAL["logits"]).view(1, 12, 34))
 
 
-@torch.inference_mode()
 def test_greedy_guided_images(model, reference):
-    """A plain loop over the reference model: guidance, then the structural mask, then the likeliest token."""
-    grid = (4, 12)
-    prompts, drawn = contexts(grid), []
-    for place in range(1, 4 * 13 + 1):
-        if place % 13 == 0:
-            drawn.append(ROW_END)
-            continue
-        cond, uncond = (reference_step(reference, [prompt + drawn])[1][0, -1] for prompt in prompts)
-        drawn.append(CODE + int((uncond + 4 * (cond - uncond))[CODE : CODE + 32].argmax()))
-    prompt, layout = model.encode_prompt(PROMPT), model.layout(*grid)
-    wanted = torch.tensor(drawn).view(4, 13)[:, :12] - CODE
-    for method in (NextToken(), SJD(window=5)):
-        tokens = decided(lambda by=method: api.sample(model, prompt, by, temperature=0, layout=layout).tokens)
-        assert torch.equal(tokens[0], wanted)  # with the model's own guidance, 4
-    assert len(wanted.unique()) > 3
+    assert_same_image(model, reference, PROMPT, contexts((4, 12)), (4, 12), cfg=4)  # the model's own guidance
 
 
-def test_the_released_model_has_the_names_and_shapes_of_transformers(monkeypatch, tmp_path):
+@pytest.mark.usefixtures("nothing_is_read")
+def test_the_released_model_has_the_names_and_shapes_of_transformers(tmp_path):
     """But for the rows of its norms, and with a leftover of Chameleon's tokenizer, which is not read."""
     from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
@@ -182,8 +147,6 @@ def test_the_released_model_has_the_names_and_shapes_of_transformers(monkeypatch
     }
     numbers = sum(tensor.numel() for name, tensor in tensors.items() if ".vqmodel." not in name)
     assert numbers == pytest.approx(7.88e9, rel=1e-3)
-    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
-    monkeypatch.setattr(torch.Tensor, "any", lambda tensor: True)
     settings = {
         "num_attention_heads": 32,
         "max_position_embeddings": 10240,
@@ -219,17 +182,9 @@ def test_encoded_images(decoder):
     assert found.flatten().tolist() == OFFICIAL["tokens"]
 
 
-def test_the_released_tokenizer_has_the_official_names_and_shapes(monkeypatch):
+@pytest.mark.usefixtures("every_tensor_has_its_place")
+def test_the_released_tokenizer_has_the_official_names_and_shapes():
     shapes = movq_shapes(16384, (1, 2, 2, 4), base=256, blocks=2)
-    wanted = OFFICIAL["released"]
-    assert len(shapes) == wanted["tensors"]
-    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == wanted["numbers"]
-    lines = sorted(f"{name} {list(shape)}" for name, shape in shapes.items())
-    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == wanted["sha256"]
-    plans = []
-    monkeypatch.setattr(image_decoder, "load_weights", lambda module, found, *_: plans.append((module, found)))
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    decoder = movq.load(Checkpoint(tensors, {}, Path("movqgan_270M.ckpt")), torch.float32)
-    [(module, found)] = plans
-    assert {name: t.shape for name, t in module.state_dict().items()} == {name: t.shape for name, t in found.items()}
-    assert (decoder.factor, decoder.channels, module.config.codebook_size) == (8, 4, 16384)
+    assert digest(shapes) == [OFFICIAL["released"][entry] for entry in ("tensors", "numbers", "sha256")]
+    decoder = movq.load(Checkpoint(on_meta(shapes), {}, Path("movqgan_270M.ckpt")), torch.float32)
+    assert (decoder.factor, decoder.channels, decoder.module.config.codebook_size) == (8, 4, 16384)

@@ -42,7 +42,6 @@ METHODS = {
     "cool-sd": lambda d: published.cool_sd(d.eagle, TREE, delta=2.0),
     **{f"chain, {rule.label}": lambda d, rule=rule: DraftTree(d.small, Chain(3), rule) for rule in RELAXED},
     "adt": lambda d: published.adt_tree(d.eagle, **BOUNDS),
-    "adt sampled": lambda d: published.adt_tree(d.small, initial="tokenflock", children="sampled", **BOUNDS),
     "vvs": lambda d: published.vvs(d.eagle, FEW, Lantern(neighbours=5), interval=2, guard=1),
     "vvs dynamic": lambda d: published.vvs(d.small, TREE, schedule="dynamic", threshold=0.0, guard=1),
 }

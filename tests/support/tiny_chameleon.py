@@ -14,7 +14,7 @@ from torch import Tensor
 from . import tiny
 from .tiny import fill
 from .tiny_family import Files, Tiny, Workflow
-from .tiny_folder import byte_tokenizer, write_folder
+from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 KINDS = ("lumina", "anole")
 FIRST = 256  # id of the first special token; bytes are below
@@ -90,12 +90,10 @@ def shapes(kind: str, config: dict) -> dict[str, tuple[int, ...]]:
         "lm_head.weight": (words, width),
         "model.norm.weight": (width,),
     }
-    for layer in (f"model.layers.{i}" for i in range(config["num_hidden_layers"])):
-        found |= {f"{layer}.self_attn.{part}_proj.weight": (width, width) for part in "qkvo"}
+    layers = config["num_hidden_layers"]
+    for layer in (f"model.layers.{i}" for i in range(layers)):
         found |= {f"{layer}.self_attn.{part}_norm.{kind}": rows for part in "qk" for kind in ("weight", "bias")}
-        found |= {f"{layer}.mlp.{part}_proj.weight": (inner, width) for part in ("gate", "up")}
-        found |= {f"{layer}.mlp.down_proj.weight": (width, inner)}
-        found |= {f"{layer}.{part}layernorm.weight": (width,) for part in ("input_", "post_attention_")}
+    found |= layer_shapes("model.", layers, width, inner)
     return found
 
 

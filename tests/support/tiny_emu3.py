@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .tiny import fill
 from .tiny_family import Files, Tiny, Workflow
-from .tiny_folder import write_folder
+from .tiny_folder import layer_shapes, write_folder
 
 CODES, HEADS, KV_HEADS, FACTOR = 32, 4, 2, 2
 GRID = (4, 4)
@@ -83,23 +83,9 @@ def language_shapes(config: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the language model after the root of its layout."""
     dim, hidden, words = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     keys = dim * config["num_key_value_heads"] // config["num_attention_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (words, dim), "norm.weight": (dim,)}
-    for layer in range(config["num_hidden_layers"]):
-        shapes |= {
-            f"layers.{layer}.{name}.weight": shape
-            for name, shape in (
-                ("self_attn.q_proj", (dim, dim)),
-                ("self_attn.k_proj", (keys, dim)),
-                ("self_attn.v_proj", (keys, dim)),
-                ("self_attn.o_proj", (dim, dim)),
-                ("mlp.gate_proj", (hidden, dim)),
-                ("mlp.up_proj", (hidden, dim)),
-                ("mlp.down_proj", (dim, hidden)),
-                ("input_layernorm", (dim,)),
-                ("post_attention_layernorm", (dim,)),
-            )
-        }
-    return shapes
+    return {"embed_tokens.weight": (words, dim), "norm.weight": (dim,)} | layer_shapes(
+        "", config["num_hidden_layers"], dim, hidden, keys
+    )
 
 
 def language_weights(config: Mapping[str, int], root: str, head: str, seed: int = 0) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .tiny import fill
 from .tiny_chameleon import vqgan_shapes
 from .tiny_family import Files, Tiny, Workflow
-from .tiny_folder import byte_tokenizer, write_folder
+from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 CODES, GRID = 32, (4, 4)
 WORDS = 256  # bytes, before the special tokens
@@ -63,24 +63,9 @@ def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
     head = settings["head_dim"]
     queries, keys = (head * settings[f"num_{part}_heads"] for part in ("attention", "key_value"))
     found = {"model.embed_tokens.weight": (words, dim), "lm_head.weight": (words, dim), "model.norm.weight": (dim,)}
-    for layer in (f"model.layers.{i}" for i in range(settings["num_hidden_layers"])):
-        found |= {
-            f"{layer}.{name}.weight": shape
-            for name, shape in (
-                ("self_attn.q_proj", (queries, dim)),
-                ("self_attn.k_proj", (keys, dim)),
-                ("self_attn.v_proj", (keys, dim)),
-                ("self_attn.o_proj", (dim, queries)),
-                ("self_attn.q_norm", (head,)),
-                ("self_attn.k_norm", (head,)),
-                ("mlp.gate_proj", (inner, dim)),
-                ("mlp.up_proj", (inner, dim)),
-                ("mlp.down_proj", (dim, inner)),
-                ("input_layernorm", (dim,)),
-                ("post_attention_layernorm", (dim,)),
-            )
-        }
-    return found
+    layers = settings["num_hidden_layers"]
+    norms = (f"model.layers.{i}.self_attn.{part}_norm.weight" for i in range(layers) for part in "qk")
+    return found | layer_shapes("model.", layers, dim, inner, keys, queries) | dict.fromkeys(norms, (head,))
 
 
 def weights(settings: dict, seed: int = 0) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -35,6 +36,44 @@ def write_folder(
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
+
+
+def edited(folder: Path, file: str = "config.json", **settings: Any) -> Path:
+    """Change entries of a JSON file in a folder; None takes one away. Returns the folder."""
+    content = json.loads((folder / file).read_text(encoding="utf-8")) | settings
+    kept = {key: value for key, value in content.items() if value is not None}
+    (folder / file).write_text(json.dumps(kept), encoding="utf-8")
+    return folder
+
+
+def layer_shapes(
+    root: str, layers: int, dim: int, inner: int, keys: int = 0, queries: int = 0, bias: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the layers of a Llama-type model with the prefix ``root``, in transformers' layout.
+
+    inner: width of the feed-forward network. keys, queries: width of all heads together (0: dim). bias: do queries,
+    keys and values have one.
+    """
+    keys, queries = keys or dim, queries or dim
+    linears = {
+        "self_attn.q_proj": (queries, dim),
+        "self_attn.k_proj": (keys, dim),
+        "self_attn.v_proj": (keys, dim),
+        "self_attn.o_proj": (dim, queries),
+        "mlp.gate_proj": (inner, dim),
+        "mlp.up_proj": (inner, dim),
+        "mlp.down_proj": (dim, inner),
+    }
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in (f"{root}layers.{i}" for i in range(layers)):
+        found |= {f"{layer}.{part}layernorm.weight": (dim,) for part in ("input_", "post_attention_")}
+        found |= {f"{layer}.{name}.weight": shape for name, shape in linears.items()}
+        if bias:
+            found |= {
+                f"{layer}.self_attn.{part}_proj.bias": (rows,)
+                for part, rows in zip("qkv", (queries, keys, keys), strict=True)
+            }
+    return found
 
 
 def byte_tokenizer(specials: Sequence[str], first: int = 256) -> Tokenizer:

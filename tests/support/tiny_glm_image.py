@@ -14,7 +14,7 @@ from torch import Tensor
 from . import tiny_t5
 from .tiny import fill
 from .tiny_family import Files, Tiny, Workflow
-from .tiny_folder import write_folder
+from .tiny_folder import layer_shapes, write_folder
 
 CODES, HEADS, KV_HEADS, GRID = 32, 4, 2, (4, 4)
 BEGIN, END = CODES, CODES + 1  # of an image
@@ -95,24 +95,12 @@ def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
         "model.vqmodel.quantize.embedding.weight": (CODES, 16),
         "model.visual.patch_embed.proj.bias": (32,),
     }
-    for layer in (f"{root}.layers.{i}" for i in range(text["num_hidden_layers"])):
-        for part, outputs in (("q", dim), ("k", keys), ("v", keys)):
-            found |= {
-                f"{layer}.self_attn.{part}_proj.weight": (outputs, dim),
-                f"{layer}.self_attn.{part}_proj.bias": (outputs,),
-            }
-        found |= {
-            f"{layer}.{name}.weight": shape
-            for name, shape in (
-                ("self_attn.o_proj", (dim, dim)),
-                ("mlp.gate_up_proj", (2 * hidden, dim)),
-                ("mlp.down_proj", (dim, hidden)),
-                ("input_layernorm", (dim,)),
-                ("post_attention_layernorm", (dim,)),
-                ("post_self_attn_layernorm", (dim,)),
-                ("post_mlp_layernorm", (dim,)),
-            )
-        }
+    layers = text["num_hidden_layers"]
+    found |= layer_shapes(f"{root}.", layers, dim, hidden, keys, bias=True)
+    for layer in (f"{root}.layers.{i}" for i in range(layers)):
+        del found[f"{layer}.mlp.gate_proj.weight"], found[f"{layer}.mlp.up_proj.weight"]
+        found[f"{layer}.mlp.gate_up_proj.weight"] = (2 * hidden, dim)
+        found |= {f"{layer}.post_{part}_layernorm.weight": (dim,) for part in ("self_attn", "mlp")}
     return found
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .tiny import fill
 from .tiny_family import Files, Tiny
+from .tiny_folder import layer_shapes
 from .tiny_mar import mar_fill, mar_shapes
 
 MAR = MARConfig(dim=32, encoder_layers=2, decoder_layers=2, heads=4, rows=4, cols=4, slots=4, conditions=10)
@@ -30,23 +31,7 @@ def harmon_shapes() -> dict[str, tuple[int, ...]]:
         "llm.lm_head.weight": (VOCAB, WIDTH),
         "llm.model.norm.weight": (WIDTH,),
     }
-    for layer in (f"llm.model.layers.{i}" for i in range(LAYERS)):
-        for part, outputs in (("q", WIDTH), ("k", WIDTH * KV_HEADS // HEADS), ("v", WIDTH * KV_HEADS // HEADS)):
-            shapes |= {
-                f"{layer}.self_attn.{part}_proj.weight": (outputs, WIDTH),
-                f"{layer}.self_attn.{part}_proj.bias": (outputs,),
-            }
-        shapes |= {
-            f"{layer}.{name}.weight": shape
-            for name, shape in (
-                ("self_attn.o_proj", (WIDTH, WIDTH)),
-                ("mlp.gate_proj", (HIDDEN, WIDTH)),
-                ("mlp.up_proj", (HIDDEN, WIDTH)),
-                ("mlp.down_proj", (WIDTH, HIDDEN)),
-                ("input_layernorm", (WIDTH,)),
-                ("post_attention_layernorm", (WIDTH,)),
-            )
-        }
+    shapes |= layer_shapes("llm.model.", LAYERS, WIDTH, HIDDEN, WIDTH * KV_HEADS // HEADS, bias=True)
     return shapes
 
 

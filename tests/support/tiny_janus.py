@@ -14,7 +14,7 @@ from tokenizers import processors
 from torch import Tensor
 
 from .tiny_family import Files, Tiny, Workflow
-from .tiny_folder import byte_tokenizer, write_folder
+from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 SIDE = 4  # tokens a side
 CODES, CODE_DIM, WORDS, FIRST = 32, 8, 288, 260  # image codes; rows of the text embedding, and the first special token
@@ -82,18 +82,7 @@ def shapes(
         ("aligner.hidden_layers.0", dim, dim),
     ):
         found |= {f"model.{name}.weight": (outer, inner), f"model.{name}.bias": (outer,)}
-    for i in range(layers):
-        found |= {
-            f"{lm}.layers.{i}.{name}.weight": shape
-            for name, shape in (
-                ("input_layernorm", (dim,)),
-                ("post_attention_layernorm", (dim,)),
-                *((f"self_attn.{part}_proj", (dim, dim)) for part in "qkvo"),
-                ("mlp.gate_proj", (ffn, dim)),
-                ("mlp.up_proj", (ffn, dim)),
-                ("mlp.down_proj", (dim, ffn)),
-            )
-        }
+    found |= layer_shapes(f"{lm}.", layers, dim, ffn)
     return found | tokenizer_shapes(vq)
 
 

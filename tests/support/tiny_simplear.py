@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .comfy_quant import quantise_file, rewritten
 from .tiny import fill
 from .tiny_family import Files, Tiny, Workflow
-from .tiny_folder import byte_tokenizer, write_folder
+from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 SPECIALS = ("<|endoftext|>", "<|t2i|>", "<|i2t|>", "<|soi|>", "<|vtokens|>", "<|t2v|>", "<|v2t|>", "<|sov|>")
 WORDS, UNUSED = 256 + len(SPECIALS), 5  # of the tokenizer; rows of the table after the image codes
@@ -54,23 +54,7 @@ def qwen2_shapes(settings: dict) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, dim), "model.norm.weight": (dim,)}
     if not settings["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (words, dim)
-    for layer in (f"model.layers.{i}" for i in range(settings["num_hidden_layers"])):
-        for part, outputs in (("q", dim), ("k", keys), ("v", keys)):
-            shapes |= {
-                f"{layer}.self_attn.{part}_proj.weight": (outputs, dim),
-                f"{layer}.self_attn.{part}_proj.bias": (outputs,),
-            }
-        shapes |= {
-            f"{layer}.{name}.weight": shape
-            for name, shape in (
-                ("self_attn.o_proj", (dim, dim)),
-                ("mlp.gate_proj", (hidden, dim)),
-                ("mlp.up_proj", (hidden, dim)),
-                ("mlp.down_proj", (dim, hidden)),
-                ("input_layernorm", (dim,)),
-                ("post_attention_layernorm", (dim,)),
-            )
-        }
+    shapes |= layer_shapes("model.", settings["num_hidden_layers"], dim, hidden, keys, bias=True)
     return shapes
 
 

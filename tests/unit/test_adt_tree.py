@@ -8,19 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar.samplers.drafts.adt_tree import (
-    ALPHA_OVER,
     ANOLE,
     FLOCK_DISTANCE,
     INITIAL,
     LLAMAGEN,
-    ROW_START,
     ADTTree,
     History,
     TreeShapes,
-    nested,
     remember,
 )
-from comfyui_specar.samplers.drafts.trees import shape_of
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from hypothesis import given, settings
@@ -84,16 +80,14 @@ def test_the_threshold_counts_as_reached():
 
 def test_a_pruned_tree_counts_its_real_levels():
     one, plan = torch.ones(1, dtype=torch.int64), (torch.tensor([5]), torch.tensor([10]))
-    for over, then in (("effective", (6, 4)), ("requested", (4, 20))):
-        adt = ADTTree(alpha_over=over)
-        history = adt.learn(adt.start(1, GRID, "cpu"), plan, tree_of(3 * one), one, 4 * one, 3 * one, one > 0)
-        assert tuple(int(x) for x in adt.shape(history, 4 * one, GRID, torch.zeros(1, 2))) == then
+    adt = ADTTree()
+    history = adt.learn(adt.start(1, GRID, "cpu"), plan, tree_of(3 * one), one, 4 * one, 3 * one, one > 0)
+    assert tuple(int(x) for x in adt.shape(history, 4 * one, GRID, torch.zeros(1, 2))) == (6, 4)
 
 
 @pytest.mark.parametrize("levels, update", [(0, True), (3, False)])
-@pytest.mark.parametrize("over", ALPHA_OVER)
-def test_rounds_that_verify_nothing_teach_nothing(levels, update, over):
-    adt, one = ADTTree(alpha_over=over), torch.ones(1, dtype=torch.int64)
+def test_rounds_that_verify_nothing_teach_nothing(levels, update):
+    adt, one = ADTTree(), torch.ones(1, dtype=torch.int64)
     plan = (5 * one, 10 * one)
     learned = adt.learn(adt.start(1, GRID, "cpu"), plan, tree_of(5 * one), one, 2 * one, 0 * one, one > 0)
     same = adt.learn(
@@ -157,8 +151,6 @@ class ByHand:
                 *(low + int(x * (high - low + 1)) for x, (low, high) in zip(u, (adt.depths, adt.widths), strict=True)),
                 self.last[2],
             )
-        elif position % self.layout.stride == 0 and adt.row_start != "previous":
-            base = self.above(position) if adt.row_start == "above" else self.opening
         depth, width, alpha = base
         if alpha is not None and alpha >= adt.beta:
             depth, width = depth + adt.depth_step, width - adt.width_step
@@ -168,7 +160,7 @@ class ByHand:
 
     def learn(self, plan, levels, before, after, accepted, update):
         if update and levels:
-            self.last = (*plan, accepted / (levels if self.adt.alpha_over == "effective" else plan[0]))
+            self.last = (*plan, accepted / levels)
         if self.last[2] is not None:
             self.at |= {position: self.last for position in range(before, after)}
 
@@ -187,8 +179,6 @@ def adt_trees(draw):
         nodes=draw(st.integers(9, 40)),
         first=(draw(st.integers(1, 9)), draw(st.integers(1, 20))),
         radius=draw(st.sampled_from((1.0, 2.0, 3.0))),
-        row_start=draw(st.sampled_from(ROW_START)),
-        alpha_over=draw(st.sampled_from(ALPHA_OVER)),
         flock_distance=draw(st.sampled_from(FLOCK_DISTANCE)),
     )
 
@@ -266,12 +256,9 @@ def test_line_ends_share_the_tree_before_them():
     assert ask(adt, history, 9, layout) == (4, 20)  # position 9 ends line 2; above it position 4 ends line 1
 
 
-@pytest.mark.parametrize("start, shape", [("previous", (6, 24)), ("above", (4, 20)), ("reset", (5, 10))])
-def test_what_starts_a_row(start, shape):
-    adt = ADTTree(row_start=start)
-    history = decided(adt, GRID, {8: (3, 30, 1.0), 15: (7, 14, 0.0)}, last=15)
-    assert ask(adt, history, 16) == shape
-    assert ask(adt, history, 17) == (6, 24)  # elsewhere the last tree
+def test_a_row_starts_with_the_last_tree():
+    history = decided(ADTTree(), GRID, {8: (3, 30, 1.0), 15: (7, 14, 0.0)}, last=15)
+    assert ask(ADTTree(), history, 16) == ask(ADTTree(), history, 17) == (6, 24)
 
 
 def test_flock_by_hand():
@@ -307,7 +294,6 @@ def test_random_shapes_fill_the_bounds_and_move_with_the_last_alpha():
     "bad, named",
     [
         ({"initial": "diagonal"}, "initial"),
-        ({"children": "both"}, "children"),
         ({"beta": 1.5}, "beta"),
         ({"beta": math.nan}, "beta"),
         ({"depths": (0, 9)}, "depths"),
@@ -320,8 +306,6 @@ def test_random_shapes_fill_the_bounds_and_move_with_the_last_alpha():
         ({"first": (0, 10)}, "first depth"),
         ({"first": (5, 0)}, "first width"),
         ({"radius": 0.5}, "radius"),
-        ({"row_start": "x"}, "row_start"),
-        ({"alpha_over": "x"}, "alpha_over"),
         ({"flock_distance": "x"}, "flock_distance"),
     ],
 )
@@ -336,46 +320,23 @@ def test_presets_are_legal_and_described():
         assert adt.describe()["kind"] == "adt" and adt.describe()["depths"] == (1, 9)
 
 
-@pytest.mark.parametrize(("children", "extent"), [("top_k", [2, 7]), ("sampled", [7, 4, 0, 0, 0])])
-def test_the_extent_is_that_of_the_largest_trees(children, extent):
-    """Of images with 2, 5 and no tokens to go. A sampled tree has as many drafts per level as ``nodes`` allows."""
-    adt, left = ADTTree(children=children, depths=(1, 5), widths=(1, 9), nodes=12), torch.tensor([2, 5, 0])
+def test_the_extent_is_that_of_the_largest_trees():
+    """Of images with 2, 5 and no tokens to go."""
+    adt, left = ADTTree(depths=(1, 5), widths=(1, 9), nodes=12), torch.tensor([2, 5, 0])
     plan = torch.tensor([3, 1, 4]), torch.tensor([5, 7, 9])
-    assert adt.extent(plan, left).tolist() == extent
+    assert adt.extent(plan, left).tolist() == [2, 7]
     assert adt.extent(plan, torch.zeros_like(left)).amax() == 0
-    assert adt.passes(tuple(extent)) == 1 and adt.passes((0,) * len(extent)) == 0
-
-
-# Sampled trees are cut out of one.
-
-
-@given(st.lists(st.integers(1, 14), min_size=1, max_size=5).map(lambda w: tuple(sorted(w, reverse=True))))
-@settings(max_examples=30, deadline=None)
-def test_nested_trees_have_the_smallest_ranks(widths):
-    paths, above = [], [()]
-    for width in widths:
-        above = sorted(((*p, r) for p in above for r in range(width)), key=lambda p: (sum(p), p))[:width]
-        paths += above
-    assert nested(widths) == shape_of(tuple(paths))
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=30, deadline=None)
-def test_smaller_trees_are_the_beginnings_of_larger_levels(w, more, depth, deeper):
-    small, large = nested((w,) * depth), nested((w + more,) * (depth + deeper))
-    for here, there in zip(small, large, strict=False):
-        assert here.parent == there.parent[: len(here.parent)] and here.rank == there.rank[: len(here.rank)]
+    assert adt.passes((2, 7)) == 1 and adt.passes((0, 0)) == 0
 
 
 # Whole runs.
 
 
-@pytest.mark.parametrize("children", ["top_k", "sampled"])
 @pytest.mark.parametrize("initial", INITIAL)
-def test_runs_follow_the_distribution_and_rows_are_single_runs(children, initial):
+def test_runs_follow_the_distribution_and_rows_are_single_runs(initial):
     layout = with_line_ends(2, 2)
     model = ToyModel(layout, 2)
-    adt = ADTTree(initial=initial, children=children, depths=(1, 3), widths=(1, 3), width_step=1, nodes=5, first=(2, 2))
+    adt = ADTTree(initial=initial, depths=(1, 3), widths=(1, 3), width_step=1, nodes=5, first=(2, 2))
     method = DraftTree(ToyDrafter(model), adt)
     many = method.sample(request(model, layout, seed=0, batch=8000))
     assert chi_square(many.tokens, model.distribution(layout, request(model, layout).params)).z < 4
@@ -401,12 +362,11 @@ class Measured(ADTTree):
         return tree
 
 
-@pytest.mark.parametrize("children", ["top_k", "sampled"])
 @pytest.mark.parametrize("depths, widths, nodes", [((1, 4), (2, 6), 12), ((2, 6), (1, 4), 6), ((3, 3), (5, 5), 9)])
-def test_trees_stay_within_their_size(children, depths, widths, nodes):
+def test_trees_stay_within_their_size(depths, widths, nodes):
     """In a batch whose images want deep and wide trees at once."""
     layout = plain(2, 4)
     model = ToyModel(layout)
-    adt = Measured(initial="random", children=children, depths=depths, widths=widths, width_step=2, nodes=nodes)
+    adt = Measured(initial="random", depths=depths, widths=widths, width_step=2, nodes=nodes)
     out = DraftTree(ToyDrafter(model), adt).sample(request(model, layout, batch=64))
     assert out.tokens.shape == (64, layout.length)

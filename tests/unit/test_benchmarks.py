@@ -1,6 +1,7 @@
 """The speed benchmark, with tiny models: what it compares is the same thing, and what it reports is complete."""
 
 import json
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -99,33 +100,19 @@ def small_world(monkeypatch):
     monkeypatch.setattr(speed, "WIDTHS", (1, 5))
 
 
-def measured(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["speed", *arguments])
+def measured(monkeypatch, out, options: str) -> tuple[dict, str]:
+    """The report that the command writes, and its table."""
+    monkeypatch.setattr("sys.argv", ["speed", *shlex.split(options), "--out", str(out)])
     speed.main()
+    return json.loads(out.read_text(encoding="utf-8")), out.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
-    out = tmp_path / "speed.json"
-    methods = ["next_token", "chain of 5"]
-    measured(
-        monkeypatch,
-        "--models",
-        "bundled",
-        "tiny",
-        "--methods",
-        *methods,
-        "--tokens",
-        "16",
-        "--cfg",
-        "3",
-        "--repetitions",
-        "2",
-        "--out",
-        str(out),
-    )
-    report = json.loads(out.read_text(encoding="utf-8"))
+    options = "--models bundled tiny --methods next_token 'chain of 5' --tokens 16 --cfg 3 --repetitions 2"
+    report, printed = measured(monkeypatch, tmp_path / "speed.json", options)
     assert report["not_run"] == {} and report["machine"]["threads"] and report["versions"]["transformers"]
     bundled, random = report["models"]
+    methods = ["next_token", "chain of 5"]
     baselines = ["generate, static cache", "generate, dynamic cache", "plain loop"]
     for model in (bundled, random):
         rows = {row["name"]: row for row in model["rows"]}
@@ -140,48 +127,26 @@ def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
         assert [b["pictures"] for b in model["batches"]] == [1, 2]
     assert random["rows"][0]["passes"] == 15 and bundled["rows"][0]["passes"] == 17
     assert random["rows"][1]["pictures_passes"] == bundled["rows"][1]["passes"] + 1
-    printed = out.with_suffix(".md").read_text(encoding="utf-8")
     assert printed.strip() in capsys.readouterr().out
     assert all(f"| {name} |" in printed for name in methods + baselines)
 
 
 def test_prompts_take_turns(small_world, monkeypatch, tmp_path):
-    out, asked = tmp_path / "speed.json", []
-    output = Sampler.output
+    asked, output = [], Sampler.output
     monkeypatch.setattr(
         Sampler,
         "output",
         lambda self, seed, *rest: asked.append((self.name, seed, self.conditioning)) or output(self, seed, *rest),
     )
-    measured(
-        monkeypatch,
-        "--models",
-        "bundled",
-        "tiny",
-        "--methods",
-        "next_token",
-        "chain of 5",
-        "--parts",
-        "methods",
-        "--tokens",
-        "16",
-        "--cfg",
-        "3",
-        "--repetitions",
-        "2",
-        "--prompts",
-        "3",
-        "--out",
-        str(out),
-    )
-    bundled, random = json.loads(out.read_text(encoding="utf-8"))["models"]
+    options = "--methods next_token 'chain of 5' --parts methods --tokens 16 --cfg 3 --repetitions 2 --prompts 3"
+    report, _ = measured(monkeypatch, tmp_path / "speed.json", f"--models bundled tiny {options}")
     timed = [(name, seed, id(prompt)) for name, seed, prompt in asked if seed]
     prompts = list(dict.fromkeys(prompt for _, _, prompt in timed[:6]))
     assert len(prompts) == 3
     assert timed[:12] == [
         (name, seed, prompt) for seed in (1, 2) for prompt in prompts for name in ("next_token", "chain of 5")
     ]
-    assert (bundled["prompts"], random["prompts"]) == (3, 1)
+    assert [model["prompts"] for model in report["models"]] == [3, 1]
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
@@ -192,31 +157,13 @@ def test_narrow_weights_are_read_as_such(small_world, storage):
     assert narrow.baselines() == [] and narrow.sampler("next_token")(0).passes == 15
 
 
-def test_without_a_gpu_its_rows_are_not_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    measured(monkeypatch, "--device", "cuda", "--out", str(tmp_path / "gpu.json"))
-    report = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
-    assert set(report["not_run"]) == {*speed.MODELS["cuda"]} and report["models"] == []
-    assert "* llamagen-xl: not run (no CUDA GPU on this machine)" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
-
-
-def test_what_fails_is_written_down_and_the_rest_goes_on(small_world, monkeypatch, tmp_path):
+def test_what_cannot_run_or_fails_is_written_down_and_the_rest_goes_on(small_world, monkeypatch, tmp_path):
     monkeypatch.setattr("comfyui_specar.tools.benchmarks.passes.plain_loop", lambda *_: 1 / 0)
-    measured(
-        monkeypatch,
-        "--models",
-        "tiny",
-        "--methods",
-        "next_token",
-        "--parts",
-        "methods",
-        "--tokens",
-        "8",
-        "--repetitions",
-        "1",
-        "--out",
-        str(tmp_path / "x.json"),
-    )
-    report = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    options = "--models tiny --methods next_token --parts methods --tokens 8 --repetitions 1"
+    report, _ = measured(monkeypatch, tmp_path / "x.json", options)
     assert "ZeroDivisionError" in report["not_run"]["tiny: plain loop"]
     assert [row["name"] for row in report["models"][0]["rows"]][-1] == "generate, dynamic cache"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report, printed = measured(monkeypatch, tmp_path / "gpu.json", "--device cuda")
+    assert set(report["not_run"]) == {*speed.MODELS["cuda"]} and report["models"] == []
+    assert "* llamagen-xl: not run (no CUDA GPU on this machine)" in printed

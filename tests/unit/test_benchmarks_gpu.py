@@ -15,19 +15,9 @@ from comfyui_specar.kernels import linear, sampling
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.tests.support.patience import PATIENCE
 from comfyui_specar.tools.benchmarks import report, sizes
-from comfyui_specar.tools.benchmarks.gpu import (
-    calls,
-    captures,
-    first,
-    graphs,
-    kernels,
-    passes,
-    profiles,
-    stages,
-    subjects,
-)
+from comfyui_specar.tools.benchmarks.gpu import calls, graphs, kernels, passes, stages, subjects
+from comfyui_specar.tools.benchmarks.gpu.command import page
 from comfyui_specar.tools.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, Findings, NotRun
-from comfyui_specar.tools.benchmarks.gpu.page import page
 from comfyui_specar.tools.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
 
 CPU = torch.device("cpu")
@@ -166,12 +156,6 @@ def test_references_call_those_of_others_while_watched():
     assert torch.equal(found, linear.few_rows(*gated))
 
 
-def test_every_accelerated_function_is_known():
-    found = calls.accelerated()
-    assert {"attention.attend_few", "continuous.redraw", "sampling.redraw", "verification.block"} <= set(found)
-    assert all(hasattr(function, "__wrapped__") for function in found.values())
-
-
 @dataclass
 class Pair:
     a: torch.Tensor
@@ -224,22 +208,6 @@ def test_differences():
     assert kernels.difference(torch.arange(4), torch.tensor([0, 1, 2, 9])) == 0.25
 
 
-def test_the_shapes_are_those_of_the_released_models():
-    found = kernels.models(dry=False)
-    assert {name: (size.config.dim, size.config.vocab) for name, size in found.items()} == {
-        "llamagen-xl": (1280, 16384),
-        "llamagen-xl:int8": (1280, 16384),
-        "llamagen-xl:fp8": (1280, 16384),
-        "llamagen-xl:int4": (1280, 16384),
-        "janus-pro-1b": (2048, 16384),
-        "lumina-mgpt-7b": (4096, 8194),
-        "emu3-8b": (4096, 32772),
-        "emu3-8b, all ids": (4096, 184_622),
-    }
-    assert all(size.config.layers == 1 for size in found.values())
-    assert {method for case in kernels.SETTINGS for method in case} == {"cfg", "temperature", "top_k", "top_p", "order"}
-
-
 class Drawn:
     """A sampler whose runs give these tokens."""
 
@@ -264,7 +232,7 @@ def test_tokens_of_captured_steps_are_compared(runs, row):
 
 def test_captures_are_counted_and_settings_that_repeat_them_are_named(monkeypatch, findings):
     monkeypatch.setattr(subjects, "DRY_METHODS", ("next_token",) * 2)
-    captures.run(findings)
+    graphs.run_captures(findings)
     row = findings.rows[0]
     assert row["captures"] > 0 and row["second image"] == row["prompt"] == 0
     assert set(row) == {"method", "captures", "second image", "prompt", "guidance", "temperature", "top-k", "top-p"}
@@ -312,16 +280,9 @@ def test_what_the_pack_does_without_is_not_tried(monkeypatch):
     for name in ("subjects.dispatch.runs_triton", "subjects.capturable"):
         monkeypatch.setattr(f"{subjects.__package__}.{name}", lambda device: False)
     monkeypatch.setattr(subjects, "device_of", lambda dry: CPU)
-    for stage in (kernels.run, graphs.run, first.run_failed, captures.run):
+    for stage in (kernels.run, graphs.run, graphs.run_failed, graphs.run_captures):
         with pytest.raises(NotRun, match="on this GPU"):
             stage(Findings(None, PATIENCE, dry=False))
-
-
-def test_captures_are_timed_on_a_device(monkeypatch):
-    case = subjects.random_subject("x", subjects.tiny(sizes.SIZES["llamagen-xl"]), CPU, torch.float32, 8)
-    with graphs.captures(dry=True) as counted:
-        row = captures.of_an_image(case.sampler("next_token"), counted, dry=False)
-    assert row["captures"] == 2 and row["second image"] == 0 and 0 < row["ms of one"] <= row["ms in all"]
 
 
 # The whole
@@ -413,17 +374,10 @@ def test_synchronisations_between_polls_are_counted():
         (5, "cudaEventSynchronize"),
         (6, "cudaDeviceSynchronize"),
     ]
-    assert profiles.between_polls(events) == {"polls": 2, "between": {"Memcpy DtoH (Device -> Pageable)": 1}}
-    assert profiles.between_polls([]) == {"polls": 0, "between": {}}
+    assert passes.between_polls(events) == {"polls": 2, "between": {"Memcpy DtoH (Device -> Pageable)": 1}}
+    assert passes.between_polls([]) == {"polls": 0, "between": {}}
 
 
 def test_what_the_device_does_between_polls_is_counted():
-    assert profiles.per_pass([4, 2, 6], [1, 3, 3, 5, 7]) == 1.5
-    assert profiles.per_pass([4], [1, 3]) is None and profiles.per_pass([], []) is None
-
-
-def test_tiny_models_are_of_the_same_families():
-    for name in subjects.FAMILIES:
-        tiny = subjects.tiny(sizes.SIZES[name])
-        assert (tiny.family, tiny.specials) == (sizes.SIZES[name].family, sizes.SIZES[name].specials)
-        assert tiny.codes == 64 and subjects.flat(tiny).config.layers == 1
+    assert passes.per_pass([4, 2, 6], [1, 3, 3, 5, 7]) == 1.5
+    assert passes.per_pass([4], [1, 3]) is None and passes.per_pass([], []) is None

@@ -25,7 +25,7 @@ from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with
 STATIC = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 FIXED = {"chain": Chain(3), "blocks": Chain(3, "block"), "static": STATIC, "dynamic": Dynamic(3, 3, 6)}
 ADT = {"depths": (1, 3), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 5}
-VARYING = {"adaptive": ADTTree(**ADT), "adaptive, sampled": ADTTree(children="sampled", **ADT)}
+VARYING = {"adaptive": ADTTree(**ADT)}
 SKIPS = {
     "uniform": Skipping(interval=2, guard=0),
     "stale": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False),

@@ -11,14 +11,14 @@ import torch
 from comfyui_specar.model_loaders.decoders import kl_vae
 from comfyui_specar.model_loaders.detect import load_image_decoder, load_model
 from comfyui_specar.model_loaders.families import mar
-from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.mar import MARConfig
 from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from safetensors.torch import save_file
 
 from ..support.bad_files import refused
-from ..support.tiny import fill, vq_weights, write_llamagen
+from ..support.tiny import fill
 from ..support.tiny_mar import MAR, mar_shapes, mar_weights, write_mar
 
 WORDS = ["apple", "pear", "bg_blue"]
@@ -297,16 +297,6 @@ def test_damaged_files(tmp_path, known_size, suffix):
         refused(path, path.name, f"({len(content)} bytes)", "damaged")
 
 
-def test_other_families(tmp_path):
-    """Each file is of one family only."""
-    assert not mar.recognise(vq_weights())
-    assert not kl_vae.recognise(vq_weights()) and not kl_vae.recognise(mar_weights())
-    discrete = load_model(write_llamagen(tmp_path / "discrete.safetensors", False))
-    assert discrete.family == "llamagen-c2i"
-    write_mar(tmp_path / "mar.safetensors")
-    refused(tmp_path / "mar.safetensors", "mar.safetensors", "not", "image decoder", loader=load_image_decoder)
-
-
 # KL autoencoder
 
 KL = KLConfig(channels=4, ch_mult=(1, 2), base_channels=32, num_res_blocks=1)
@@ -340,23 +330,3 @@ def test_an_autoencoder_in_a_container(tmp_path):
     assert found.encode_latent(pixels).shape == latent.shape
     with pytest.raises(ValueError, match="multiples of 2"):
         found.encode_latent(torch.zeros(1, 6, 5, 3))
-
-
-def test_autoencoders_that_cannot_be_used(tmp_path):
-    path, weights = tmp_path / "kl16.safetensors", kl_weights()
-    for name in ("encoder.conv_in.weight", "post_quant_conv.weight", "encoder.down.1.block.0.conv1.weight"):
-        save_file({key: tensor for key, tensor in weights.items() if key != name}, str(path))
-        refused(path, path.name, "incomplete", loader=load_image_decoder)
-    bad = weights["decoder.conv_out.weight"] * torch.nan
-    save_file(weights | {"decoder.conv_out.weight": bad}, str(path))
-    refused(path, path.name, "decoder.conv_out.weight", "NaN", loader=load_image_decoder)
-    save_file(weights, str(path))
-    refused(path, path.name, "image decoder", "Load AR Image Decoder")
-
-
-def test_a_mar_model_and_its_autoencoder_side_by_side(tmp_path):
-    """As released: open_checkpoint reads either by itself."""
-    write_mar(tmp_path / "mar.safetensors")
-    save_file(kl_weights(), str(tmp_path / "kl16.safetensors"))
-    assert mar.recognise(open_checkpoint(tmp_path / "mar.safetensors").tensors)
-    assert kl_vae.recognise(open_checkpoint(tmp_path / "kl16.safetensors").tensors)

@@ -8,7 +8,7 @@ from comfyui_specar.model_loaders.decoders import cosmos
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from comfyui_specar.models.cosmos import Cosmos, CosmosConfig, fold, unfold
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ..support.tiny import write_llamagen
 from ..support.tiny_simplear import CODES, COSMOS, DECODER, cosmos_weights, write, write_cosmos
@@ -28,17 +28,6 @@ def test_what_the_nodes_read(decoder):
     assert (decoder.factor, decoder.channels, config.codebook_size, config.base_channels) == (16, 3, CODES, 4)
     assert decoder.codebook.shape == (CODES, 3) and config == COSMOS
     assert CosmosConfig().codebook_size == 64_000 and CosmosConfig().base_channels == 32
-
-
-def test_shapes_and_dtypes_of_a_round_trip(decoder):
-    tokens = decoder.encode(pixels(2))
-    assert tokens.shape == (2, 2, 3) and tokens.dtype == torch.int64
-    assert tokens.min() >= 0 and tokens.max() < CODES
-    drawn = decoder.decode_tokens(tokens)
-    assert drawn.shape == (2, 32, 48, 3) and drawn.min() >= 0 and drawn.max() <= 1
-    assert torch.equal(decoder.encode_latent(pixels(2)), decoder.dequantize(tokens))
-    with pytest.raises(ValueError, match="multiples of 16"):
-        decoder.encode(torch.rand(1, 32, 40, 3))
 
 
 def test_a_single_token_is_an_image(decoder):
@@ -133,15 +122,6 @@ def test_codes_that_do_not_fit_the_decoder(tmp_path):
 
 def test_without_the_buffers_codes_have_the_released_levels():
     assert cosmos._levels({}, Checkpoint({})) == (8, 8, 8, 5, 5, 5)
-
-
-@pytest.mark.parametrize("group", ["decoder.up.", "decoder.mid.", "decoder.conv_out.0.", "encoder.down.1."])
-def test_a_missing_part_is_named(tmp_path, group):
-    folder = write_cosmos(tmp_path / DECODER, halves=("autoencoder",))
-    file = folder / "autoencoder.safetensors"
-    save_file({name: t for name, t in load_file(file).items() if not name.startswith(group)}, str(file))
-    with pytest.raises(CheckpointError, match="autoencoder.safetensors .*(incomplete|not fit)"):
-        load_image_decoder(file)
 
 
 def test_damaged_numbers_are_named(tmp_path):

@@ -37,8 +37,7 @@ STRUCTURES = {
     "top-k": Dynamic(3, 2, 5),
     "top-k, wide": Dynamic(3, 10, 58),
     "adaptive": ADTTree(**SMALL),
-    "adaptive, sampled": ADTTree(children="sampled", **SMALL),
-    "adaptive, any shape": ADTTree(initial="random", children="sampled", **SMALL),
+    "adaptive, any shape": ADTTree(initial="random", **SMALL),
 }
 
 

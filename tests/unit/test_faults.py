@@ -41,7 +41,6 @@ STRUCTURES = {
     "two levels": TWO_LEVELS,
     "top-k": Dynamic(3, 2, 5),
     "adaptive": ADAPTIVE,
-    "adaptive, sampled": replace(ADAPTIVE, children="sampled"),
 }
 RULES = [Exact(), *RELAXED, *(Lantern(2, 0.3, redraw) for redraw in REDRAW[1:])]
 RULES_ON_TREES = list(zip(cycle([TWO_LEVELS, Dynamic(2, 2, 4)]), RULES, strict=False))

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from ..support.closeness import fp64
 from ..support.tiny_harmon import HEADS, MAR, SPECIAL, STEPS, VOCAB, fill, harmon_weights, write_harmon, write_tokenizer
-from ..support.tiny_mar import write_mar
 
 GRID = (3, 5)
 LENGTH = math.prod(GRID)
@@ -148,14 +147,6 @@ def test_sizes_that_hide_their_heads_are_refused(tmp_path):
         load_model(path)
     write_harmon(path, heads=None)
     with pytest.raises(CheckpointError, match="width 32.*heads"):
-        load_model(path)
-
-
-def test_it_is_not_mistaken_for_mar_nor_mar_for_it(tmp_path):
-    assert harmon.recognise(harmon_weights()) and not mar.recognise(harmon_weights())
-    assert load_model(write_mar(tmp_path / "mar.safetensors")).family == "mar"
-    path = write_harmon(tmp_path / "half.safetensors", broken("llm.model.embed_tokens.weight", None))
-    with pytest.raises(CheckpointError, match="family"):
         load_model(path)
 
 

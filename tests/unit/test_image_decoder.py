@@ -8,7 +8,6 @@ from comfyui_specar.models.cache import BUCKET
 from comfyui_specar.samplers.methods.jacobi import SJD
 from safetensors.torch import save_file
 
-from ..support.bad_files import refused
 from ..support.tiny import CLASSES, GRID, SLOTS, VQ, caption_features, vq_weights, write_llamagen
 
 
@@ -70,28 +69,6 @@ def test_a_decoder_of_another_model_is_left_and_named(tmp_path, caplog):
     assert load_model(model_path).codebook.shape[0] == 32, "the next one that fits"
     with pytest.raises(ValueError, match="64 codes.*32"):
         model.attach_codebook(load_image_decoder(tmp_path / "vq.safetensors").codebook, 16)
-
-
-def test_damaged_vq_files(tmp_path):
-    path = tmp_path / "vq.safetensors"
-    weights = vq_weights()
-    for name in list(weights)[::9]:
-        save_file({other: tensor for other, tensor in weights.items() if other != name}, str(path))
-        refused(path, path.name, loader=load_image_decoder)
-    only_decoder = {n: t for n, t in weights.items() if n.startswith(("decoder", "quantize", "post"))}
-    save_file(only_decoder, str(path))
-    refused(path, path.name, "incomplete", "encoder, decoder and codebook", loader=load_image_decoder)
-    weights["decoder.conv_out.bias"][1] = float("nan")
-    save_file(weights, str(path))
-    refused(path, path.name, "decoder.conv_out.bias", "NaN", loader=load_image_decoder)
-
-
-def test_images_must_fit_the_decoder(tmp_path):
-    save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
-    decoder = load_image_decoder(tmp_path / "vq.safetensors")
-    assert decoder.encode(torch.rand(1, 6, 8, 3)).shape == (1, 3, 4)
-    with pytest.raises(ValueError, match=r"8 x 7.*multiples of 2.*Resize"):
-        decoder.encode(torch.rand(1, 7, 8, 3))
 
 
 # Conditioning

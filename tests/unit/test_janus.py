@@ -4,16 +4,13 @@ import json
 
 import pytest
 import torch
-from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import KINDS, vq
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
-from comfyui_specar.model_loaders.families import FAMILIES, janus
 from comfyui_specar.model_loaders.files.checkpoint import weight_file
 from comfyui_specar.samplers.contract import SamplingParams
 from safetensors.torch import save_file
 
 from ..support.bad_files import refused
-from ..support.tiny import llamagen_weights, vq_weights
+from ..support.tiny import vq_weights
 from ..support.tiny_folder import byte_tokenizer, write_folder
 from ..support.tiny_janus import (
     BEGIN,
@@ -54,15 +51,6 @@ def test_every_layout_gives_the_same_model(tmp_path, model, original, shards, pi
     assert torch.equal(found.codebook, model.codebook) and found.pixels_per_token == 2
 
 
-def test_what_a_model_says_of_itself(model):
-    assert model.family == "janus-pro" and model.grid == (SIDE, SIDE) and model.grids == ((SIDE, SIDE),)
-    assert model.vocab == model.vocab_total == CODES and model.longest == 16384
-    assert model.defaults == SamplingParams(cfg=5.0) and model.dtype == torch.float32
-    assert model.prefix.words == WORDS and not any(p.requires_grad for p in model.parameters())
-    with pytest.raises(ValueError, match="16 x 4 pixels.*8 x 8 pixels"):
-        model.layout(2, 8)
-
-
 def test_only_what_generates_is_read(tmp_path, model):
     """Vision tower, its aligner and the head for words may hold anything; statistics of the tokenizer too."""
     for original in (False, True):
@@ -73,14 +61,6 @@ def test_only_what_generates_is_read(tmp_path, model):
         settings = config(original) | {"vision_config": {"num_image_tokens": SIDE * SIDE}}
         folder = write_folder(tmp_path / f"{original}", tensors, settings)
         assert torch.equal(logits(load_model(folder)), logits(model))
-
-
-def test_families_are_distinguished():
-    for tensors in (weights(), released(weights())):
-        assert [family for family in FAMILIES if family.recognise(tensors)] == [janus.FAMILY]
-        assert [kind for kind in KINDS if kind.recognise(tensors)] == [vq.KIND]
-    for others in (llamagen_weights(True), llamagen_weights(False), vq_weights(), {"model.vqmodel.encoder.x": 0}):
-        assert not janus.recognise(others)
 
 
 # Prompts
@@ -98,48 +78,10 @@ def test_the_second_branch_reads_padding(model):
     assert state.cache.lengths.tolist() == [features.shape[1]] * 4
 
 
-def test_prompts_of_several_lengths_and_a_negative_one(model):
-    cat, long = model.encode_prompt("a cat"), model.encode_prompt("anything but a very long prompt")
-    layout = model.layout()
-    guided = model.start(cat, long, 1, layout, slack=0, guided=True).prefill.logits
-    for conditioning, row in ((cat, 0), (long, 1)):
-        alone = model.start(conditioning, None, 1, layout, slack=0, guided=False).prefill.logits
-        assert torch.allclose(guided[row], alone[0], atol=1e-5)
-
-
 def test_special_tokens_in_a_prompt_are_tokens(model):
     ids = model.encode_prompt("<image_placeholder>")[0][0].flatten().tolist()
     assert FIRST + SPECIALS.index("<image_placeholder>") in ids
     assert ids.count(BEGIN) == ids.count(IMAGE) == 1
-
-
-def test_too_long_a_prompt(tmp_path):
-    folder = write(tmp_path / "short")
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    settings["text_config"]["max_position_embeddings"] = 40
-    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    model = load_model(folder)
-    with pytest.raises(ValueError, match=r"40.*Shorten"):
-        api.sample(model, model.encode_prompt("a prompt that is too long"), temperature=0)
-
-
-def test_a_missing_tokenizer_is_named_when_it_is_used(tmp_path):
-    folder = write(tmp_path / "Janus")
-    file = folder / "tokenizer.json"
-    content = file.read_bytes()
-    file.unlink()
-    model = load_model(folder)
-    ids = model.encode_ids([BEGIN, 7, 9, IMAGE])
-    null = model.encode_ids([BEGIN, PAD, PAD, IMAGE])
-    drawn = api.sample(model, ids, negative=null, temperature=0).tokens
-    for use in (lambda: model.encode_prompt("a cat"), lambda: api.sample(model, ids)):
-        with pytest.raises(FileNotFoundError, match=r"tokenizer\.json.*deepseek-ai/Janus-Pro"):
-            use()
-    beside = tmp_path / "Janus-Pro"
-    beside.mkdir()
-    (beside / "tokenizer.json").write_bytes(content)
-    again = load_model(folder)  # in the folder of another download
-    assert torch.equal(api.sample(again, ids, temperature=0).tokens, drawn)
 
 
 @pytest.mark.parametrize(
@@ -192,37 +134,6 @@ def test_models_that_only_look_at_images(tmp_path, original):
     }
     folder = write_folder(tmp_path / "looking", tensors, config(original))
     refused(folder, "looking", "reads images", "deepseek-ai/Janus-Pro-1B")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda w: w.pop("model.generation_head.vision_head.weight"), ("vision_head.weight", "incomplete")),
-        (lambda w: w.pop("model.generation_aligner.fc1.bias"), ("fc1.bias", "incomplete")),
-        (lambda w: w.pop("model.language_model.layers.1.self_attn.k_proj.weight"), ("k_proj", "incomplete")),
-        (lambda w: w.pop("model.language_model.layers.1.mlp.up_proj.weight"), ("w3", "missing")),
-        (
-            lambda w: w.update({"model.generation_aligner.hidden_layers.1.bias": torch.zeros(64)}),
-            ("unknown", "layers.1"),
-        ),
-        (lambda w: w.update({"model.generation_head.proj_out.bias": torch.zeros(7)}), ("[7]", "[64]")),
-        (lambda w: w["model.generation_embeddings.weight"][3].fill_(torch.nan), ("table.weight", "NaN")),
-        (lambda w: w["model.language_model.layers.0.self_attn.v_proj.weight"][3].fill_(torch.inf), ("wqkv", "NaN")),
-        (lambda w: w.pop("model.vqmodel.decoder.conv_out.bias"), ("decoder.conv_out.bias", "missing")),
-    ],
-)
-def test_damaged_files(tmp_path, change, words):
-    tensors = weights()
-    change(tensors)
-    refused(write_folder(tmp_path / "Janus", tensors, config(False)), *words)
-
-
-def test_missing_parts_of_a_folder(tmp_path):
-    folder = write(tmp_path / "Janus-Pro-7B", shards=3)
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    refused(folder, "Janus-Pro-7B", "incomplete", "model-00002-of-00003.safetensors")
-    (folder / "model.safetensors.index.json").unlink()
-    refused(folder, "no model.safetensors")
 
 
 def test_another_decoder_beside_it(tmp_path, caplog):

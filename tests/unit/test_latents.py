@@ -1,10 +1,12 @@
 """LATENTs to tokens and back, and masks of any size averaged over tokens: which of them are meant at the edges."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from comfyui_specar.nodes import latents
+from comfyui_specar.samplers.contract import Request
 
 
 def codes(model_codes: int = 3) -> SimpleNamespace:
@@ -108,7 +110,7 @@ def test_without_a_codebook_samples_are_ids():
 def test_the_output_keeps_what_was_kept_to_the_bit_and_what_else_the_latent_says():
     given = {"samples": torch.full((2, 2, 1, 2), 0.1), "noise_mask": "mask", "batch_index": [4, 5], latents.CELL: 8}
     tokens, drawn = torch.tensor([[[1, 2]], [[0, 1]]]), torch.rand(2, 2, 1, 2)
-    discrete, others = SimpleNamespace(continuous=False), {"noise_mask": "mask", "batch_index": [4, 5]}
+    discrete, others = Mock(spec=Request), {"noise_mask": "mask", "batch_index": [4, 5]}
     for latent, samples in ((drawn, drawn), (None, tokens[:, None].float())):
         found = latents.with_output(given, SimpleNamespace(tokens=tokens, latent=latent), discrete)
         assert torch.equal(found.pop("samples"), samples) and found.pop("ar_tokens") is tokens and found == others

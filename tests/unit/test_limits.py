@@ -13,13 +13,12 @@ from comfyui_specar.batch.jobs import JobsError, read_jobs
 from comfyui_specar.common import limits
 from comfyui_specar.common.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
 from comfyui_specar.common.printable import printable
-from comfyui_specar.model_loaders.ar_model import legal_grid
 from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.model_loaders.families import harmon, llamagen, mar, xar
 from comfyui_specar.model_loaders.files import names, safetensors_files
-from comfyui_specar.model_loaders.files.archives import BoundedUnpickler, check_view, members_of
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, read_settings
 from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
+from comfyui_specar.model_loaders.sizes import legal_grid
 from comfyui_specar.model_loaders.text import language_model, t5
 from comfyui_specar.model_loaders.text.tiktoken_file import read_ranks
 from comfyui_specar.reports import acceptance_map, comparison, run_report
@@ -133,23 +132,6 @@ def test_sizes():
             legal_sizes("x", sizes)
 
 
-def test_views():
-    assert check_view(6, 0, (2, 3), (3, 1)) == 6 and check_view(6, 5, (1,), (1,)) == 1
-    assert check_view(0, 0, (0,), (1,)) == 0
-    for view in (
-        (6, 1, (2, 3), (3, 1)),
-        (6, 0, (2,), (6,)),
-        (6, 7, (0,), (1,)),
-        (6, 0, (2, 3), (3,)),
-        (6, -1, (1,), (1,)),
-        (6, 0, (2,), (-1,)),
-        (6, 0, (2,), (2**63,)),
-        (6, None, (1,), (1,)),
-    ):
-        with pytest.raises(FileError):
-            check_view(*view)
-
-
 @pytest.mark.parametrize("name", ["", "a.b", "名前", "a" * limits.NAME])
 def test_names_that_tensors_have(name):
     assert legal_name(name) == name
@@ -260,17 +242,6 @@ def test_errors_about_files_are_short_and_printable_and_keep_both_ends():
 # Archives and pickles
 
 
-def test_an_archive_with_two_parts_of_one_name_is_refused(tmp_path):
-    """PyTorch's reader compares names without case, and may take the other one."""
-    import zipfile
-
-    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
-        for name in ("archive/data.pkl", "archive/DATA.pkl"):
-            archive.writestr(name, b"")
-    with pytest.raises(FileError, match="same name"):
-        members_of(tmp_path / "a.pt")
-
-
 def test_what_torch_saves_is_within_the_bounds(tmp_path):
     """Both formats, with what training scripts keep beside the weights."""
     from collections import Counter, OrderedDict
@@ -296,15 +267,6 @@ def test_what_torch_saves_is_within_the_bounds(tmp_path):
         torch.save(content, tmp_path / "sound.pt", _use_new_zipfile_serialization=new)
         found = open_checkpoint(tmp_path / "sound.pt").tensors
         assert all(torch.equal(found[name], tensor) for name, tensor in module.state_dict().items())
-
-
-def test_instructions_are_counted(monkeypatch):
-    import io
-
-    monkeypatch.setattr("comfyui_specar.model_loaders.files.archives._Counted.left", 10)
-    assert BoundedUnpickler(io.BytesIO(b"\x80\x02]" + b"N0" * 3 + b".")).load() == []
-    with pytest.raises(FileError, match="instructions"):
-        BoundedUnpickler(io.BytesIO(b"\x80\x02]" + b"N0" * 4 + b".")).load()
 
 
 # Traces

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.decoders import movq, vq
-from comfyui_specar.model_loaders.detect import is_image_decoder, load_image_decoder, load_model
+from comfyui_specar.model_loaders.decoders import movq
+from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from safetensors.torch import save_file
 
 from ..support import tiny_emu3 as tiny
-from ..support.bad_files import refused
 from ..support.closeness import fp64
-from ..support.tiny import fill, vq_weights
+from ..support.tiny import fill
 
 CODES = torch.arange(24).view(2, 3, 4) * 5 % tiny.CODES
 
@@ -30,14 +29,6 @@ def test_every_layout_holds_the_same_tokenizer(tmp_path, decoder):
     save_file(tiny.vq_weights(), str(tmp_path / "movq.safetensors"))  # transformers' names in a file of its own
     other = load_image_decoder(tmp_path / "movq.safetensors").module.state_dict()
     assert all(torch.equal(other[name], wanted[name]) for name in wanted)
-
-
-def test_recognition():
-    assert movq.recognise(tiny.vq_weights()) and movq.recognise(tiny.original_vq_weights())
-    assert not movq.recognise(vq_weights())
-    assert not movq.recognise(tiny.language_weights(tiny.text_config(67), "model.", ""))
-    assert is_image_decoder(tiny.original_vq_weights())
-    assert vq.recognise(vq_weights())
 
 
 @torch.inference_mode()
@@ -69,35 +60,6 @@ def test_images_become_the_nearest_codes(decoder):
     decoder.codebook[:24] = before
     with pytest.raises(ValueError, match="multiples of 2"):
         decoder.encode(pixels[:, :5])
-
-
-def test_half_precision(tmp_path):
-    folder = tiny.write_decoder(tmp_path)
-    exact, coarse = load_image_decoder(folder), load_image_decoder(folder, dtype=torch.bfloat16)
-    assert coarse.dtype == torch.bfloat16
-    assert (coarse.decode_tokens(CODES) - exact.decode_tokens(CODES)).abs().mean() < 0.01
-    assert coarse.encode(torch.rand(1, 4, 4, 3)).shape == (1, 2, 2)
-
-
-def test_damaged_files(tmp_path):
-    weights = tiny.original_vq_weights()
-    path = tmp_path / "movq.safetensors"
-    for gone, words in (
-        ("encoder.conv_in.weight", "incomplete"),
-        ("encoder.time_conv.0.conv.conv.weight", "tensors"),
-        ("decoder.conv_out.bias", "1 tensors missing"),
-        ("decoder.up.1.attn.0.q.weight", "1 tensors missing"),
-    ):
-        save_file({name: tensor for name, tensor in weights.items() if name != gone}, str(path))
-        refused(path, "movq.safetensors", words, loader=load_image_decoder)
-    save_file({name: t for name, t in weights.items() if not name.startswith("encoder.")}, str(path))
-    refused(path, "incomplete", "encoder, decoder and codebook", loader=load_image_decoder)
-    save_file(weights | {"decoder.surplus.weight": torch.zeros(1)}, str(path))
-    refused(path, "1 unknown", "decoder.surplus", loader=load_image_decoder)
-    save_file(weights | {"decoder.conv_in.bias": torch.full((32,), float("inf"))}, str(path))
-    refused(path, "NaN or infinite", loader=load_image_decoder)
-    save_file(weights, str(path))
-    refused(path, "movq.safetensors", "image decoder", "Load AR Image Decoder", loader=load_model)
 
 
 def test_sizes_are_read_from_shapes():

@@ -1,16 +1,14 @@
 """What documents make of a quality report: of none, of one with some cases, and the chart."""
 
 import json
-import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 from comfyui_specar.reports import quality as reports_quality
 from comfyui_specar.reports.quality import quality_of
-from comfyui_specar.tools.benchmarks import documents, quality_tables, results_tables
-from comfyui_specar.tools.benchmarks import size_chart as sizes
+from comfyui_specar.tools.benchmarks import charts, documents, quality_tables, results_tables
+from comfyui_specar.tools.benchmarks.charts import Point, front, quality_chart
 from comfyui_specar.tools.benchmarks.quality_cases import discrete_cases
-from comfyui_specar.tools.benchmarks.quality_chart import LETTER, Box, Panel, Point, front, quality_chart
 
 from ..support import quality_report
 
@@ -45,7 +43,7 @@ def test_without_a_report_there_are_no_numbers(results):
     for name, table in documents.TABLES.items():
         if name.startswith(("quality, d", "quality, c", "distances", "sampling", "quality chart")):
             assert "ot measured yet" in table() or "尚未测量" in table(), name
-    assert "as asked" not in documents.methods("en") and documents.chart_of_quality() is None
+    assert "as asked" not in documents.methods() and documents.chart_of_quality() is None
     assert list(documents.generated()) == [documents.CHART, documents.SIZE_CHART]
     assert "ours" not in quality_tables.papers().splitlines()[0]
 
@@ -57,16 +55,16 @@ def test_a_report_with_some_cases_and_one_model(results):
     assert "Not measured yet: Cool-SD delta 2, as published; VVS every 4th, EAGLE-1." in table
     assert "| LANTERN delta 0.3 | " in table and "\n| source images |  |  |  | 97.0 ± 1.0 |" in table
     assert quality_tables.distances("continuous", "own") == quality_tables.NONE
-    readme = documents.methods("en").splitlines()
-    [measured] = [line for line in readme if line.startswith("| [LANTERN, delta 0.3]")]
+    rows = documents.methods().splitlines()
+    [measured] = [line for line in rows if line.startswith("| [LANTERN, delta 0.3]")]
     row = quality_tables.measured("default")["LANTERN delta 0.3"]
     assert measured.endswith(
         f"| {row['changes']['log_p']['value']:+.2f} ± 0.03 | {100 * row['agreement']['all']['value']:.0f} ± 2 % |"
     )
-    [other] = [line for line in readme if line.startswith("| [Cool-SD, delta 2]")]
-    assert other.endswith(" |  |  |") and "64 images each (bfloat16)" in readme[-1]
-    assert "docs/pictures/quality.svg" in documents.TABLES["quality chart"]()
-    assert "| 0 | 95 ± 2 % |" in readme[2], "next token has no change from itself"
+    [other] = [line for line in rows if line.startswith("| [Cool-SD, delta 2]")]
+    assert other.endswith(" |  |  |") and "64 images each (bfloat16)" in rows[-1]
+    assert "pictures/quality.svg" in documents.TABLES["quality chart"]()
+    assert "| 0 | 95 ± 2 % |" in rows[2], "next token has no change from itself"
 
 
 def test_the_map_is_a_table(results):
@@ -160,65 +158,28 @@ def test_an_interval_around_nothing_begins_at_the_line(results):
     assert below == {"value": 0, "interval": [0, 0.02]}
 
 
-def test_the_chart_has_every_point_and_no_label_on_another(results):
+def texts(svg: str) -> list[str]:
+    assert "prefers-color-scheme: dark" in svg and "currentColor" in svg and charts.INK not in svg
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_the_chart_of_quality_names_the_front_and_the_listed_methods_that_may_drift(results):
     write(results, quality_report.model("default", CASES))
     svg = documents.chart_of_quality()
-    root = ElementTree.fromstring(svg)
-    circles = root.findall(".//{*}circle")
-    assert len(circles) == 2 * len(CASES) + 2, "in two panels, and the legend"
-    width, height = (float(size) for size in root.get("viewBox").split()[2:])
-    assert all(0 < float(circle.get("cx")) < width and 0 < float(circle.get("cy")) < height for circle in circles)
-    assert "prefers-color-scheme: dark" in svg
-    panel = Panel("x", [point(40 + i, 0.01 * (i % 3)) for i in range(30)], 30)
-    labels = ElementTree.fromstring(f"<g>{''.join(panel.labels(front(panel.points)))}</g>").findall("text")
-    places = [(float(label.get("x")), float(label.get("y")), LETTER * len(label.text)) for label in labels]
-    boxes = [Box(x, y - 10, x + wide, y + 2) for x, y, wide in places]
-    assert 3 <= len(boxes) < 30
-    assert not any(a.meets(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert svg is not None
+    shown = texts(svg)
+    points = documents.quality_points(lambda row: row["changes"]["log_p"])
+    named = [p.name for p in points if p in front(points) or (p.listed and not p.exact)]
+    assert named and all(any(text.endswith(f": {name}") for text in shown) for name in named)
+    assert any("256" in text for text in texts(quality_chart([("x", [point(48, 0, True), point(256, 0, True)])])))
 
 
-def test_a_label_without_a_line_stands_nearest_to_its_own_point():
-    """In the panel of the README, where two points of VVS are close to each other."""
-    panel = Panel("x", documents.quality_points(lambda row: row["changes"]["log_p"]), 30)
-    drawn = ElementTree.fromstring(f"<g>{''.join(panel.labels(front(panel.points)))}</g>")
-    led = {element.get("d").split("L")[1].strip() for element in drawn.findall("path")}
-    dots = {p.name: (panel.x(p.passes), panel.y(p.loss)) for p in panel.points}
-    for label in drawn.findall("text"):
-        left, base = float(label.get("x")), float(label.get("y"))
-        box = Box(left, base - 10, left + LETTER * len(label.text), base + 2)
-        far = {name: math.dist(dot, box.nearest(dot)) for name, dot in dots.items()}
-        assert f"{left - 2:.1f} {base - 4:.1f}" in led or far[label.text] == min(far.values()), label.text
-
-
-def test_a_crowded_front_is_named_whole_with_lines_to_labels_further_away():
-    best = [point(40 + i, 0.02 * (5 - i))._replace(name=f"a rule with a long name, setting {i}") for i in range(6)]
-    panel = Panel("x", [*best, *(point(41 + i, 0.02 * (5 - i) + 0.01) for i in range(6)), point(256, 0, True)], 30)
-    drawn = ElementTree.fromstring(f"<g>{''.join(panel.labels(front(panel.points)))}</g>")
-    assert {p.name for p in best} <= {label.text for label in drawn.findall("text")}
-    leaders = [element.get("d") for element in drawn.findall("path")]
-    assert 0 < len(leaders) <= 6
-    starts = {(f"{panel.x(p.passes):.1f}", f"{panel.y(p.loss):.1f}") for p in best}
-    assert {tuple(line[1:].split("L")[0].split()) for line in leaders} <= starts
-
-
-def test_a_chart_of_exact_methods_alone_and_its_scale():
-    assert "<svg" in quality_chart([("nothing is lost", [point(48, 0, True), point(256, 0, True)])])
-    ticks = Panel("x", [point(40, 0.9), point(256, 0, True)], 30).ticks()
-    assert ticks[0] == 0 and {0.5, 0.2} < set(ticks) and max(ticks) <= 1.1 * 0.9 * 1.1
-
-
-def test_the_chart_of_sizes_names_every_line_where_it_ends():
+def test_the_other_charts_name_every_line():
     lines = [("far", [0.5, 2.0], False), ("near", [0.6, 0.52], True), ("nearer", [0.7, 0.5], True)]
-    drawn = ElementTree.fromstring(sizes.size_chart([("7 M", "fast"), ("87 M", "slow")], lines))
-    named = {element.text: element for element in drawn.iter() if element.tag.endswith("text")}
-    ends = [named[text] for text in ("far: 2.00", "next token: 1", "near: 0.52", "nearer: 0.50")]
-    heights = [float(element.get("y")) for element in ends]
-    assert all(below - above >= sizes.LINE for above, below in zip(heights, heights[1:], strict=False)), "readable"
-    assert {"7 M", "fast", "87 M", "slow", "0", "0.5", "1", "1.5", "2"} <= named.keys()
-    kinds = [element.get("class") for element in drawn.iter() if element.tag.endswith("path")]
-    assert kinds.count("exact") == 2 and kinds.count("drifts") == 1 and kinds.count("one") == 1
+    shown = texts(charts.size_chart([("7 M", "fast"), ("87 M", "slow")], lines))
+    assert {"7 M", "fast", "87 M", "slow", "far: 2.00", "next token: 1", "near: 0.52", "nearer: 0.50"} <= {*shown}
+    assert {"a", "b", "48", "256"} <= {*texts(charts.passes_chart([("a", 256, True), ("b", 48, False)]))}
 
 
 def test_spans_name_both_ends_unless_they_are_written_alike():
     assert documents.span([0.512, 0.39], 2) == "0.39 to 0.51" and documents.span([0.391, 0.389], 2) == "0.39"
-    assert documents.span([1.0, 2.0], 1, lambda text: "{}至{}") == "1.0至2.0"

@@ -201,22 +201,20 @@ def test_a_layer_is_one_graph(storage, tmp_path):
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
 
 
-def test_int8_takes_a_quarter_of_fp32(tmp_path):
-    whole, narrow = open_both("llamagen-c2i", tmp_path, INT8)
+@pytest.mark.parametrize(
+    ("storage", "size"),
+    [
+        (INT8, lambda rows, columns: rows * columns + 4 * rows),  # a scale for every row
+        (INT4, lambda rows, columns: rows * -(-columns // GROUP) * GROUP * 4.5 / 8),
+    ],
+    ids=str,
+)
+def test_bytes_of_narrow_matrices(tmp_path, storage, size):
+    whole, narrow = open_both("llamagen-c2i", tmp_path, storage)
     for name, layer in narrow.named_modules():
         if isinstance(layer, NarrowLinear):
-            size = sum(p.numel() * p.element_size() for p in layer.parameters())
-            weight = whole.get_submodule(name).weight
-            assert size == weight.numel() + 4 * len(weight)
-
-
-def test_int4_takes_four_and_a_half_bits(tmp_path):
-    whole, narrow = open_both("llamagen-c2i", tmp_path, INT4)
-    for name, layer in narrow.named_modules():
-        if isinstance(layer, NarrowLinear):
-            size = sum(p.numel() * p.element_size() for p in layer.parameters())
-            rows, columns = whole.get_submodule(name).weight.shape
-            assert size == rows * -(-columns // GROUP) * GROUP * 4.5 / 8
+            found = sum(p.numel() * p.element_size() for p in layer.parameters())
+            assert found == size(*whole.get_submodule(name).weight.shape)
 
 
 def test_other_precisions_compute_with_the_same_levels(tmp_path):

@@ -41,13 +41,10 @@ DECLARED = {
     "Dynamic": {"depth": (5, 1, 32, None), "width": (10, 1, 64, None), "nodes": (58, 1, 1024, None)},
     "ADTTree": {
         "initial": ("horizontal", ("horizontal", "vertical", "random", "tokenflock")),
-        "children": ("top_k", ("top_k", "sampled")),
         "beta": (1.0, 0, 1, None),
         "depth_step": (1, 0, 32, None),
         "width_step": (10, 0, 64, None),
         "radius": (2.0, 1, 64, None),
-        "row_start": ("previous", ("previous", "above", "reset")),
-        "alpha_over": ("effective", ("effective", "requested")),
         "flock_distance": ("euclidean", ("euclidean", "printed")),
     },
     "NextToken": {},

@@ -44,15 +44,6 @@ def test_recognition(folder, tmp_path):
     assert not simplear.recognise({n: None for n in names if not n.endswith(".bias")})  # a Llama
 
 
-def test_layout(model):
-    assert (model.family, model.vocab, model.vocab_total) == ("simplear", CODES, CODES)
-    assert (model.grid, model.grids) == (GRID, (GRID,))
-    assert model.word_ids == tuple(range(WORDS, WORDS + CODES)) and model.longest == 512
-    layout = model.layout()
-    assert (layout.length, layout.stride) == (16, 4) and (layout.forced == -1).all()
-    assert (model.defaults.cfg, model.defaults.top_k, model.defaults.temperature) == (6.0, 0, 1.0)
-
-
 def test_sizes(tmp_path):
     """The released models generate 1024 and 512 pixels, and say so when asked for others."""
     path = write(tmp_path / "model", grid=(64, 64), decoder=False)
@@ -64,7 +55,7 @@ def test_sizes(tmp_path):
     assert load_model(path, grid=(32, 32)).grid == (32, 32)
     with pytest.raises(ValueError, match="768 x 768 pixels.*nearest.*1024 x 1024, 512 x 512"):
         model.layout(48, 48)
-    with pytest.raises(CheckpointError, match="64 x 64 or 32 x 32 tokens, not 16 x 16"):
+    with pytest.raises(CheckpointError, match="16 x 16 tokens.* 32 x 32 or 64 x 64"):
         load_model(path, grid=(16, 16))
 
 
@@ -154,22 +145,6 @@ def test_the_older_tokenizer_files(folder, model, tmp_path):
         load_model(path)
 
 
-def test_without_a_tokenizer(model, tmp_path):
-    """Ids can be sampled from; prompts, and the built-in negative one, say which file they need."""
-    path = write(tmp_path / "SimpleAR-1.5B-RL", decoder=False)
-    (path / "tokenizer.json").unlink()
-    other = load_model(path)
-    ids = other.encode_ids(words("<|t2i|>cup" + END))
-    drawn = [
-        api.sample(m, ids, NextToken(), negative=m.encode_ids([260]), cfg=3.0, temperature=0).tokens.tolist()
-        for m in (model, other)
-    ]
-    assert drawn[0] == drawn[1]
-    for use in (lambda: other.encode_prompt("cup"), lambda: api.sample(other, ids, NextToken(), cfg=3.0)):
-        with pytest.raises(FileNotFoundError, match=r"tokenizer\.json.*Daniel0724/SimpleAR-1\.5B-RL"):
-            use()
-
-
 def test_the_tokenizer_of_another_model(tmp_path):
     path = write(tmp_path / "model", decoder=False)
     byte_tokenizer(["<|endoftext|>", "<|im_start|>"]).save(str(path / "tokenizer.json"))
@@ -197,26 +172,6 @@ def test_a_language_model_that_generates_no_images(tmp_path):
     save_file(weights(settings), str(tmp_path / "qwen.safetensors"))
     with pytest.raises(CheckpointError, match="301.*64000.*Qwen2 language model"):
         load_model(tmp_path / "qwen.safetensors")
-
-
-def test_damage_is_named(folder, tmp_path):
-    path = write(tmp_path / "shards", shards=2, decoder=False)
-    next(path.glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match="2 shards.*missing.*model-00002"):
-        load_model(path)
-    path = write(tmp_path / "single", decoder=False)
-    tensors = load_file(path / "model.safetensors")
-    for name, change, message in (
-        ("model.layers.1.mlp.up_proj.weight", None, "1 tensors missing"),
-        ("model.layers.0.self_attn.k_proj.bias", None, "lacks model.layers.0.self_attn.k_proj.bias"),
-        ("model.norm.weight", torch.full((32,), torch.nan), "norm.weight contains NaN"),
-        ("model.norm.weight", torch.ones(31), "has shape"),
-        ("model.layers.0.self_attn.q_norm.weight", torch.ones(8), "q_norm"),
-    ):
-        changed = {n: t for n, t in tensors.items() if n != name} | ({} if change is None else {name: change})
-        save_file(changed, str(path / "model.safetensors"))
-        with pytest.raises(CheckpointError, match=message):
-            load_model(path)
 
 
 def test_the_image_decoder_inside_the_folder_is_not_the_models(folder):

@@ -21,7 +21,6 @@ STRUCTURES = {
     "static": Static("eagle_25"),
     "dynamic": Dynamic(3, 4, 12),
     "adt": ADTTree(depths=(1, 4), widths=(1, 4), width_step=1, first=(2, 3), nodes=12),
-    "adt sampled": ADTTree(children="sampled", depths=(1, 4), widths=(1, 4), width_step=1, first=(2, 3), nodes=12),
 }
 SKIPS = {
     "always": None,

@@ -31,7 +31,6 @@ STRUCTURES = {
     "static": Static("eagle_25"),
     "dynamic": Dynamic(3, 2, 5),
     "adaptive": ADTTree(**SMALL),
-    "adaptive, sampled": ADTTree(children="sampled", **SMALL),
 }
 ABSURD = {
     "longest chain": Chain(64),
@@ -42,7 +41,6 @@ ABSURD = {
     "all siblings": Static(tuple((i,) for i in range(64))),
     "spine": Static(tuple((0,) * n for n in range(1, 30))),
     "adaptive": ADTTree(depths=(1, 32), widths=(1, 64), first=(32, 64), nodes=1024),
-    "adaptive, sampled": ADTTree(children="sampled", depths=(1, 32), widths=(1, 64), first=(32, 64), nodes=1024),
     "adaptive, any": ADTTree("random", depths=(1, 8), widths=(1, 64), depth_step=32, width_step=64, nodes=64),
 }
 SKIPS = {

@@ -1,11 +1,8 @@
 """What the training scripts feed the model: captions, augmentation, and the loss at their end. No download."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from comfyui_specar.models.vq import VQModel
-from comfyui_specar.tools.training import export, resume
 from comfyui_specar.tools.training.autoregressive import Batches, TextToImage
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.data import augment, recolour
@@ -33,25 +30,13 @@ def test_word_table_and_synonyms(captions):
     assert all(target in captions.words and word not in captions.words for word, target in table.items())
 
 
-def test_whole_caption_names_everything(captions):
-    words = {captions.words[i] for i in captions.sample("1f436", 1, list(BACKGROUNDS).index("teal"), drop=0.0)}
-    assert words == {"dog", "noto", "bg_teal"}
-
-
-def test_parts_are_dropped_but_never_the_thing():
-    captions = Captions(replace(SETTING, concepts=None), CONCEPTS)  # names are whole labels: "red heart"
-    seen = [[captions.words[i] for i in captions.sample("2764", 0, 0, drop=0.15)] for _ in range(600)]
-    assert all("heart" in words for words in seen)
-    assert sum("3d" not in words for words in seen) / 600 == pytest.approx(0.15, abs=0.05)
-    assert sum("red" not in words for words in seen) / 600 == pytest.approx(0.30, abs=0.06)
+def test_captions_name_everything_or_drop_all_but_the_subject(captions):
+    teal = list(BACKGROUNDS).index("teal")
+    assert {captions.words[i] for i in captions.sample("1f436", 1, teal, drop=0.0)} == {"dog", "noto", "bg_teal"}
+    seen = [[captions.words[i] for i in captions.sample("1f436", 1, teal, drop=0.15)] for _ in range(600)]
+    assert all("dog" in words for words in seen)
+    assert sum("noto" not in words for words in seen) / 600 == pytest.approx(0.15, abs=0.05)
     assert len({tuple(words) for words in seen}) > 10, "the order varies"
-
-
-def test_learned_tags_become_words():
-    captions = Captions(replace(SETTING, learn_tags=True), CONCEPTS)
-    assert "puppy" in captions.words and "puppy" not in captions.synonyms()
-    drawn = {captions.words[i] for _ in range(200) for i in captions.sample("1f436", 0, 0, drop=0.15)}
-    assert "puppy" in drawn and "kitten" not in drawn
 
 
 def test_augmentation_without_ranges_is_exact_composition():
@@ -76,15 +61,6 @@ def test_augmentation_stays_in_its_ranges():
     corner = (pixels[:, :, 0, 0] + 1) * 127.5
     assert (corner - torch.tensor(BACKGROUNDS["black"])).abs().max() <= 5.01
     assert corner.std(0).min() > 1.0
-
-
-def test_flip_mirrors_about_half_of_the_images():
-    half = square()
-    half[:, :, :, 64:] = 0  # only the left half is opaque
-    ranges = replace(STILL, flip=True)
-    pixels = augment(half.expand(100, -1, -1, -1), torch.ones(100).long(), ranges, torch.Generator().manual_seed(0))
-    left, right = pixels[:, 0, 64, 40] > 0, pixels[:, 0, 64, 87] > 0
-    assert torch.all(left ^ right) and 30 < int(right.sum()) < 70
 
 
 def batches(seed: int) -> Batches:
@@ -168,23 +144,6 @@ def test_padding_does_not_change_the_logits():
     assert short.shape == (1, 256, 16)
     assert torch.allclose(short, padded, atol=1e-5)
     assert not torch.allclose(short, other, atol=1e-3)
-
-
-def test_another_run_starts_from_what_was_exported(tmp_path):
-    torch.manual_seed(0)
-    captions, vq = Captions(SETTING, CONCEPTS), VQModel(SETTING.tokenizer.config)
-    model = TextToImage(SETTING, len(captions.words))
-    for file, part in {"tokenizer.pt": vq, "model.pt": model}.items():
-        torch.save({"average": part.state_dict()}, tmp_path / file)
-    export.write(SETTING, captions, tmp_path, tmp_path / "default")
-    torch.manual_seed(1)
-    again = TextToImage(SETTING, len(captions.words))
-    resume.start(again, resume.autoregressive(tmp_path / "default", captions))
-    for name, tensor in model.state_dict().items():
-        assert torch.allclose(again.state_dict()[name], tensor, atol=2e-3) or name == "prefix.uncond_embedding", name
-    start = VQModel(SETTING.tokenizer.config)
-    resume.start(start, resume.tensors_of(tmp_path / "default" / "vq.safetensors"))
-    assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(start.parameters(), vq.parameters(), strict=True))
 
 
 def test_learning_rate_ends_low_and_starts_warm():

@@ -12,7 +12,7 @@ from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.vq import VQConfig, VQModel
-from comfyui_specar.tools.training import continuous_export, kl_vae, masked, resume, sharpen, tokenizer
+from comfyui_specar.tools.training import autoencoder, export, kl_vae, masked, tokenizer
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.export import save
 from comfyui_specar.tools.training.settings import CPU, MaskedSetting
@@ -156,19 +156,19 @@ def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, 
     vae = Pooled()
     words, file = torch.randn(len(captions.words), 16), tmp_path / "masked_model.pt"
     spent = []
-    for minutes in (0.02, 0.03):
+    for minutes in (0.005, 0.008):
         masked.train(CONTINUOUS, TINY, images(), captions, words, vae, 1.0, file, minutes)
         spent.append(torch.load(file, weights_only=True)["counters"])
-    assert spent[0]["step"] < spent[1]["step"] and spent[0]["spent"] >= 1.2 and spent[1]["spent"] >= 1.8
+    assert spent[0]["step"] < spent[1]["step"] and spent[0]["spent"] >= 0.3 and spent[1]["spent"] >= 0.48
     start = masked.restore(CONTINUOUS, TINY, words, file).head.net.final_layer.linear.weight
     assert start.isfinite().all() and start.abs().max() > 0, "it has learnt something"
 
 
 def test_the_autoencoder_trains_from_crops_to_whole_images(tmp_path, steady_clock, monkeypatch):
-    monkeypatch.setattr(kl_vae, "HELD_OUT", 2)
-    monkeypatch.setattr(kl_vae, "Perception", Blurred)
+    monkeypatch.setattr(autoencoder, "HELD_OUT", 2)
+    monkeypatch.setattr(autoencoder, "Perception", Blurred)
     torch.manual_seed(0)
-    vae = kl_vae.train(CONTINUOUS, images(), tmp_path, 0.03)
+    vae = kl_vae.train(CONTINUOUS, images(), tmp_path, 0.004)
     assert all(parameter.isfinite().all() for parameter in vae.parameters())
     again = kl_vae.restore(CONTINUOUS, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(vae.parameters(), again.parameters(), strict=True))
@@ -187,8 +187,8 @@ class Blurred(torch.nn.Module):
 
 @pytest.mark.parametrize("stage", ["discrete", "continuous"])
 def test_sharpening_changes_the_decoder_and_no_token(tmp_path, steady_clock, monkeypatch, stage):
-    monkeypatch.setattr(sharpen, "Perception", Blurred)
-    monkeypatch.setattr(sharpen, "HELD_OUT", 1)
+    monkeypatch.setattr(autoencoder, "Perception", Blurred)
+    monkeypatch.setattr(autoencoder, "HELD_OUT", 1)
     torch.manual_seed(0)
     setting = replace(CONTINUOUS, tokenizer=replace(CONTINUOUS.tokenizer, whole_batch=2))
     kind, model, name = {
@@ -196,7 +196,7 @@ def test_sharpening_changes_the_decoder_and_no_token(tmp_path, steady_clock, mon
         "continuous": (kl_vae, KLModel(setting.kl_vae.config), "kl_vae.pt"),
     }[stage]
     torch.save({"average": model.state_dict()}, tmp_path / name)
-    kind.sharpen_decoder(setting, images(), tmp_path, 0.005)
+    kind.sharpen_decoder(setting, images(), tmp_path, 0.002)
     before, after = model.state_dict(), kind.restore(setting, tmp_path).state_dict()
     decoding = ("decoder.", "post_quant_conv.")
     assert all(torch.equal(before[n], after[n]) for n in before if not n.startswith(decoding))
@@ -212,7 +212,7 @@ def test_sharpening_prefers_one_of_two_possible_edges_to_the_blur_between_them()
         return (loss(output, edge(6)) + loss(output, edge(10))) / 2
 
     blur = (edge(6) + edge(10)) / 2
-    assert expected(sharpen.sharp_loss, edge(6)) < expected(sharpen.sharp_loss, blur)
+    assert expected(autoencoder.sharp_loss, edge(6)) < expected(autoencoder.sharp_loss, blur)
     assert expected(F.mse_loss, edge(6)) > expected(F.mse_loss, blur), "where a squared error wants the blur"
 
 
@@ -220,7 +220,7 @@ def test_a_decoder_is_sharpened_with_the_margin_it_is_used_with():
     model, cfg = VQModel(CONTINUOUS.tokenizer.config).eval(), CONTINUOUS.tokenizer
     tokens = torch.randint(cfg.config.codebook_size, (1, 4, 4))
     with torch.no_grad():
-        found = sharpen.decode(model, model.dequantize(tokens), cfg)
+        found = autoencoder.decode(model, model.dequantize(tokens), cfg)
     used = ImageDecoder(model, cfg.config.factor, cfg.config.codebook_dim, "vq", cfg.margin)
     expected = used.decode(model.dequantize(tokens)).movedim(-1, 1) * 2 - 1
     assert torch.allclose(found.clamp(-1, 1), expected, atol=1e-5)
@@ -260,7 +260,7 @@ def test_exported_files_are_the_model_that_was_trained(tmp_path, captions):
         model = masked.MaskedTextToImage(CONTINUOUS, cfg, words)
         torch.save({"average": model.state_dict()}, tmp_path / f"masked_{name}.pt")
     vae, out = KLModel(CONTINUOUS.kl_vae.config), tmp_path / "continuous"
-    continuous_export.write(CONTINUOUS, vae, 0.5, words, tmp_path, discrete, out)
+    export.write_continuous(CONTINUOUS, vae, 0.5, words, tmp_path, discrete, out)
 
     target = api.load_model(out)
     small = api.load_drafter(out / "small", target)
@@ -271,11 +271,6 @@ def test_exported_files_are_the_model_that_was_trained(tmp_path, captions):
     assert target.defaults == CONTINUOUS.masked_sampling and small.backbone.config.dim == 16
     assert api.load_image_decoder(out).factor == 32
     trained = masked.restore(CONTINUOUS, CONTINUOUS.masked, words, tmp_path / "masked_model.pt")
-    again = masked.MaskedTextToImage(CONTINUOUS, CONTINUOUS.masked, words)
-    resume.start(again, resume.masked(out / "model.safetensors"))
-    for name, tensor in again.state_dict().items():
-        same = torch.equal(tensor, trained.state_dict()[name].half().float())
-        assert same or name.startswith("guess."), "another run starts from what was exported"
     tokens, known = torch.randn(1, 64, 4), torch.rand(1, 64, generator=torch.Generator().manual_seed(0)) < 0.3
     conditioning = target.encode_prompt("dog bg_red")
     with torch.no_grad():

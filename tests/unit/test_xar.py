@@ -1,20 +1,18 @@
 """xAR: files, cells, and what a sampler may rely on. Agreement with the official code is tests/parity/test_xar.py."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from comfyui_specar.model_loaders.families import xar
-from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError
 from comfyui_specar.models.xar import CELL, CELLS, Flow, FlowNumbers, cell_order
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
-from safetensors.torch import save_file
 
-from ..support.tiny import fill, llamagen_weights
+from ..support.tiny import fill
 from ..support.tiny_xar import HEADS, tiny_xar, xar_shapes, xar_weights
 
 PARAMS = ContinuousParams(cfg=3.0, steps=3)
@@ -88,10 +86,6 @@ def test_released_files_fit(monkeypatch, name):
     assert abs(sum(t.numel() for t in model.state_dict().values()) / 1e6 - millions) < 0.05
 
 
-def test_only_xar_is_recognised():
-    assert xar.recognise(xar_weights()) and not xar.recognise(llamagen_weights(text=False))
-
-
 def spoilt(change):
     weights = xar_weights()
     change(weights)
@@ -120,17 +114,9 @@ def test_spoilt_files_are_refused_in_words(weights, metadata, words):
         xar.load(checkpoint, torch.float32, None, ())
 
 
-def test_a_truncated_file_is_refused(tmp_path):
-    path = tmp_path / "xAR-B.safetensors"
-    save_file(xar_weights(), path, metadata={"specar": json.dumps({"heads": HEADS})})
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="damaged"):
-        xar.load(open_checkpoint(path), torch.float32, None, ())
-
-
 def test_another_grid_is_refused(model):
     checkpoint = Checkpoint(xar_weights(), {"heads": HEADS}, Path("model.pth"))
-    with pytest.raises(CheckpointError, match="16 x 16, not 32 x 32"):
+    with pytest.raises(CheckpointError, match="32 x 32 tokens.*nearest.* 16 x 16"):
         xar.load(checkpoint, torch.float32, (32, 32), ())
     assert xar.load(checkpoint, torch.float32, (16, 16), ()).grid == (16, 16)
     with pytest.raises(ValueError, match="only 256 x 256 pixels"):

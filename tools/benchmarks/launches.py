@@ -10,7 +10,6 @@ Nothing is timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections import Counter
@@ -46,6 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import sizes
+from .report import plain_command
 
 TABLE = Path(__file__).parent / "results" / "launches.json"
 GPU = torch.device("cuda:0")
@@ -258,11 +258,7 @@ def table() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks launches",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_command(" launches", __doc__)
     parser.add_argument("--case", choices=CASES, help="count only this entry, and list its launches by operation")
     options = parser.parse_args()
     if options.case:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import comfyui_specar as specar
 from comfyui_specar.tools.training.classifier import LABELS
 
-from . import continuous, documents
+from . import documents
 from .runs import Case, cases, drafter_cases
 
 PROMPTS = 512  # of the 1440 that name a subject, a style and a background
@@ -22,7 +22,6 @@ MORE = (
     "sjd threshold_exact w32",
     "chain of 5, blocks",
     "static tree, small model",
-    "ADT-Tree, sampled",
     "LANTERN delta 0.1",
     "ADT-Tree, LANTERN delta 0.3",
     "UniformRSD delta 2",
@@ -31,26 +30,6 @@ MORE = (
     "TV-metered 0.05",
     "SJD coupled, Cool-SD delta 2, w32",
     "sjd coupled w32, settling 0.05",
-)
-CONTINUOUS = (
-    "MAR's schedule, 32 passes",
-    "MAR's schedule, 16 passes",
-    "MAR's schedule, 8 passes",
-    "block of 4",
-    "block of 8",
-    "block of 16",
-    "block of 32",
-    "block of 8, own noises",
-    "block of 8, prefill 0%",
-    "block of 8, prefill 15%",
-    "block of 8, drafts seen",
-    "block of 8, tolerance 0.5",
-    "block of 8, tolerance 1",
-    "block of 8, tolerance 2",
-    "block of 8, Sigma paper",
-    "block of 8, Sigma official",
-    "algorithm 1, 4 drafts",
-    "exact, 4 drafts",
 )
 
 
@@ -127,12 +106,23 @@ def discrete_cases(eagle, small) -> list[Case]:
     return [*_with_other_seeds(chosen), *published(eagle), *defaults(eagle)]
 
 
-def continuous_cases(drafter) -> list[Case]:
+def continuous_cases(drafter: Any) -> list[Case]:
     """The plain sampler, the same with other seeds (what differs by chance), and speculation along the axes of the
     paper."""
-    listed = {case.name: Case(case.name, case.method) for case in continuous.cases(drafter) if not case.parameters}
-    plain = next(iter(listed))
-    return _with_other_seeds([listed[plain], *(listed[name] for name in CONTINUOUS)])
+    plain, m = specar.methods.ContinuousNextToken, specar.methods.ContinuousSpeculative
+    listed = {
+        "one token a pass": plain(),
+        **{f"MAR's schedule, {passes} passes": plain(passes) for passes in (32, 16, 8)},
+        **{f"block of {drafts}": m(drafter, drafts) for drafts in (4, 8, 16, 32)},
+        "block of 8, own noises": m(drafter, 8, aligned=False),
+        **{f"block of 8, prefill {share:.0%}": m(drafter, 8, prefill=share) for share in (0.0, 0.15)},
+        "block of 8, drafts seen": m(drafter, 8, condition="drafts"),
+        **{f"block of 8, tolerance {h:g}": m(drafter, 8, tolerance=h) for h in (0.5, 1.0, 2.0)},
+        **{f"block of 8, Sigma {path}": m(drafter, 8, path=path) for path in ("paper", "official")},
+        "algorithm 1, 4 drafts": m(drafter, 4, mode="prefix"),
+        "exact, 4 drafts": m(drafter, 4, mode="exact"),
+    }
+    return _with_other_seeds([Case(name, method) for name, method in listed.items()])
 
 
 def _with_other_seeds(listed: Sequence[Case]) -> list[Case]:

@@ -1,95 +1,21 @@
-"""What is measured of drawn images: of each one (its features, what it shows, its likelihood), then of all of them.
-
-What belongs to one image is kept in a file beside the images, so that the rest can be computed again in seconds.
-"""
+"""What is reported of all images of a method, from what was seen of each one."""
 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_specar.common.files import replace
-from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.probabilities import probabilities
 from comfyui_specar.tools.training.classifier import LABELS
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 
-from .feature_spaces import Spaces
 from .image_metrics import entropy, frechet_distance, kernel_distance, kernel_terms, precision_recall
 from .quality_cases import Prompt
-from .quality_draw import Drawn, conditioning, pixels
 from .resampling import bootstrap, exchange_test, jackknife, paired_test, rejected
 
-BATCH = 16  # images that are decoded and looked at together
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-
-@torch.inference_mode()
-def log_probs(model, prompts: Sequence[Prompt], tokens: Tensor, cfg: float) -> Tensor:
-    """Mean log-probability [B] (fp64, nats) of the tokens [B, rows, cols] of an image under the model, each given those
-    before it: guided, at temperature 1, without filters, so that it is finite. One forward pass."""
-    layout = model.layout()
-    tokens = layout.keeping(tokens.long(), torch.ones_like(tokens, dtype=torch.bool)).forced.to(model.device)
-    batch, length = tokens.shape
-    state = model.start(conditioning(model, prompts), None, batch, layout.to(model.device), length, cfg != 1)
-    positions = torch.arange(length - 1, device=model.device).expand(batch, -1)
-    logits = torch.cat((state.prefill.logits, model.step(state, tokens[:, :-1], positions).logits), dim=1)
-    p = probabilities(logits, SamplingParams(cfg=cfg), model.vocab, None).gather(-1, tokens[..., None]).squeeze(-1)
-    free = (layout.forced < 0).expand(batch, -1)
-    return torch.where(free.to(p.device), p.double().log(), 0).sum(1).cpu() / free.sum(1)
-
-
-def look(
-    drawn: Drawn, file: Path, model, decoder, prompts: Sequence[Prompt], spaces: Spaces, cfg: float | None, name: str
-) -> dict[str, Tensor]:
-    """Spaces.features of every image [N, ...], and of models of token ids its ``log_p`` [N]; read from ``file`` if they
-    are there."""
-    of = _checksums(drawn, decoder, spaces, cfg)
-    if file.exists():
-        with safe_open(file, "pt") as stored:
-            if stored.metadata() == of:
-                return load_file(file)
-    seen: list[dict[str, Tensor]] = []
-    with tqdm(total=len(drawn), desc=f"look at {name}", unit="image") as bar:
-        for images, content in zip(pixels(drawn, model, decoder, BATCH), drawn.content.split(BATCH), strict=True):
-            at = bar.n
-            found = spaces.features(images)
-            if not model.continuous:
-                found["log_p"] = log_probs(model, prompts[at : at + len(images)], content, cfg)
-            seen.append(found)
-            bar.update(len(images))
-    joined = {key: torch.cat([found[key] for found in seen]) for key in seen[0]}
-    part = file.with_suffix(".part")
-    save_file(joined, part, metadata=of)
-    replace(part, file)
-    return joined
-
-
-def _checksums(drawn: Drawn, decoder, spaces: Spaces, cfg: float | None) -> dict[str, str]:
-    """Of everything that ``look`` depends on; that images are of the model says their own file."""
-    content, weights = (_crc(tensors) for tensors in ([drawn.content], decoder.module.state_dict().values()))
-    return {
-        "content": content,
-        "decoder": weights,
-        "classifier": spaces.checksum,
-        "spaces": " ".join(spaces.names),
-        "cfg": str(cfg),
-    }
-
-
-def _crc(tensors: Iterable[Tensor]) -> str:
-    found = 0
-    for tensor in tensors:
-        found = zlib.crc32(tensor.cpu().contiguous().numpy().tobytes(), found)
-    return str(found)
 
 
 def right(shown: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
@@ -106,8 +32,9 @@ def agreement(shown: Tensor, prompts: Sequence[Prompt]) -> dict[str, dict[str, A
 class Measurement:
     """The rows of a report on one model.
 
-    seen: what ``look`` found, by case; sources [N, D]: features of source images of the same prompts by space. The
-    reference is the first case. Features are divided by the root mean square of the sources', so that the kernel's
+    seen: features, shown classes and likelihood of every image, by case; sources [N, D]: features of source images of
+    the same prompts by space. The reference is the first case. Features are divided by the root mean square of the
+    sources', so that the kernel's
     scale does not depend on the network.
     """
 
@@ -126,16 +53,17 @@ class Measurement:
     def features(self, case: str, space: str) -> Tensor:
         return self.seen[case][space].double() / self.scale[space]
 
-    def row(self, case: str, drawn: Drawn, lossless: bool) -> dict[str, Any]:
-        """Everything that is reported of a case."""
-        seen, bound = self.seen[case], float(drawn.tv_bound.mean()) / drawn.content[0].numel()
+    def row(self, case: str, tokens: Tensor, passes: Tensor, tv_bound: Tensor, lossless: bool) -> dict[str, Any]:
+        """Everything that is reported of a case. Of its images: tokens [N, ...], passes [N], drift bounds per token [N]
+        (NaN: unknown)."""
+        seen, bound = self.seen[case], float(tv_bound.mean())
         return {
             "name": case,
             "lossless": lossless,
-            "images": len(drawn),
-            "passes": bootstrap(drawn.passes),
+            "images": len(passes),
+            "passes": bootstrap(passes),
             "tv_bound_per_token": None if math.isnan(bound) else bound,
-            **({"log_p": self.likelihood(seen["log_p"], drawn.content)} if "log_p" in seen else {}),
+            **({"log_p": self.likelihood(seen["log_p"], tokens)} if "log_p" in seen else {}),
             "agreement": agreement(seen["shown"], self.prompts),
             "distances": {space: self.distances(case, space) for space in self.sources},
             **(
@@ -147,14 +75,15 @@ class Measurement:
 
     def likelihood(self, log_p: Tensor, tokens: Tensor) -> dict[str, Any]:
         """Per token: mean and distribution over images; and the entropy of the codes in all of them."""
-        tokens = tokens.long()
+        tokens, vocab = tokens.long(), self.vocab
+        assert vocab is not None, "a model of token ids has a vocabulary"
         return {
             **bootstrap(log_p),
             "std": float(log_p.std()),
             "quantiles": dict(
                 zip(map(str, QUANTILES), log_p.quantile(log_p.new_tensor(QUANTILES)).tolist(), strict=True)
             ),
-            "token_entropy": jackknife(lambda index: entropy(tokens[index], self.vocab), len(tokens)),
+            "token_entropy": jackknife(lambda index: entropy(tokens[index], vocab), len(tokens)),
         }
 
     def distances(self, case: str, space: str) -> dict[str, dict[str, Any]]:

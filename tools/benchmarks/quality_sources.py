@@ -9,7 +9,6 @@ has changed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from .feature_spaces import FOLDER, Spaces
 from .quality_cases import PROMPTS, Prompt, prompts
+from .report import parsed, plain_command
 
 FILE = FOLDER / "sources.safetensors"
 
@@ -51,16 +51,10 @@ def read(spaces: Spaces, count: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks.quality_sources",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_command(".quality_sources", __doc__)
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered images")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = parsed(parser)
     spaces = Spaces()
     seen = [spaces.features(view) for view in views(load_images(options.cache), prompts(PROMPTS))]
     joined = {name: torch.cat([found[name] for found in seen]) for name in seen[0]}

@@ -137,7 +137,7 @@ def sampling() -> str:
     """The map of guidance, temperatures, top-k and top-p."""
     found = model("default" + MAP)
     if found is None:
-        return NONE.replace("quality`", "quality --map`")
+        return NONE
     space = found["spaces"][-1]
     rows = [
         (
@@ -196,7 +196,7 @@ def help_page(node: str, language: str) -> str:
     found, (line, about, none) = model("default"), HELP[language]
     rows = measured("default")
     wanted = [rows[name] for name in HELP_PAGES[node] if name in rows]
-    if not wanted:
+    if found is None or not wanted:
         return none
     lines = [
         line.format(said(row["name"]), f"{row['passes']['value']:.0f}", *brief(row))
@@ -209,24 +209,21 @@ def shipped() -> list[dict[str, Any]]:
     """What Find Fastest shows (reports/quality.py): a row for each class of settings of the bundled model, the first of
     the class that was measured."""
     found, rows = model("default"), []
-    for row in found["rows"] if found else ():
+    if found is None:
+        return []
+    for row in found["rows"]:
         one = class_of(found["cases"][row["name"]])
         if one not in [other["class"] for other in rows]:
             change = row["changes"].get("log_p", {"value": 0.0, "interval": [0.0, 0.0]})  # the reference has none
             low, high = change["interval"]
-            rows.append(
-                {
-                    "name": row["name"],
-                    "class": one,
-                    "quality": {
-                        "images": row["images"],
-                        "loss": 0.0 - change["value"],
-                        "error": float(f"{(high - low) / 2:.5g}"),
-                        "agreement": row["agreement"]["all"]["value"],
-                        "plain_agreement": found["rows"][0]["agreement"]["all"]["value"],
-                    },
-                }
-            )
+            quality = {
+                "images": row["images"],
+                "loss": 0.0 - change["value"],
+                "error": float(f"{(high - low) / 2:.5g}"),
+                "agreement": row["agreement"]["all"]["value"],
+                "plain_agreement": found["rows"][0]["agreement"]["all"]["value"],
+            }
+            rows.append({"name": row["name"], "class": one, "quality": quality})
     return rows
 
 

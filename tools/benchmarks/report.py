@@ -7,7 +7,10 @@ import json
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,13 +19,18 @@ import comfyui_specar as specar
 import torch
 
 
-def command(what: str, about: str) -> argparse.ArgumentParser:
-    """The command line of ``python -m tools.benchmarks WHAT``, with the options that measurements have in common."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m tools.benchmarks {what}",
+def plain_command(what: str, about: str | None) -> argparse.ArgumentParser:
+    """The command line of ``python -m tools.benchmarks WHAT``, without options."""
+    return argparse.ArgumentParser(
+        prog=f"python -m tools.benchmarks{what}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def command(what: str, about: str | None) -> argparse.ArgumentParser:
+    """The same with the options that measurements have in common."""
+    parser = plain_command(f" {what}", about)
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default: %(default)s)"
     )
@@ -91,6 +99,43 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     filled = [i for i in range(len(head)) if any(row[i] not in ("", None) for row in rows)]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(line[i]) for i in filled) + " |" for line in lines)
+
+
+def measured_on(device: torch.device) -> dict[str, Any]:
+    """What every report says of its origin."""
+    return {"machine": machine(device), "versions": versions(), "commit": commit()}
+
+
+class Record:
+    """A report that is written to a file as it grows, so that nothing is lost when the program is cut off.
+
+    What begins nothing new once ``in_time`` is false ends within ``seconds``.
+    """
+
+    def __init__(self, content: dict[str, Any], out: Path | None, seconds: float):
+        self.content: dict[str, Any] = content | {"not_run": {}}
+        self.out, self._ends = out, time.perf_counter() + seconds
+
+    @property
+    def in_time(self) -> bool:
+        return time.perf_counter() < self._ends
+
+    def save(self) -> None:
+        if self.out:
+            write(self.content, self.out)
+
+    def not_run(self, what: str, why: str) -> None:
+        self.content["not_run"][what] = why
+        self.save()
+
+    @contextmanager
+    def going_on(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong with one thing (memory, a driver, a compiler) is written down, and the others go on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.not_run(what, f"failed: {type(error).__name__}: {str(error)[:300]}")
 
 
 def write(report: dict[str, Any], out: Path) -> None:

@@ -43,8 +43,7 @@ def results(name: str) -> dict[str, Any]:
 
 
 def cases(report: str, guidance: float) -> dict[str, dict[str, Any]]:
-    """The methods that ``python -m tools.benchmarks methods`` measured at a guidance, by name; the first is next
-    token."""
+    """The methods whose passes a report has at a guidance, by name; the first is next token."""
     run = next(run for run in results(report)["runs"] if run["cfg"] == guidance)
     return {row["name"]: row for row in run["methods"]}
 
@@ -181,24 +180,6 @@ def batches(name: str, guidance: float, report: str) -> str:
         ("batch size", *map(said, methods)),
         [
             (row["pictures"], *(f"{row['seconds'][method]['median'] / row['pictures']:.2f}" for method in methods))
-            for row in rows
-        ],
-    )
-
-
-def passes_of_batches(name: str, guidance: float, report: str) -> str:
-    """Milliseconds of a pass by batch size, and over next token's."""
-    rows = measured_speed(name, guidance, report)["batches"]
-    base, *others = rows[0]["ms"]
-
-    def cell(row: dict[str, Any], method: str) -> str:
-        spent = row["ms"][method]["median"]
-        return f"{spent:.0f} ({spent / row['ms'][base]['median']:.1f})"
-
-    return grid(
-        ("batch size", *(f"{said(method)}, ms" for method in (base, *others))),
-        [
-            (row["pictures"], f"{row['ms'][base]['median']:.0f}", *(cell(row, method) for method in others))
             for row in rows
         ],
     )

@@ -1,10 +1,8 @@
-"""One measured comparison: the same prompts and seeds through several methods in one process."""
+"""The cases that are measured: every method under its name, and the prompts."""
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +65,6 @@ def drafter_cases(eagle, small) -> list[Case]:
     """Every method and rule that needs a drafter, each on the structure of its paper unless named otherwise."""
     m, s, r = specar.methods, specar.structures, specar.rules
     tree, top_k = s.Static("lantern_57"), s.Dynamic()
-    adt_sampled = {"children": "sampled", "widths": (1, 13), "width_step": 3, "first": (5, 7)}
     return [
         Case("chain of 5, small model", m.DraftTree(small, s.Chain(5))),
         Case("chain of 5, small model, blocks", m.DraftTree(small, s.Chain(5, "block"))),
@@ -78,7 +75,6 @@ def drafter_cases(eagle, small) -> list[Case]:
         Case("EAGLE-1, 57 drafts", m.DraftTree(eagle, tree)),
         Case("EAGLE-2", m.DraftTree(eagle, top_k)),
         Case("ADT-Tree", m.ADTTree(eagle)),
-        Case("ADT-Tree, sampled", m.ADTTree(eagle, **adt_sampled)),
         Case("LANTERN delta 0.1", m.Lantern(eagle, delta=0.1)),
         Case("LANTERN delta 0.3", m.Lantern(eagle, delta=0.3)),
         Case("ADT-Tree, LANTERN delta 0.3", m.ADTTree(eagle, r.Lantern(delta=0.3))),
@@ -98,26 +94,3 @@ def drafter_cases(eagle, small) -> list[Case]:
         Case("VVS every 3rd, Cool-SD delta 1.1", m.VVS(eagle, tree, r.CoolSD(), interval=3, path="first")),
         Case("SJD coupled, Cool-SD delta 2, w32", m.SJD(window=32, rule=r.CoolSD(2.0))),
     ]
-
-
-def measure(model, case: Case, prompts: Sequence[str], seeds: int, **parameters: Any) -> dict[str, Any]:
-    """Means over prompts x seeds of an image's passes and statistics, and its median seconds."""
-    seconds, summaries = [], []
-    for number, prompt in enumerate(prompts):
-        conditioning = model.encode_prompt(prompt)
-        for seed in range(seeds):
-            begun = time.perf_counter()
-            out = specar.sample(model, conditioning, case.method, seed=1000 * number + seed, **parameters)
-            seconds.append(time.perf_counter() - begun)
-            summaries.append(out.trace.summary())
-    passes, bounds = ([summary[key] for summary in summaries] for key in ("target_passes", "tv_bound"))
-    return {
-        "name": case.name,
-        "passes": statistics.fmean(passes),
-        "passes_each": passes,  # prompt by prompt, seed by seed: methods can be compared in pairs
-        "step_compression": model.layout().length / statistics.fmean(passes),
-        "skipped_tokens": statistics.fmean(s["sources"].get("skipped", 0) for s in summaries),
-        **{key: statistics.fmean(s[key] for s in summaries) for key in ("draft_passes", "acceptance_rate")},
-        "tv_bound": None if None in bounds else statistics.fmean(bounds),  # of one method: all known or none
-        "seconds": statistics.median(seconds),
-    }

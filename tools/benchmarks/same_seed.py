@@ -16,7 +16,7 @@ import comfyui_specar as specar
 import torch
 from torch import Tensor
 
-from .report import command, commit, find, machine, parsed, versions, write
+from .report import command, find, measured_on, parsed, write
 from .runs import PROMPTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,13 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, default=64, help="number of images (default: %(default)s)")
     options = parsed(parser)
-    report: dict[str, Any] = {
-        "machine": machine(torch.device(options.device)),
-        "versions": versions(),
-        "commit": commit(),
-        "images": options.images,
-        "dtypes": {},
-    }
+    report: dict[str, Any] = {**measured_on(torch.device(options.device)), "images": options.images, "dtypes": {}}
     for name in options.dtype:
         model = specar.load_model(find("default"), options.device, DTYPES[name])
         report["dtypes"][name] = found = compared(model, options.images)

@@ -21,10 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ import torch
 from comfyui_specar.kernels.graphs import Graphs
 
 from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read
-from .report import command, commit, machine, parsed, spread, versions, write
+from .report import Record, command, commit, measured_on, parsed, spread, versions
 from .runs import PROMPTS, chosen, names_of_cases
 from .sizes import SIZES
 from .subjects import BASE, CURVES, METHODS, SMALL, Subject, subject
@@ -60,39 +57,10 @@ BATCHES = (1, 4, 16)
 BATCH_TOKENS = 64  # of a batch's images with random weights
 
 
-class Report:
-    """What was measured so far, in a file; and whether there is time for more."""
-
-    def __init__(self, about: dict[str, Any], out: Path | None, seconds: float):
-        self.content = about | {"models": [], "not_run": {}}
-        self.out, self.ends = out, time.perf_counter() + seconds
-
-    @property
-    def in_time(self) -> bool:
-        return time.perf_counter() < self.ends
-
-    def save(self) -> None:
-        if self.out:
-            write(self.content, self.out)
-
-    def missing(self, what: str, why: str) -> None:
-        self.content["not_run"][what] = why
-        self.save()
-
-    @contextmanager
-    def going_on(self, what: str) -> Iterator[None]:
-        """Whatever goes wrong with one thing (memory, a driver, a compiler) is written down, and the others go on."""
-        try:
-            yield
-        except Exception as error:
-            traceback.print_exc()
-            self.missing(what, f"failed: {type(error).__name__}: {str(error)[:300]}")
-
-
 # Parts
 
 
-def methods(case: Subject, names: list[str], entry: dict, options, report: Report, passes: dict[str, float]) -> None:
+def methods(case: Subject, names: list[str], entry: dict, options, report: Record, passes: dict[str, float]) -> None:
     """Every method and the baselines, in turns. ``passes``: those of the bundled model by method (filled by it)."""
     asked, contestants = case.conditionings(PROMPTS[: options.prompts]), []
     entry["prompts"] = len(asked)
@@ -104,7 +72,7 @@ def methods(case: Subject, names: list[str], entry: dict, options, report: Repor
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     for seed in range(1, options.repetitions + 1):
         if seed > 1 and not report.in_time:
-            report.missing(f"{case.name}: repetitions {seed} to {options.repetitions}", "out of time")
+            report.not_run(f"{case.name}: repetitions {seed} to {options.repetitions}", "out of time")
             break
         for conditioning in asked:
             for contestant in contestants:
@@ -165,12 +133,12 @@ def widths(case: Subject, options) -> list[dict[str, Any]]:
     ]
 
 
-def batches(case: Subject, options, report: Report) -> Iterator[dict]:
+def batches(case: Subject, options, report: Record) -> Iterator[dict]:
     """A pass of CURVES' methods with 1, 4 and 16 images (whole ones of the bundled model)."""
     stretch = case.stretch if case.whole else Stretch.middle(case.stretch.layout, BATCH_TOKENS)
     for batch in BATCHES:
         if not report.in_time:
-            report.missing(f"{case.name}: pictures {batch}", "out of time")
+            report.not_run(f"{case.name}: pictures {batch}", "out of time")
             continue
         contestants = [case.sampler(name, stretch, batch) for name in CURVES]
         for contestant in contestants:
@@ -187,7 +155,7 @@ def batches(case: Subject, options, report: Report) -> Iterator[dict]:
         }
 
 
-def measure(name: str, cfg: float | None, options, report: Report, passes: dict[str, float]) -> None:
+def measure(name: str, cfg: float | None, options, report: Record, passes: dict[str, float]) -> None:
     """All parts of one model."""
     device = torch.device(options.device)
     case = subject(name, cfg, device, getattr(torch, options.dtype), options.tokens)
@@ -270,12 +238,11 @@ def run(options: argparse.Namespace) -> None:
     options.tokens = options.tokens or TOKENS[device.type]
     options.models = options.models or MODELS[device.type]
     here = device.type != "cuda" or torch.cuda.is_available()
-    report = Report(
+    report = Record(
         {
             "schema": SCHEMA,
-            "machine": machine(device) if here else {"gpu": None},
-            "versions": versions(),
-            "commit": commit(),
+            **(measured_on(device) if here else {"machine": {"gpu": None}, "versions": versions(), "commit": commit()}),
+            "models": [],
             "note": options.note,
             "device": options.device,
             "warm_up": options.warm_up,
@@ -288,7 +255,7 @@ def run(options: argparse.Namespace) -> None:
     for name in options.models:
         for cfg in [None] if name.partition(":")[0] in SIZES else options.cfg:
             if not (here and report.in_time):
-                report.missing(name, "out of time" if here else "no CUDA GPU on this machine")
+                report.not_run(name, "out of time" if here else "no CUDA GPU on this machine")
                 continue
             print(f"{name}{'' if cfg is None else f', guidance {cfg:g}'} ...", flush=True)
             with report.going_on(name):

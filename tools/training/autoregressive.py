@@ -1,6 +1,5 @@
 """Trains the autoregressive model on token grids that are encoded anew for every step."""
 
-import logging
 from pathlib import Path
 
 import torch
@@ -12,15 +11,11 @@ from ...models.backbone import Backbone, BackboneConfig
 from ...models.positions import GridPositions, rotation_of
 from ...models.prefix import CaptionPrefix
 from ...models.vq import VQModel
-from . import resume
 from .captions import Captions
 from .data import Images
-from .loop import Average, Budget, Checkpoint, Team, autocast, compiled, rate, set_rate
-from .muon import Muon, split_parameters
+from .loop import Training, autocast, restored
 from .settings import IMAGE_SIZE, Setting
 from .views import Scenes, Views
-
-log = logging.getLogger(__name__)
 
 
 class TextToImage(nn.Module):
@@ -102,64 +97,30 @@ def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor
 
 
 def train(
-    setting: Setting,
-    images: Images,
-    captions: Captions,
-    vq: VQModel,
-    out: Path,
-    minutes: float | None = None,
-    team: Team = Team(),  # noqa: B008 (a single process)
-    weights: dict[str, Tensor] | None = None,
+    setting: Setting, images: Images, captions: Captions, vq: VQModel, out: Path, minutes: float | None = None
 ) -> None:
-    """Trains for the budget (or resumes from ``out``/model.pt); at the end, that file has the averaged model.
-
-    weights: of a model to start from.
-    """
-    cfg, device = setting.model, torch.device(setting.device)
+    """Train for the time (or resume from ``out``/model.pt); at the end, that file has the averaged model."""
+    cfg, device, mixed = setting.model, torch.device(setting.device), autocast(setting)
     images = images.select(setting.concepts)
     torch.manual_seed(1)
     model = TextToImage(setting, len(captions.words)).to(device)
-    resume.start(model, weights)
-    average = Average(model, cfg.ema)
-    matrices, others = split_parameters(model, keep_out=("tok_embeddings", "output", "words", "null_caption"))
-    muon = Muon(matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
-    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    checkpoint = Checkpoint(out / "model.pt", model=model, average=average.module, muon=muon, adamw=adamw)
-    counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
-    step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
-    captions.random.seed(step * team.size + team.rank)
-    batches = Batches(setting, images, captions, vq.to(device).eval(), seed=step * team.size + team.rank)
+    outer, minutes = ("tok_embeddings", "output", "words", "null_caption"), minutes or cfg.minutes
+    training = Training(model, out / "model.pt", minutes, cfg.learning_rate, outer, cfg.ema, cfg.weight_decay)
+    captions.random.seed(training.step)
+    batches = Batches(setting, images, captions, vq.to(device).eval(), seed=training.step)
     unseen = Batches(setting, images, captions, vq, seed=10**6)
     unseen = [unseen.sample(cfg.batch, held_out=True) for _ in range(4)]
-    log.info("%.2f M parameters, %d images", sum(p.numel() for p in model.parameters()) / 1e6, len(images.code))
-    predict = compiled(setting, model)
-    begin, running, fraction = step, 0.0, budget.fraction
-    while fraction < 1.0:
-        set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
-        caption, dropped, tokens = batches.sample(cfg.batch // team.size)
+    predict = torch.compile(model, dynamic=False) if setting.compile else model
+
+    def losses(_fraction: float) -> dict[str, Tensor]:
+        caption, dropped, tokens = batches.sample(cfg.batch)
         with mixed():
             logits = predict(caption, dropped, tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        model.zero_grad()
-        loss.backward()
-        fraction = team.agree(list(model.parameters()), budget.fraction)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        muon.step()
-        adamw.step()
-        average.update(model, step)
-        step += 1
-        running += (loss.item() - running) / min(step - begin, 50)
-        if team.rank > 0:
-            continue
-        if step % 50 == 0:
-            views = step * cfg.batch / len(images.code)
-            log.info("step %d, %.1f min, loss %.4f, %.0f views", step, budget.spent / 60, running, views)
-        if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
-            log.info("step %d, train %.4f, held-out %.4f", step, running, held_out_loss(average.module, unseen))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.flatten())}
+
+    training.run(losses, lambda: f"{held_out_loss(training.average, unseen):.4f} nats per token")
 
 
 def restore(setting: Setting, words: int, out: Path) -> TextToImage:
     """The averaged model of ``out``/model.pt, on the CPU, for inference."""
-    model = TextToImage(setting, words)
-    model.load_state_dict(torch.load(out / "model.pt", map_location="cpu", weights_only=True)["average"])
-    return model.eval().requires_grad_(False)
+    return restored(TextToImage(setting, words), out / "model.pt")

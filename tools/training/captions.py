@@ -16,90 +16,63 @@ STOP_WORDS = (
     "please pretty side simple single some sticker style the this to very with"
 ).split()
 
-# Synonyms of background colours and other words -> a word of the vocabulary. Only entries whose target is in it are
-# shipped.
-COLOUR_SYNONYMS = {
-    "grey": "gray",
-    "violet": "purple",
-    "lilac": "purple",
-    "cyan": "teal",
-    "turquoise": "teal",
-    "navy": "blue",
-    "crimson": "red",
-    "golden": "yellow",
-    "gold": "yellow",
-    "magenta": "pink",
-    "rosa": "pink",
-    "dark": "black",
-}
-SYNONYMS = {
-    "render": "3d",
-    "rendered": "3d",
-    "fluent": "3d",
-    "google": "noto",
-    "2d": "flat",
-    "vector": "flat",
-    "smile": "smiley",
-    "emoticon": "smiley",
-    "grin": "smiley",
-    "laugh": "smiley",
-    "love": "heart",
-    "sunshine": "sun",
-    "crescent": "moon",
-    "kitten": "cat",
-    "kitty": "cat",
-    "puppy": "dog",
-    "doggy": "dog",
-    "hound": "dog",
-    "piglet": "pig",
-    "piggy": "pig",
-    "toad": "frog",
-    "bird": "penguin",
-    "goldfish": "fish",
-    "melon": "watermelon",
-    "hamburger": "burger",
-    "cheeseburger": "burger",
-    "doughnut": "donut",
-    "cup": "coffee",
-    "mug": "coffee",
-    "espresso": "coffee",
-    "tea": "coffee",
-    "automobile": "car",
-    "auto": "car",
-    "vehicle": "car",
-    "spaceship": "rocket",
-    "spacecraft": "rocket",
-    "missile": "rocket",
-    "boat": "sailboat",
-    "ship": "sailboat",
-    "yacht": "sailboat",
-    "home": "house",
-    "cottage": "house",
-    "building": "house",
-    "oak": "tree",
-    "forest": "tree",
-    "flower": "rose",
-    "tulip": "rose",
-    "toadstool": "mushroom",
-    "fungus": "mushroom",
-    "parasol": "umbrella",
-    "football": "ball",
-    "soccer": "ball",
-    "present": "gift",
-    "package": "gift",
-    "tiara": "crown",
-    "king": "crown",
-    "spirit": "ghost",
-    "android": "robot",
-    "bot": "robot",
-    "skeleton": "skull",
-    "little": "small",
-    "tiny": "small",
-    "upper": "top",
-    "above": "top",
-    "lower": "bottom",
-    "below": "bottom",
-}
+
+def _by_synonym(words: dict[str, str]) -> dict[str, str]:
+    """word -> its synonyms, turned around."""
+    return {synonym: word for word, synonyms in words.items() for synonym in synonyms.split()}
+
+
+# Synonyms of background colours and of other words. Only entries whose target is in the vocabulary are shipped.
+COLOUR_SYNONYMS = _by_synonym(
+    {
+        "gray": "grey",
+        "purple": "violet lilac",
+        "teal": "cyan turquoise",
+        "blue": "navy",
+        "red": "crimson",
+        "yellow": "golden gold",
+        "pink": "magenta rosa",
+        "black": "dark",
+    }
+)
+SYNONYMS = _by_synonym(
+    {
+        "3d": "render rendered fluent",
+        "noto": "google",
+        "flat": "2d vector",
+        "smiley": "smile emoticon grin laugh",
+        "heart": "love",
+        "sun": "sunshine",
+        "moon": "crescent",
+        "cat": "kitten kitty",
+        "dog": "puppy doggy hound",
+        "pig": "piglet piggy",
+        "frog": "toad",
+        "penguin": "bird",
+        "fish": "goldfish",
+        "watermelon": "melon",
+        "burger": "hamburger cheeseburger",
+        "donut": "doughnut",
+        "coffee": "cup mug espresso tea",
+        "car": "automobile auto vehicle",
+        "rocket": "spaceship spacecraft missile",
+        "sailboat": "boat ship yacht",
+        "house": "home cottage building",
+        "tree": "oak forest",
+        "rose": "flower tulip",
+        "mushroom": "toadstool fungus",
+        "umbrella": "parasol",
+        "ball": "football soccer",
+        "gift": "present package",
+        "crown": "tiara king",
+        "ghost": "spirit",
+        "robot": "android bot",
+        "skull": "skeleton",
+        "small": "little tiny",
+        "top": "upper above",
+        "bottom": "lower below",
+    }
+)
 
 # Tags that describe rather than name: "happy dog" must not become a smiley and a dog.
 VAGUE = frozenset(
@@ -108,6 +81,9 @@ VAGUE = frozenset(
     "medium morning mouth nature open potassium pretty rain rays ripe royal scary sea settle shedding silly smiling "
     "snow sport steaming surprise sweet travel tropical weather where win without wrapped yolo".split()
 )
+
+
+MOST_WORDS = 7  # of a caption: style, subject, background, colour, and three of a place
 
 
 def background_word(colour: str) -> str:
@@ -123,38 +99,29 @@ class Captions:
     """The vocabulary of a setting, and random captions."""
 
     def __init__(self, setting: Setting, concepts: dict[str, dict], seed: int = 0) -> None:
-        codes = setting.concepts or tuple(concepts)
-        self.names = {code: self._name(code, concepts[code], setting) for code in codes}
+        self.names = {code: COMMON_CONCEPTS[code] for code in setting.concepts}
         described = {
-            code: {*self.names[code], *(w for text in _texts(concepts[code]) for w in split_words(text))}
-            for code in codes
+            code: {name, *(word for text in _texts(concepts[code]) for word in split_words(text))}
+            for code, name in self.names.items()
         }
         owners = Counter(word for words in described.values() for word in words)
         unsuitable = VAGUE | BACKGROUNDS.keys() | set(PLACE_WORDS)
-        self.extras = {
-            code: sorted(w for w in words - set(self.names[code]) - unsuitable if owners[w] == 1 and len(w) > 2)
+        self.tags = {
+            word: self.names[code]
             for code, words in described.items()
+            for word in words - {self.names[code]} - unsuitable
+            if owners[word] == 1 and len(word) > 2
         }
-        self.learn_tags = setting.learn_tags
-        tables = (self.names, self.extras) if self.learn_tags else (self.names,)
-        content = {word for table in tables for words in table.values() for word in words}
         known = (*STYLES, *map(background_word, BACKGROUNDS), *COLOURS, *PLACE_WORDS)
-        self.words = [*known, *sorted(content - set(known))]
+        self.words = [*known, *sorted(set(self.names.values()) - set(known))]
         self.number = {word: i for i, word in enumerate(self.words)}
-        longest = max(map(len, self.names.values())) + self.learn_tags + 6  # style, background, colour, place
-        self.slots = min(setting.caption_slots, longest)
+        self.slots = min(setting.caption_slots, MOST_WORDS)
         self.random = random.Random(seed)
-
-    @staticmethod
-    def _name(code: str, concept: dict, setting: Setting) -> list[str]:
-        name = COMMON_CONCEPTS[code] if setting.concepts else concept["label"]
-        return list(dict.fromkeys(split_words(name))) or [name]
 
     def synonyms(self) -> dict[str, str]:
         """Unknown word -> known word: the tables above, and tags of a single concept."""
-        tags = {word: self.names[code][-1] for code, words in self.extras.items() for word in words}
         colours = {background_word(word): background_word(colour) for word, colour in COLOUR_SYNONYMS.items()}
-        table = {**tags, **SYNONYMS, **COLOUR_SYNONYMS, **colours}
+        table = {**self.tags, **SYNONYMS, **COLOUR_SYNONYMS, **colours}
         known = self.number
         return {word: target for word, target in sorted(table.items()) if word not in known and target in known}
 
@@ -167,20 +134,12 @@ class Captions:
     ) -> list[int]:
         """Word numbers of one random caption, in random order.
 
-        Style and background are left out with probability ``drop`` each, words before the last of the name with twice
-        that. colour: the new hue of the object, if any; place: 0 = large, i = small, at the i-th of PLACES; both are
-        always in the caption ("top" implies "small", which half of these captions leave out).
+        Style and background are left out with probability ``drop`` each. colour: the new hue of the object, if any;
+        place: 0 = large, i = small, at the i-th of PLACES; both are always in the caption ("top" implies "small",
+        which half of these captions leave out).
         """
-        names, extras = self.names[code], self.extras[code]
-        subject = [*(word for word in names[:-1] if self.random.random() >= 2 * drop), names[-1]]
-        if self.learn_tags and extras and drop > 0:
-            kind = self.random.random()
-            if kind < drop:
-                subject = [self.random.choice(extras)]
-            elif kind < 2 * drop:
-                subject = [*subject, self.random.choice(extras)]
         parts = (STYLES[style], background_word(list(BACKGROUNDS)[background]))
-        words = [*subject, *(word for word in parts if self.random.random() >= drop)]
+        words = [self.names[code], *(word for word in parts if self.random.random() >= drop)]
         if colour is not None:
             words.append(colour)
         if place > 0:

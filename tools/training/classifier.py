@@ -1,4 +1,4 @@
-"""``python -m tools.training.classifier``: train the small network that says what an image shows.
+"""Train the small network that says what an image shows.
 
 A measuring tool of ``python -m tools.benchmarks quality``, not a part of any model: it names the subject, the style and
 the background of an image, and its features are one of the spaces in which sets of images are compared. It is trained
@@ -8,7 +8,6 @@ takes a fixed number of steps from a fixed seed.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from comfyui_specar.model_loaders.detect import bundled, load_image_decoder
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.tools.training.captions import Captions
+from comfyui_specar.tools.training.command import command, parsed
 from comfyui_specar.tools.training.data import Images, load_images
 from comfyui_specar.tools.training.export import half, save
 from comfyui_specar.tools.training.loop import Average, autocast, rate, set_rate
@@ -130,7 +130,7 @@ def train(images: Images, setting: Setting, steps: int) -> Classifier:
             for logits, right in zip(found, wanted.unbind(1), strict=True)
         ]
         optimizer.zero_grad()
-        sum(losses).backward()
+        torch.stack(losses).sum().backward()
         optimizer.step()
         average.update(model, step)
         if (step + 1) % 100 == 0:
@@ -178,23 +178,11 @@ def decoded(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.training.classifier",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, required=True, help=f"folder for {FILE}")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered images")
+    parser = command("tools.training.classifier", __doc__)
     parser.add_argument("--steps", type=int, default=1600, help=f"batches of {BATCH} views (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=2400, help="held-out views (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    torch.set_flush_denormal(True)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    arguments = parsed(parser)
     images, labels = load_images(arguments.cache), {name: list(labels) for name, labels in LABELS.items()}
-    arguments.out.mkdir(parents=True, exist_ok=True)
     model = train(images, CPU, arguments.steps)
     file, about = arguments.out / FILE, {"labels": labels, "steps": arguments.steps}
     save(file, half(model.state_dict()), about)

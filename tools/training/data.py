@@ -4,6 +4,8 @@ Fluent Emoji 3D and Fluent Emoji flat (Microsoft, MIT), Noto Emoji (Google, Apac
 after Unicode CLDR). The packages are fetched once with ``npm pack``; they are not shipped with the weights.
 """
 
+from __future__ import annotations
+
 import io
 import json
 import logging
@@ -45,17 +47,15 @@ class Images:
     words: dict[str, dict]  # code -> {"label": str, "tags": [str]}
     colour: list[str | None]
 
-    def select(self, codes: tuple[str, ...] | None) -> "Images":
-        """Only the images of these code points (None = all)."""
-        kept = [i for i, code in enumerate(self.code) if codes is None or code in codes]
-        missing = set(codes or ()) - {self.code[i] for i in kept}
-        if missing:
+    def select(self, codes: tuple[str, ...]) -> Images:
+        """Only the images of these code points. Raises ValueError where one has none."""
+        kept = [i for i, code in enumerate(self.code) if code in codes]
+        if missing := set(codes) - {self.code[i] for i in kept}:
             raise ValueError(f"no image of {sorted(missing)}: check the code points in settings.py")
-        parts = ([values[i] for i in kept] for values in (self.code, self.style, self.colour))
-        code, style, colour = parts
-        return Images(self.rgba[kept], code, style, self.words, colour)
+        code, style = [self.code[i] for i in kept], [self.style[i] for i in kept]
+        return Images(self.rgba[kept], code, style, self.words, [self.colour[i] for i in kept])
 
-    def recoloured(self) -> "Images":
+    def recoloured(self) -> Images:
         """The images of COLOURED objects, in every hue of COLOURS."""
         chosen = [i for i, code in enumerate(self.code) if COMMON_CONCEPTS.get(code) in COLOURED]
         pairs = [(i, name) for i in chosen for name in COLOURS]
@@ -63,7 +63,7 @@ class Images:
         code, style = [self.code[i] for i, _ in pairs], [self.style[i] for i, _ in pairs]
         return Images(torch.stack(rgba), code, style, self.words, [name for _, name in pairs])
 
-    def __add__(self, other: "Images") -> "Images":
+    def __add__(self, other: Images) -> Images:
         rgba = torch.cat((self.rgba, other.rgba))
         code, style, colour = self.code + other.code, self.style + other.style, self.colour + other.colour
         return Images(rgba, code, style, self.words, colour)
@@ -76,7 +76,7 @@ def load_images(cache: Path) -> Images:
         _render_all(cache, file)
     with np.load(file) as data:
         index = json.loads(str(data["index"]))
-        own = [None] * len(index["code"])
+        own: list[str | None] = [None] * len(index["code"])
         return Images(torch.from_numpy(data["rgba"]), index["code"], index["style"], index["words"], own)
 
 
@@ -112,7 +112,6 @@ def augment(
         return torch.rand(batch, *shape, generator=generator, device=device) * (high - low) + low
 
     scale = 1.0 / uniform(*ranges.scale)
-    mirror = torch.where(uniform(0, 1) < 0.5, -1.0, 1.0) if ranges.flip else torch.ones(batch, device=device)
     theta = torch.zeros(batch, 2, 3, device=device)
     shift = uniform(-2 * ranges.shift, 2 * ranges.shift, 2)
     drawing = rgba.float() / 255.0
@@ -123,7 +122,7 @@ def augment(
         shift = shift - centres * scale[:, None]
         soft = F.interpolate(F.avg_pool2d(drawing[small], round(1 / SMALL)), rgba.shape[-2:], mode="bilinear")
         drawing[small] = soft  # blurred, against aliasing
-    theta[:, 0, 0], theta[:, 1, 1] = scale * mirror, scale
+    theta[:, 0, 0] = theta[:, 1, 1] = scale
     theta[:, :, 2] = shift
     grid = F.affine_grid(theta, [batch, 4, *rgba.shape[-2:]], align_corners=False)
     placed = F.grid_sample(drawing, grid, align_corners=False)
@@ -159,7 +158,13 @@ def _fetch(cache: Path, key: str) -> Path:
 
 def _read(archive: Path, member: str) -> bytes:
     with tarfile.open(archive) as tar:
-        return tar.extractfile(f"package/{member}").read()
+        return _bytes_of(tar, f"package/{member}")
+
+
+def _bytes_of(tar: tarfile.TarFile, member: str | tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None, f"{member} is not a file"
+    return file.read()
 
 
 def _normalise(code: str) -> str:
@@ -192,7 +197,7 @@ def _raster_drawings(archive: Path, wanted: dict) -> dict[str, Image.Image]:
         for member in tar:
             code = _normalise(Path(member.name).stem)
             if member.name.endswith(".webp") and code in wanted:
-                found[code] = Image.open(io.BytesIO(tar.extractfile(member).read())).convert("RGBA")
+                found[code] = Image.open(io.BytesIO(_bytes_of(tar, member))).convert("RGBA")
     return found
 
 

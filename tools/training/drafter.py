@@ -1,4 +1,4 @@
-"""``python -m tools.training.drafter``: train a drafter for your own model or the bundled one."""
+"""Train a drafter for your own model or the bundled one."""
 
 import argparse
 import logging
@@ -8,6 +8,7 @@ import torch
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.detect import bundled, find_image_decoder, load_image_decoder, load_model
 from comfyui_specar.tools.training import drafter_export
+from comfyui_specar.tools.training.command import command, parsed
 from comfyui_specar.tools.training.drafter_data import Example, Pool, bundled_images, from_folder, own_samples
 from comfyui_specar.tools.training.drafter_training import EagleObjective, SmallObjective, train
 
@@ -17,27 +18,20 @@ HELD_OUT_EVERY = 20  # one example in so many is held out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.training.drafter", description=__doc__)
+    parser = command("tools.training.drafter", __doc__)
     parser.add_argument("--model", default="default", help="file or folder of the target, or the name of a bundled one")
     parser.add_argument("--kind", choices=("eagle", "small"), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint, examples and finished drafter")
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--pictures", type=Path, help="folder of images, each with its prompt in a .txt of that name")
     parser.add_argument("--decoder", type=Path, help="image decoder that encodes them, if it is not beside the model")
     parser.add_argument("--prompts", type=Path, help="text file with one prompt (or class) per line, for samples")
     parser.add_argument("--samples", type=int, default=1024, help="images to generate")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="images of the bundled model")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--depth", type=int, default=2, help="eagle: draft steps to train on its own predictions")
     parser.add_argument("--width", type=int, default=128, help="small: width")
     parser.add_argument("--layers", type=int, default=2, help="small: layers")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    torch.set_flush_denormal(True)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    arguments = parsed(parser)
     torch.manual_seed(0)
     path = Path(arguments.model) if Path(arguments.model).exists() else bundled(arguments.model)
     model = load_model(path, arguments.device)
@@ -52,7 +46,6 @@ def main() -> None:
         )
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    arguments.out.mkdir(parents=True, exist_ok=True)
     pool, held_out = pools(arguments, model, path)
     file = arguments.out / f"{arguments.kind}.pt"
     module = train(objective, pool, held_out, file, arguments.minutes, arguments.batch)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...model_loaders.ar_model import DiscreteModel
 from ...model_loaders.decoders.image_decoder import ImageDecoder
+from ...model_loaders.text.prompt_encoders import WordEncoder
 from ...samplers.contract import Request
 from ...samplers.methods.next_token import NextToken
 from .autoregressive import Batches
@@ -174,17 +175,16 @@ def bundled_images(
     another vocabulary.
     """
     images = load_images(cache)
-    captions = Captions(CPU, images.words, seed)
-    if captions.words != model.prompt_encoder.words:
+    captions, encoder = Captions(CPU, images.words, seed), model.prompt_encoder
+    if not isinstance(encoder, WordEncoder) or captions.words != encoder.words:
         raise ValueError(
             "The model's vocabulary is not that of the 'cpu' setting: these are not its training images. Set "
             "--pictures or --prompts, or use the scripts of the commit that the model's card names."
         )
-    table = model.prompt_encoder.table
     batches = Batches(CPU, images.select(CPU.concepts), captions, decoder.module, seed)
     examples = []
     while len(examples) < count:
         rows, _, tokens = batches.sample(32, held_out)
-        examples += [Example(table[row[row >= 0]], t) for row, t in zip(rows, tokens, strict=True)]
+        examples += [Example(encoder.table[row[row >= 0]], t) for row, t in zip(rows, tokens, strict=True)]
     log.info("encoded %d images", len(examples))
     return examples

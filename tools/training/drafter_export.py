@@ -8,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...model_loaders.ar_model import DiscreteModel
-from ...models.backbone import split_gates
 from ...models.eagle import Eagle
 from ...models.prefix import CaptionPrefix
-from .export import half, save
+from .export import half, llamagen_tensors, save
 
 
 def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
@@ -59,8 +58,6 @@ def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
 
 def write_small(module: DiscreteModel, out: Path) -> None:
     """``out``/model.safetensors (fp16) of a small LlamaGen model, with the metadata for its size."""
-    tensors = split_gates(module.backbone.state_dict())
-    tensors |= {f"cls_embedding.{name}": tensor for name, tensor in module.prefix.state_dict().items()}
     settings = {
         "family": "llamagen",
         "heads": module.backbone.config.heads,
@@ -71,4 +68,4 @@ def write_small(module: DiscreteModel, out: Path) -> None:
     if isinstance(module.prefix, CaptionPrefix):
         settings["caption_slots"] = module.prefix.slots
     out.mkdir(parents=True, exist_ok=True)
-    save(out / "model.safetensors", half(tensors), settings)
+    save(out / "model.safetensors", half(llamagen_tensors(module.backbone, module.prefix)), settings)

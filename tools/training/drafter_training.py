@@ -6,7 +6,6 @@ cross-entropy under a random guidance scale (0: the unconditional branch, 1: the
 
 from __future__ import annotations
 
-import logging
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,7 @@ from ...models.eagle import Eagle
 from ...models.positions import rotation_of
 from ...models.prefix import CaptionPrefix, ClassPrefix
 from .drafter_data import Batch, Pool
-from .loop import Average, Budget, Checkpoint, rate, set_rate
-from .muon import Muon, split_parameters
-
-log = logging.getLogger(__name__)
+from .loop import Training
 
 GUIDANCE = 3.0  # scales are sampled from 0 to this
 NOISE = 0.1  # half-width of the uniform noise on the target's features
@@ -123,7 +119,7 @@ class EagleObjective:
         rotation = rotation_of(
             self.model.positions, prompt, length - prompt, self.model.grid, head_dim, self.model.device
         )
-        fed = [hidden]
+        fed, out = [hidden], [hidden]
         for groups in range(1, depth + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and groups == depth):
                 turn = rotation._replace(cos=rotation.cos.repeat(1, groups, 1), sin=rotation.sin.repeat(1, groups, 1))
@@ -232,36 +228,19 @@ def train(
     batch: int = 8,
     learning_rate: float = 3e-3,
 ) -> nn.Module:
-    """Train for the budget, or resume from ``file``; returns the averaged module."""
+    """Train for the time, or resume from ``file``; returns the averaged module."""
     module = objective.module.train().requires_grad_(True)
-    average = Average(module, 0.995)
-    matrices, others = split_parameters(module, keep_out=("tok_embeddings", "output", "embedding_table", "_norm"))
-    muon, adamw = (
-        Muon(matrices, lr=learning_rate),
-        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    )
-    checkpoint = Checkpoint(file, 2.0, module=module, average=average.module, muon=muon, adamw=adamw)
-    counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
-    step, budget = counters["step"], Budget(minutes, counters["spent"])
-    choice = random.Random(step)
-    torch.manual_seed(step)
-    log.info("%.2f M parameters", sum(p.numel() for p in module.parameters()) / 1e6)
-    begin, running, fraction = step, 0.0, budget.fraction
-    while fraction < 1.0:
-        set_rate([muon, adamw], learning_rate, rate(fraction, step))
-        loss = objective.loss(pool.sample(batch, choice).to(objective.model.device), fraction)
-        module.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        muon.step()
-        adamw.step()
-        average.update(module, step)
-        step += 1
-        running += (loss.item() - running) / min(step - begin, 50)
-        fraction = budget.fraction
-        if step % 50 == 0:
-            log.info("step %d, %.1f min, loss %.4f", step, budget.spent / 60, running)
-        if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
-            rates = [overlap(objective, average.module, held_out, cfg) for cfg in (1.0, 2.0)]
-            log.info("step %d, loss %.4f, held-out overlap %.3f, guided %.3f", step, running, *rates)
-    return average.module
+    training = Training(module, file, minutes, learning_rate, ("tok_embeddings", "output", "embedding_table", "_norm"))
+    choice = random.Random(training.step)
+    torch.manual_seed(training.step)
+
+    def losses(fraction: float) -> dict[str, Tensor]:
+        return {"loss": objective.loss(pool.sample(batch, choice).to(objective.model.device), fraction)}
+
+    def report() -> dict[str, float]:
+        return {
+            f"overlap, guidance {cfg:g}": round(overlap(objective, training.average, held_out, cfg), 4)
+            for cfg in (1.0, 2.0)
+        }
+
+    return training.run(losses, report, save_minutes=2.0)

@@ -1,15 +1,21 @@
-"""Writes the files of the bundled model in the published key layouts, with settings that shapes do not show."""
+"""Writes the files of the bundled models in the published key layouts, with settings that shapes do not show."""
+
+from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...models.backbone import split_gates
-from . import autoregressive, tokenizer
+from ...models.backbone import Backbone, split_gates
+from ...models.kl_vae import KLModel
+from . import autoregressive, masked, tokenizer
 from .captions import COLOUR_SYNONYMS, STOP_WORDS, Captions
 from .settings import BACKGROUNDS, IMAGE_SIZE, Setting
 
@@ -20,13 +26,9 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
     vq = tokenizer.restore(setting, trained)
     model = autoregressive.restore(setting, len(captions.words), trained)
     side = IMAGE_SIZE // vq.config.factor
-    save(
-        out / "vq.safetensors",
-        half(vq.state_dict()),
-        {"family": "vq", "config": asdict(vq.config), "margin": setting.tokenizer.margin},
-    )
-    tensors = split_gates(model.backbone.state_dict())
-    tensors |= {f"cls_embedding.{name}": tensor for name, tensor in model.prefix.state_dict().items()}
+    config = {"family": "vq", "config": asdict(vq.config), "margin": setting.tokenizer.margin}
+    save(out / "vq.safetensors", half(vq.state_dict()), config)
+    tensors = llamagen_tensors(model.backbone, model.prefix)
     tensors["cls_embedding.uncond_embedding"] = model.null_caption.detach()
     save(
         out / "model.safetensors",
@@ -53,11 +55,50 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
     )
 
 
-def half(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def write_continuous(
+    setting: Setting, vae: KLModel, scale: float, words: Tensor, trained: Path, discrete: Path, out: Path
+) -> None:
+    """``trained``/masked_{model,drafter}.pt -> ``out``/{vae,model,small/model}.safetensors (fp16); copies the words."""
+    (out / "small").mkdir(parents=True, exist_ok=True)
+    about = {"family": "kl_vae", "scale": scale, "margin": setting.kl_vae.margin}
+    save(out / "vae.safetensors", half(vae.state_dict()), about)
+    shutil.copyfile(discrete / "text_encoder.safetensors", out / "text_encoder.safetensors")
+    for cfg, name, file in (
+        (setting.masked, "masked_model.pt", out / "model.safetensors"),
+        (setting.masked_drafter, "masked_drafter.pt", out / "small" / "model.safetensors"),
+    ):
+        model = masked.restore(setting, cfg, words, trained / name)
+        config = model.backbone.config
+        head = {f"diffloss.{name}": tensor for name, tensor in model.head.state_dict().items()}
+        save(
+            file,
+            half({**model.backbone.state_dict(), **head}),
+            {
+                "family": "mar",
+                "heads": cfg.heads,
+                "grid": [config.rows, config.cols],
+                "pixels_per_token": setting.kl_vae.config.factor,
+                "scale": scale,
+                "caption_slots": config.slots,
+                "head_steps": setting.masked_sampling.steps,
+                "first_step": setting.masked_first_step,
+                "defaults": asdict(setting.masked_sampling),
+                "trained_on": setting.name,
+            },
+        )
+
+
+def llamagen_tensors(backbone: Backbone, prefix: nn.Module) -> dict[str, Tensor]:
+    """The weights of a LlamaGen model under the names of the published files."""
+    names = prefix.state_dict().items()
+    return split_gates(backbone.state_dict()) | {f"cls_embedding.{name}": tensor for name, tensor in names}
+
+
+def half(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in fp16, ready to be written."""
     return {name: tensor.detach().to(torch.float16).contiguous() for name, tensor in tensors.items()}
 
 
-def save(file: Path, tensors: dict[str, Tensor], metadata: dict) -> None:
+def save(file: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
     """Writes a safetensors file with settings as JSON metadata."""
     save_file(tensors, file, metadata={"specar": json.dumps(metadata)})

@@ -1,5 +1,7 @@
 """Trains the KL autoencoder whose latents are the tokens of the continuous model."""
 
+from __future__ import annotations
+
 import logging
 import re
 from pathlib import Path
@@ -9,17 +11,14 @@ from torch import Tensor
 
 from ...models.kl_vae import KLModel
 from ...models.vq import VQModel
-from . import resume, sharpen
-from .data import Images, sheet
-from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
-from .muon import Muon, split_parameters
-from .perception import Perception
-from .pixels import WHOLE_IMAGES_FROM, Sampler, reconstruction_loss
+from . import autoencoder
+from .autoencoder import Sampler
+from .data import Images
+from .loop import Training, autocast, restored
 from .settings import Setting
 
 log = logging.getLogger(__name__)
 
-HELD_OUT = 48  # images to measure on
 SHARPENED = "kl_decoder.pt"
 
 
@@ -54,22 +53,21 @@ def copy_shared_layers(model: KLModel, vq: VQModel) -> int:
 
 @torch.no_grad()
 def evaluate(model: KLModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
-    """PSNR (dB, mean over images) from the mean and from a sampled latent; spread of the latents; reconstructions."""
+    """PSNR (dB, mean over images) and sharpness from the mean, PSNR from a sampled latent, divergence and spread of the
+    latents; also the reconstructions from the mean."""
     generator = torch.Generator(pixels.device).manual_seed(0)
     parts = [model.encode_moments(part) for part in pixels.split(8)]
     mean, log_variance = (torch.cat(each) for each in zip(*parts, strict=True))
 
-    def decoded(latent: Tensor) -> tuple[Tensor, float]:
-        output = torch.cat([model.decode(part) for part in latent.split(8)]).clamp(-1, 1)
-        return output, float(-10 * ((output - pixels) / 2).square().mean((1, 2, 3)).log10().mean())
+    def decoded(latent: Tensor) -> Tensor:
+        return torch.cat([model.decode(part) for part in latent.split(8)]).clamp(-1, 1)
 
-    output, psnr = decoded(mean)
+    output = decoded(mean)
     return {
-        "psnr": psnr,
-        "psnr_drawn": decoded(noisy(mean, log_variance, generator))[1],
+        **autoencoder.measure(output, pixels),
+        "psnr_sampled": autoencoder.measure(decoded(noisy(mean, log_variance, generator)), pixels)["psnr"],
         "nats": float(divergence(mean, log_variance)),
         "std": float(mean.std()),
-        "noise": float((0.5 * log_variance).exp().mean()),
     }, output
 
 
@@ -85,71 +83,31 @@ def latent_scale(model: KLModel, setting: Setting, images: Images, views: int = 
 
 
 def train(
-    setting: Setting,
-    images: Images,
-    out: Path,
-    minutes: float | None = None,
-    vq: VQModel | None = None,
-    weights: dict[str, Tensor] | None = None,
+    setting: Setting, images: Images, out: Path, minutes: float | None = None, vq: VQModel | None = None
 ) -> KLModel:
-    """Trains for the budget (or resumes from ``out``/kl_vae.pt) and returns the averaged model.
+    """Train for the time (or resume from ``out``/kl_vae.pt) and return the averaged model.
 
-    vq: the trained tokenizer to start from, if the setting has one; weights: of an autoencoder to start from instead.
+    vq: the trained tokenizer whose layers it starts from.
     """
-    cfg, device = setting.kl_vae, torch.device(setting.device)
+    cfg, mixed = setting.kl_vae, autocast(setting)
     torch.manual_seed(0)
     model = KLModel(cfg.config)
-    resume.start(model, weights)
-    if vq is not None and weights is None:
+    if vq is not None:
         log.info("%d tensors taken from the VQ tokenizer", copy_shared_layers(model, vq))
-    model = model.to(device)
-    average = Average(model, 0.995)
-    matrices, others = split_parameters(model, keep_out=("encoder.conv_in", "decoder.conv_out"))
-    muon = Muon(matrices, lr=cfg.learning_rate)
-    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    checkpoint = Checkpoint(out / "kl_vae.pt", model=model, average=average.module, muon=muon, adamw=adamw)
-    counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
-    step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
-    sampler = Sampler(setting, cfg, images, seed=step)
-    held_out = Sampler(setting, cfg, images, seed=10**6).whole(HELD_OUT, only_chosen=True)
-    perception = Perception().to(device)
-    log.info("%.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
-    fraction = budget.fraction
-    while fraction < 1.0:
-        set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
-        whole = fraction > WHOLE_IMAGES_FROM
-        pixels = sampler.whole(cfg.whole_batch) if whole else sampler.crops(cfg.crop_batch)
+
+    def reconstruct(_training: Training[KLModel], _sampler: Sampler, pixels: Tensor, _fraction: float):
         with mixed():
             mean, log_variance = model.encode_moments(pixels)
         mean, log_variance = mean.float(), log_variance.float()
         with mixed():
             output = model.decode(noisy(mean, log_variance)).float()
-        nats = divergence(mean, log_variance)
-        loss = reconstruction_loss(output, pixels) + cfg.kl_weight * nats
-        if whole:
-            with mixed():
-                loss = loss + cfg.perception * perception(output, pixels)
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        muon.step()
-        adamw.step()
-        average.update(model, step)
-        step += 1
-        if step % 50 == 0:
-            psnr = float(-10 * ((output.detach() - pixels) / 2).square().mean().log10())
-            numbers = step, budget.spent / 60, float(loss.detach()), psnr, float(nats.detach())
-            log.info("step %d, %.1f min, loss %.4f, batch psnr %.2f, %.2f nats per channel", *numbers)
-        fraction = budget.fraction
-        if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
-            metrics, output = evaluate(average.module, held_out)
-            log.info("step %d, held-out augmentations: %s", step, metrics)
-            sheet(torch.cat([held_out[:16], output[:16]]), 16).save(out / "kl_reconstructions.png")
-    return average.module
+        return output, cfg.kl_weight * divergence(mean, log_variance)
+
+    return autoencoder.train(setting, cfg, images, model, out / "kl_vae.pt", minutes, reconstruct, evaluate)
 
 
 def sharpen_decoder(setting: Setting, images: Images, out: Path, minutes: float | None = None) -> None:
-    """Continues training the decoder, from ``out``/kl_vae.pt or ``out``/kl_decoder.pt; latents do not change."""
+    """Continue training the decoder, from ``out``/kl_vae.pt or ``out``/kl_decoder.pt; latents do not change."""
     model, mixed = restore(setting, out), autocast(setting)
 
     def latents(pixels: Tensor) -> Tensor:
@@ -157,12 +115,11 @@ def sharpen_decoder(setting: Setting, images: Images, out: Path, minutes: float 
             mean, log_variance = model.encode_moments(pixels)
         return noisy(mean.float(), log_variance.float())
 
-    sharpen.train(setting, setting.kl_vae, images, model, latents, out / SHARPENED, minutes)
+    torch.manual_seed(3)
+    autoencoder.sharpen(setting, setting.kl_vae, images, model, latents, out / SHARPENED, minutes)
 
 
 def restore(setting: Setting, out: Path) -> KLModel:
     """The averaged autoencoder of ``out``, sharpened if that was done, on the CPU, for inference."""
-    model = KLModel(setting.kl_vae.config)
     file = out / SHARPENED if (out / SHARPENED).exists() else out / "kl_vae.pt"
-    model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["average"])
-    return model.eval().requires_grad_(False)
+    return restored(KLModel(setting.kl_vae.config), file)

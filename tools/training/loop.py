@@ -1,29 +1,24 @@
-"""Shared by the training loops: a time budget, averaged weights, resumable checkpoints."""
+"""The training loop of all models: for a given time, resumable, with averaged weights."""
+
+from __future__ import annotations
 
 import copy
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from .muon import Muon, multiplies_bf16, split_parameters
+from .settings import Setting
 
-class Budget:
-    """Wall-clock budget; learning rates follow the elapsed fraction, so training ends on time on any machine."""
+log = logging.getLogger(__name__)
 
-    def __init__(self, minutes: float, already_spent: float = 0.0) -> None:
-        self.seconds = minutes * 60.0
-        self.begin = time.monotonic() - already_spent
-
-    @property
-    def spent(self) -> float:
-        return time.monotonic() - self.begin
-
-    @property
-    def fraction(self) -> float:
-        return min(self.spent / self.seconds, 1.0)
+REPORT_EVERY = 50  # steps
+M = TypeVar("M", bound=nn.Module)
 
 
 def rate(fraction: float, step: int, warmup_steps: int = 50, flat_until: float = 0.4) -> float:
@@ -32,10 +27,10 @@ def rate(fraction: float, step: int, warmup_steps: int = 50, flat_until: float =
     return min(1.0, (step + 1) / warmup_steps) * decay
 
 
-class Average:
+class Average(Generic[M]):
     """Exponential moving average of a module's parameters; the first steps use a shorter memory."""
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
+    def __init__(self, module: M, decay: float) -> None:
         self.module = copy.deepcopy(module).eval().requires_grad_(False)
         self.decay = decay
 
@@ -46,53 +41,101 @@ class Average:
             mine.lerp_(theirs, 1.0 - decay)
 
 
-class Checkpoint:
-    """Saves named stateful objects to one file, at most every ``minutes``."""
+class Training(Generic[M]):
+    """Training of a module for ``minutes``, resumed from ``file`` where an earlier run has written it.
 
-    def __init__(self, file: Path, minutes: float = 3.0, **parts) -> None:
-        self.file, self.parts, self.every = file, parts, minutes * 60.0
-        self.saved_at = time.monotonic()
+    All parameters that require a gradient are trained: matrices by Muon, the others, and those whose names contain one
+    of ``keep_out`` (input and output layers), by AdamW. The learning rate follows the elapsed share of the time, so
+    that training ends on time on any machine. ``average`` is the averaged module, ``step`` the number of steps done so
+    far. Pass ``minutes`` as the total, including the time before a resumption.
+    """
 
-    def resume(self) -> dict | None:
-        """Restores the parts and returns the counters of the last save, or None if there is no file."""
-        if not self.file.exists():
-            return None
-        stored = torch.load(self.file, map_location="cpu", weights_only=True)
-        for name, part in self.parts.items():
-            part.load_state_dict(stored[name])
-        return stored["counters"]
+    def __init__(
+        self,
+        module: M,
+        file: Path,
+        minutes: float,
+        learning_rate: float,
+        keep_out: tuple[str, ...],
+        decay: float = 0.995,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.module, self.file, self.seconds, self.learning_rate = module, file, 60.0 * minutes, learning_rate
+        self._average = Average(module, decay)
+        self.average = self._average.module
+        matrices, others = split_parameters(module, keep_out)
+        self.optimizers: list[torch.optim.Optimizer] = [
+            Muon(matrices, lr=learning_rate, weight_decay=weight_decay),
+            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        muon, adamw = self.optimizers
+        self._parts: dict[str, Any] = {"model": module, "average": self.average, "muon": muon, "adamw": adamw}
+        counters = {"step": 0, "spent": 0.0}
+        if file.exists():
+            stored = torch.load(file, map_location="cpu", weights_only=True)
+            for name, part in self._parts.items():
+                part.load_state_dict(stored[name])
+            counters = stored["counters"]
+        self.step, self._begin, self._saved_at = (
+            counters["step"],
+            time.monotonic() - counters["spent"],
+            time.monotonic(),
+        )
+        log.info("%.2f M parameters", sum(p.numel() for p in module.parameters()) / 1e6)
 
-    def save(self, force: bool = False, **counters) -> bool:
-        """Writes the file if it is due; returns whether it did."""
-        if not force and time.monotonic() - self.saved_at < self.every:
-            return False
-        state = {name: part.state_dict() for name, part in self.parts.items()}
+    @property
+    def spent(self) -> float:
+        """Seconds of training so far, those before a resumption among them."""
+        return time.monotonic() - self._begin
+
+    @property
+    def fraction(self) -> float:
+        """The elapsed share of the time, 0 to 1."""
+        return min(self.spent / self.seconds, 1.0)
+
+    def run(
+        self, losses: Callable[[float], Mapping[str, Tensor]], held_out: Callable[[], object], save_minutes: float = 3.0
+    ) -> M:
+        """Train until the time is over, and return the averaged module, which ``file`` then has.
+
+        losses: elapsed share -> scalars by name, the first of which is minimised; the others are only reported.
+        held_out: what to report of the averaged module whenever the file is written.
+        """
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        begin, running, fraction = self.step, torch.zeros(()), self.fraction
+        while fraction < 1.0:
+            set_rate(self.optimizers, self.learning_rate, rate(fraction, self.step))
+            found = losses(fraction)
+            self.module.zero_grad()
+            next(iter(found.values())).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self._average.update(self.module, self.step)
+            self.step += 1
+            values = torch.stack([value.detach().float() for value in found.values()]).cpu()
+            running = running + (values - running) / min(self.step - begin, REPORT_EVERY)
+            if self.step % REPORT_EVERY == 0:
+                numbers = ", ".join(f"{name} {value:.4f}" for name, value in zip(found, running.tolist(), strict=True))
+                log.info("step %d, %.1f min: %s", self.step, self.spent / 60, numbers)
+            fraction = self.fraction
+            if fraction >= 1.0 or time.monotonic() - self._saved_at >= 60.0 * save_minutes:
+                self._save()
+                log.info("step %d, held out: %s", self.step, held_out())
+        return self.average
+
+    def _save(self) -> None:
+        state = {name: part.state_dict() for name, part in self._parts.items()}
         partial = self.file.with_suffix(".partial")
-        torch.save({**state, "counters": counters}, partial)
+        torch.save({**state, "counters": {"step": self.step, "spent": self.spent}}, partial)
         partial.replace(self.file)
-        self.saved_at = time.monotonic()
-        return True
+        self._saved_at = time.monotonic()
 
 
-class Team:
-    """Processes that share a batch and average their gradients (on a busy CPU, faster than threads)."""
-
-    def __init__(self, rank: int = 0, size: int = 1, meeting_point: str = "") -> None:
-        self.rank, self.size = rank, size
-        if size > 1:
-            dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=size)
-
-    def agree(self, parameters: list[nn.Parameter], fraction: float) -> float:
-        """Averages the gradients in place and returns the averaged ``fraction``, so that all stop at the same step."""
-        if self.size == 1:
-            return fraction
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        flat = torch.cat([torch.tensor([fraction]), *(g.flatten() for g in gradients)])
-        dist.all_reduce(flat)
-        flat /= self.size
-        for gradient, mean in zip(gradients, flat[1:].split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-        return float(flat[0])
+def restored(module: M, file: Path) -> M:
+    """The module with the averaged weights that a training wrote, on the CPU, for inference."""
+    module.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["average"])
+    return module.eval().requires_grad_(False)
 
 
 def set_rate(optimizers: list[torch.optim.Optimizer], base: float, multiplier: float) -> None:
@@ -101,16 +144,6 @@ def set_rate(optimizers: list[torch.optim.Optimizer], base: float, multiplier: f
             group["lr"] = base * multiplier
 
 
-def multiplies_bf16(device: str) -> bool:
-    """Whether the device has matrix units for bf16. On CPUs without them, bf16 is far slower than fp32."""
-    return device != "cpu" or torch.cpu._is_avx512_bf16_supported()
-
-
-def autocast(setting) -> Callable:
+def autocast(setting: Setting) -> Callable[[], torch.autocast]:
     """The mixed-precision context of a setting: bf16 if that is fast, else none."""
     return lambda: torch.autocast(setting.device, torch.bfloat16, enabled=multiplies_bf16(setting.device))
-
-
-def compiled(setting, function: Callable) -> Callable:
-    """The function, compiled if the setting says so."""
-    return torch.compile(function, dynamic=False) if setting.compile else function

@@ -3,7 +3,6 @@
 The loss is the paper's (Li et al., 2024, arXiv:2406.11838, sections 3.2 and 3.4): the head's, at unknown positions.
 """
 
-import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,12 @@ from ...model_loaders.files.checkpoint import open_checkpoint
 from ...models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
 from ...models.kl_vae import KLModel
 from ...models.mar import MAR, MARConfig
-from . import resume
 from .captions import Captions
 from .data import Images
 from .kl_vae import noisy
-from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
-from .muon import Muon, split_parameters
+from .loop import Training, autocast, restored
 from .settings import IMAGE_SIZE, MaskedSetting, Setting
 from .views import Scenes, Views
-
-log = logging.getLogger(__name__)
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -189,7 +184,8 @@ class Latents(Views):
         """Captions and noise for encoded images, as :meth:`sample` returns them."""
         rows = self.words(scenes, held_out)
         captions = torch.tensor([row + [-1] * (self.captions.slots - len(row)) for row in rows], device=self.device)
-        tokens = noisy(*encodings, self.generator).flatten(2).mT * self.scale
+        mean, log_variance = encodings
+        tokens = noisy(mean, log_variance, self.generator).flatten(2).mT * self.scale
         return captions, self.dropped(len(rows), held_out), tokens
 
 
@@ -217,68 +213,39 @@ def train(
     scale: float,
     file: Path,
     minutes: float | None = None,
-    weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Trains for the budget (or resumes from ``file``); at the end, that file has the averaged model.
-
-    weights: of a model to start from.
-    """
-    device = torch.device(setting.device)
+    """Train for the time (or resume from ``file``); at the end, that file has the averaged model."""
+    device, mixed = torch.device(setting.device), autocast(setting)
     images = images.select(setting.concepts)
     torch.manual_seed(2)
     model = MaskedTextToImage(setting, cfg, words).to(device)
-    resume.start(model, weights)
-    average = Average(model, cfg.ema)
     outer = ("pos_embed", "mask_token", "fake_latent", "z_proj", "input_proj", "final_layer.linear", "guess")
-    matrices, others = split_parameters(model, keep_out=outer)
-    muon = Muon(matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
-    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    checkpoint = Checkpoint(file, model=model, average=average.module, muon=muon, adamw=adamw)
-    counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
-    step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
-    captions.random.seed(step)
-    latents = Latents(setting, cfg, images, captions, vae, scale, seed=step)
-    unseen = Latents(setting, cfg, images, captions, vae, scale, seed=10**6)
-    unseen = unseen.sample(64, held_out=True)
+    minutes = minutes or cfg.minutes
+    training = Training(model, file, minutes, cfg.learning_rate, outer, cfg.ema, cfg.weight_decay)
+    captions.random.seed(training.step)
+    latents = Latents(setting, cfg, images, captions, vae, scale, seed=training.step)
+    unseen = Latents(setting, cfg, images, captions, vae, scale, seed=10**6).sample(64, held_out=True)
     schedule = Schedule.cosine(TRAINING_STEPS, device=device)
-    generator = torch.Generator(device).manual_seed(step)
-    log.info("%.2f M parameters, %d images", sum(p.numel() for p in model.parameters()) / 1e6, len(images.code))
-    begin, running, fraction = step, torch.zeros(3), budget.fraction
-    while fraction < 1.0:
-        set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
+    generator = torch.Generator(device).manual_seed(training.step)
+
+    def losses(_fraction: float) -> dict[str, Tensor]:
         caption, dropped, tokens = latents.sample(cfg.batch)
         length = tokens.shape[1]
-        known = random_known(cfg.batch, length, known_count(length, cfg.known_power, step), generator)
+        known = random_known(cfg.batch, length, known_count(length, cfg.known_power, training.step), generator)
         with mixed():
             z, wanted = model.vectors(caption, dropped, tokens, known)
             loss = diffusion_loss(
                 model.head, schedule, z.repeat(cfg.repeats, 1), wanted.repeat(cfg.repeats, 1), generator
             )
             guessed = (model.guess(z).float() - wanted).square().mean()
-        model.zero_grad()
-        (loss.error + loss.bound + guessed).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        muon.step()
-        adamw.step()
-        average.update(model, step)
-        step += 1
-        parts = torch.stack((loss.error, loss.bound, guessed)).detach().cpu()
-        running += (parts - running) / min(step - begin, 100)
-        if step % 100 == 0:
-            views = step * cfg.batch / len(images.code)
-            numbers = step, budget.spent / 60, *running, views
-            log.info("step %d, %.1f min, error %.4f, bound %.4f, guess %.4f, %.0f views", *numbers)
-        fraction = budget.fraction
-        if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
-            log.info(
-                "step %d, held-out error at 0, 1/4, 1/2, 3/4 known: %s",
-                step,
-                held_out_error(average.module, schedule, unseen),
-            )
+        total = loss.error + loss.bound + guessed
+        return {"loss": total, "error": loss.error, "bound": loss.bound, "guess": guessed}
+
+    training.run(
+        losses, lambda: f"error at 0, 1/4, 1/2, 3/4 known {held_out_error(training.average, schedule, unseen)}"
+    )
 
 
 def restore(setting: Setting, cfg: MaskedSetting, words: Tensor, file: Path) -> MaskedTextToImage:
     """The averaged model of ``file``, on the CPU, for inference."""
-    model = MaskedTextToImage(setting, cfg, words)
-    model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["average"])
-    return model.eval().requires_grad_(False)
+    return restored(MaskedTextToImage(setting, cfg, words), file)

@@ -10,9 +10,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .loop import multiplies_bf16
-
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients of the reference implementation
+
+
+def multiplies_bf16(device: str) -> bool:
+    """Whether the device has matrix units for bf16. On CPUs without them, bf16 is far slower than fp32."""
+    return device != "cpu" or torch.cpu._is_avx512_bf16_supported()
 
 
 def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
@@ -60,9 +63,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def split_parameters(module: nn.Module, keep_out: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """(matrices and convolutions for Muon, everything else for AdamW); ``keep_out`` names input and output layers."""
-    matrices, others = [], []
+    """(matrices and convolutions for Muon, everything else for AdamW), of the parameters that require a gradient.
+
+    ``keep_out`` names input and output layers, which AdamW trains.
+    """
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
     for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
         is_matrix = parameter.ndim >= 2 and not any(part in name for part in keep_out)
         (matrices if is_matrix else others).append(parameter)
     return matrices, others

@@ -1,4 +1,4 @@
-"""The two sizes in which the bundled model can be trained; only these settings differ."""
+"""What the bundled models are trained on, and in which sizes."""
 
 from dataclasses import dataclass
 
@@ -108,7 +108,6 @@ class Augmentation:
     scale: tuple[float, float] = (0.92, 1.05)
     shift: float = 0.04
     colour_jitter: float = 6.0
-    flip: bool = False
 
 
 MILD = Augmentation(scale=(0.98, 1.02), shift=0.012, colour_jitter=4.0)
@@ -134,13 +133,14 @@ class AutoencoderSetting:
 
 @dataclass(frozen=True)
 class TokenizerSetting(AutoencoderSetting):
+    config: VQConfig
     warm_start_steps: int = 200
 
 
 @dataclass(frozen=True)
 class KLSetting(AutoencoderSetting):
+    config: KLConfig
     kl_weight: float = 6e-3  # weight of the mean divergence per latent channel, relative to the mean loss per pixel
-    start_from_vq: bool = False  # start from the layers shared with the trained VQ tokenizer
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Setting:
     name: str
     device: str
     compile: bool  # the transformer, by torch.compile, which needs a C++ compiler on the CPU
-    concepts: tuple[str, ...] | None  # code points; None = every one
+    concepts: tuple[str, ...]  # code points
     tokenizer: TokenizerSetting
     model: ModelSetting
     kl_vae: KLSetting
@@ -204,7 +204,6 @@ class Setting:
     caption_dim: int = 128
     placed: float = 0.2  # fraction of images with a small object somewhere
     recoloured: float = 0.15  # fraction of images with an object in another colour
-    learn_tags: bool = False  # whether tags have their own word vectors; otherwise they are synonyms of the name
     drop_part: float = 0.10
     drop_caption: float = 0.10
 
@@ -228,7 +227,6 @@ CPU = Setting(
         whole_batch=4,
         augmentation=Augmentation(scale=(0.96, 1.04), shift=0.03),
         other_images=0.1,
-        start_from_vq=True,
     ),
     masked=MaskedSetting(minutes=46, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, repeats=2),
     masked_drafter=MaskedSetting(
@@ -236,61 +234,4 @@ CPU = Setting(
     ),
 )
 
-GPU = Setting(
-    name="gpu",
-    device="cuda",
-    compile=True,
-    concepts=None,
-    tokenizer=TokenizerSetting(
-        minutes=6,
-        config=VQConfig(1024, 8, (1, 2, 2, 4, 4), base_channels=32, z_channels=128, num_res_blocks=2),
-        crop_batch=256,
-        whole_batch=128,
-        other_images=0.0,
-        augmentation=Augmentation(scale=(0.9, 1.05), colour_jitter=8.0, flip=True),
-    ),
-    model=ModelSetting(
-        minutes=12,
-        dim=384,
-        layers=12,
-        heads=6,
-        batch=256,
-        augmentation=Augmentation(scale=(0.9, 1.05), colour_jitter=8.0, flip=True),
-        ema=0.999,
-    ),
-    kl_vae=KLSetting(
-        minutes=6,
-        config=KLConfig(16, (1, 1, 2, 2, 4, 4), base_channels=64, num_res_blocks=2),
-        crop_batch=256,
-        whole_batch=128,
-        other_images=0.0,
-        augmentation=Augmentation(scale=(0.9, 1.05), colour_jitter=8.0, flip=True),
-    ),
-    masked=MaskedSetting(
-        minutes=9,
-        dim=384,
-        layers=8,
-        heads=6,
-        head_width=512,
-        head_depth=4,
-        batch=256,
-        augmentation=Augmentation(scale=(0.95, 1.05), shift=0.03),
-        learning_rate=2e-3,
-        ema=0.999,
-    ),
-    masked_drafter=MaskedSetting(
-        minutes=4,
-        dim=192,
-        layers=4,
-        heads=3,
-        head_width=256,
-        head_depth=3,
-        batch=256,
-        augmentation=Augmentation(scale=(0.95, 1.05), shift=0.03),
-        ema=0.999,
-    ),
-    masked_slots=12,
-    learn_tags=True,
-)
-
-SETTINGS = {setting.name: setting for setting in (CPU, GPU)}
+SETTINGS = {CPU.name: CPU}

@@ -59,7 +59,7 @@ def copied(tree: Any) -> Any:
 @contextmanager
 def watched(look: Look) -> Iterator[None]:
     """Meanwhile ``look`` is called in place of every accelerated function, wherever the pack has imported it."""
-    inside = {function: _watch(name, function.__wrapped__, look) for name, function in accelerated().items()}
+    inside = {function: _watch(name, inspect.unwrap(function), look) for name, function in accelerated().items()}
     modules = [module for name, module in sys.modules.items() if name == PACK or name.startswith(f"{PACK}.")]
     with ExitStack() as stack:
         for module in modules:

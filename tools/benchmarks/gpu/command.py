@@ -8,23 +8,25 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..report import commit, write
+from ..report import commit, grid, plain_command, write
 from . import __doc__ as about
 from .findings import Findings, NotRun
-from .page import page
 from .stages import FAILED, ROOT, STAGES, in_turn
 
 SCHEMA = "specar.gpu/1"
 RESULTS = ROOT / "tools/benchmarks/results"
+DRY = (
+    "**Dry run, without a CUDA device:** tiny models on a CPU, a tape in place of CUDA graphs, Triton's interpreter "
+    "in place of its compiler. It shows that the command works, and nothing about a GPU."
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks gpu", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_command(" gpu", about)
     parser.add_argument("--minutes", type=float, default=10, help="time for all stages together (3, 10 or 25)")
     parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], help="run only these stages")
     parser.add_argument(
@@ -85,3 +87,42 @@ def one_stage(options: argparse.Namespace) -> None:
     except NotRun as reason:
         findings.not_run(stage.title, str(reason))
     findings.save()
+
+
+# A report as a page
+
+
+def page(report: dict[str, Any]) -> str:
+    """The report in Markdown: verdicts, then what every stage found."""
+    parts = [f"# {report['device']}", f"{report['minutes']:g} minutes, commit {report['commit']}."]
+    if report["dry"]:
+        parts.append(DRY)
+    rows = [
+        (entry["title"], f"**{entry['verdict']}**", _cell(entry["why"]), f"{entry['seconds']:g}")
+        for entry in report["stages"]
+    ]
+    parts.append(grid(("stage", "verdict", "", "seconds"), rows))
+    for entry in report["stages"]:
+        parts += _stage(entry)
+    return "\n\n".join(parts) + "\n"
+
+
+def _stage(entry: dict[str, Any]) -> list[str]:
+    found = []
+    for name in ("failures", "warnings"):
+        if lines := entry.get(name):
+            found.append("\n".join((f"{name.capitalize()}:", "", *(f"* {_cell(line)}" for line in lines))))
+    if rows := entry.get("rows"):
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        found.append(grid(columns, [[_cell(row.get(key, "")) for key in columns] for row in rows]))
+    if left := entry.get("not_run"):
+        found.append("\n".join(f"* {what}: not run ({_cell(why)})" for what, why in left.items()))
+    return [f"## {entry['title']}", *found] if found else []
+
+
+def _cell(value: Any) -> str:
+    """A value on one line of a table."""
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
+    text = f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
+    return " ".join(text.replace("|", "\\|").split())

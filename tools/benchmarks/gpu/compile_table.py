@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from comfyui_specar.kernels.dispatch import OLDEST
 
+from ..report import grid, plain_command
+
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "tools/benchmarks/results/compiled.json"
 CACHE = Path(os.environ.get("SPECAR_CACHE") or Path.home() / ".cache/comfyui-specar")
@@ -45,11 +47,7 @@ def sources() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks.gpu.compile_table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_command(".gpu.compile_table", __doc__)
     parser.add_argument("--triton", nargs="+", choices=list(TRITONS), default=list(TRITONS))
     parser.add_argument("--arch", nargs="+", type=int, choices=list(ARCHS), default=list(ARCHS), help="86 is sm_86")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # of the processes that this starts
@@ -168,11 +166,11 @@ def page(table: dict[str, Any]) -> str:
             "run the torch versions of the kernels (kernels/dispatch.py): the rows of sm_75 show why. Triton 3.1 does "
             "not know sm_120, nor does torch 2.5.",
             "",
-            *lines(("Triton", "GPU", "cases", "failures", *COLUMNS), rows),
+            grid(("Triton", "GPU", "cases", "failures", *COLUMNS), rows),
             "",
             f"## Kernels (Triton {version}, sm_{arch})",
             "",
-            *lines(("kernel", *COLUMNS), [(name, *numbers) for name, numbers in kernels.items()]),
+            grid(("kernel", *COLUMNS), [(name, *numbers) for name, numbers in kernels.items()]),
             "",
             f"## Products: instructions of the main loop (Triton {version}, sm_{arch})",
             "",
@@ -181,15 +179,10 @@ def page(table: dict[str, Any]) -> str:
             "code, not timed. *Before*: gate and value were two products, tiles of 32 columns had four warps, and "
             "step and minimum of 4 bits were loaded for every number.",
             "",
-            *lines(("storage, rows, matrix", "before", "now"), loops),
+            grid(("storage, rows, matrix", "before", "now"), loops),
             "",
         )
     )
-
-
-def lines(head: tuple, rows: list[tuple]) -> list[str]:
-    """A table in Markdown."""
-    return [f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)]
 
 
 if __name__ == "__main__":

@@ -13,15 +13,14 @@ from comfyui_specar.kernels.graphs import capturable
 from ..passes import CHUNK, bandwidth
 from ..report import cpu_name, versions
 from . import packages, subjects
-from .findings import NEEDS_DEVICE, Findings
+from .findings import Findings
 
 
 def run(findings: Findings, **_options: object) -> None:
     """One row for every fact; a warning where the pack has to do without Triton or graphs."""
-    facts = {"processor": cpu_name(), **{name: found for name, found in versions().items() if found}}
-    if findings.dry:
-        findings.not_run("name, capability, memory, driver, allocator, bandwidth", NEEDS_DEVICE)
-    else:
+    facts: dict[str, object] = {"processor": cpu_name(), **{name: found for name, found in versions().items() if found}}
+    findings.needs_device("name, capability, memory, driver, allocator, bandwidth")
+    if not findings.dry:
         facts |= of_the_gpu(findings)
     facts["COMFYUI_PATH"] = os.environ.get("COMFYUI_PATH", "not set")
     for name, without in packages.missing().items():

@@ -1,16 +1,15 @@
-"""What a stage finds, written to a file item by item, so that nothing is lost when the stage is cut off."""
+"""What a stage finds, written to a file item by item."""
 
 from __future__ import annotations
 
 import logging
-import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..report import write
+from ..report import Record
 
 NEEDS_DEVICE = "needs a CUDA device"
 OUT_OF_TIME = "out of time"
@@ -22,34 +21,16 @@ class NotRun(Exception):  # noqa: N818 (not an error)
     """A stage cannot run here; the message says why."""
 
 
-class Findings:
-    """Rows of results, failures, warnings, and what was not run and why. ``dry``: there is no device, models are tiny.
-
-    The stage should begin nothing new once ``in_time`` is false.
-    """
+class Findings(Record):
+    """Rows of results, failures and warnings. ``dry``: there is no device, and models are tiny."""
 
     def __init__(self, out: Path | None, seconds: float, dry: bool):
-        self.out, self.dry, self._ends = out, dry, time.perf_counter() + seconds
-        self.content: dict[str, Any] = {
-            "summary": "",
-            "rows": [],
-            "failures": [],
-            "warnings": [],
-            "not_run": {},
-            "at": None,
-        }
-
-    @property
-    def in_time(self) -> bool:
-        return time.perf_counter() < self._ends
+        super().__init__({"summary": "", "rows": [], "failures": [], "warnings": [], "at": None}, out, seconds)
+        self.dry = dry
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         return self.content["rows"]
-
-    def save(self) -> None:
-        if self.out:
-            write(self.content, self.out)
 
     def failure(self, what: str) -> None:
         self.content["failures"].append(what)
@@ -59,9 +40,10 @@ class Findings:
         self.content["warnings"].append(what)
         self.save()
 
-    def not_run(self, what: str, why: str) -> None:
-        self.content["not_run"][what] = why
-        self.save()
+    def needs_device(self, what: str) -> None:
+        """In a dry run, this is not run."""
+        if self.dry:
+            self.not_run(what, NEEDS_DEVICE)
 
     def each(self, things: Iterable[T], what: str) -> Iterator[T]:
         """The things, as long as there is time and not too much has failed; the rest is not run."""

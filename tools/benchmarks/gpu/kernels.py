@@ -24,7 +24,7 @@ from ..runs import PROMPTS
 from ..subjects import BASE
 from . import calls, packages, subjects
 from .findings import Findings, NotRun
-from .profiles import Eager
+from .graphs import Eager
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DRY_DTYPES = (torch.float32,)  # whole numbers in bf16 are beyond the interpreter
@@ -123,7 +123,8 @@ def models(dry: bool) -> dict[str, sizes.Size]:
         return {name: subjects.flat(subjects.tiny(sizes.SIZES[first])) for name in (first, f"{first}:int8")}
     found = {name: subjects.flat(sizes.SIZES[name]) for name in (first, *others)}
     found |= {f"{first}:{storage}": found[first] for storage in subjects.STORAGES}
-    return found | {"emu3-8b, all ids": subjects.whole_vocabulary(found["emu3-8b"])}
+    emu3 = found["emu3-8b"]
+    return found | {"emu3-8b, all ids": replace(emu3, config=replace(emu3.config, vocab=subjects.EMU3_IDS))}
 
 
 def run(findings: Findings, **_options: object) -> None:
@@ -179,7 +180,7 @@ def comparing(findings: Findings, tries: dict[Hashable, int], model: str, dtype:
 
 def discrete_runs(findings: Findings, title: str, name: str, size: sizes.Size, dtype: torch.dtype) -> None:
     """A few passes of all methods with called steps, and of next-token with other settings."""
-    case = subjects.random_subject(name, size, subjects.device_of(findings.dry), dtype, subjects.FEW)
+    case = subjects.random_subject(name, findings.dry, subjects.FEW, size, dtype, dry_tokens=subjects.FEW)
     methods = [
         method
         for method in (*subjects.methods(), *MORE)

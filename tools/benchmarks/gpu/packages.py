@@ -56,7 +56,7 @@ def go_on_without() -> None:
         for function in _IMPORTED[name]:
             setattr(module, function, _refusing(name.partition(".")[0]))
         if name == "safetensors":
-            module.SafetensorError = OSError
+            vars(module)["SafetensorError"] = OSError
 
 
 def _refusing(name: str) -> Callable[..., Any]:

@@ -1,56 +1,57 @@
-"""Stage ``passes``: what a pass of released shapes costs, beside the time that reading its weights takes."""
+"""Stages about time: ``passes``, ``storages``, ``plain``, ``ratios``."""
 
 from __future__ import annotations
 
-import gc
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from .. import sizes
-from ..passes import Run, Sampler, Stretch, bandwidth, weights_read
+from ..passes import Baseline, Run, Sampler, Stretch, bandwidth, weights_read
+from ..runs import PROMPTS
 from ..speed import beside_the_floor
 from ..subjects import BASE, Subject
 from ..tables import row_of
-from . import packages, profiles, subjects
-from .captures import METHODS
-from .findings import NEEDS_DEVICE, Findings
-from .graphs import Captures, captures
+from . import packages, subjects
+from .findings import Findings
+from .graphs import CAPTURED, Captures, captures, free_memory
 
-MODELS = ("llamagen-xl", "lumina-mgpt-7b")
+MODELS, METHODS = ("llamagen-xl", "lumina-mgpt-7b"), CAPTURED
 TOKENS, REPETITIONS = 256, 3
 PROFILED = 64  # tokens of a run under the profiler
 SLOWEST = 7.5  # times the floor that a pass of next-token may take: beyond it, graphs are off or captures are timed
+STORED, STORED_METHODS, STORED_TOKENS = "lumina-mgpt-7b", (BASE, "sjd coupled w32"), 128
+POLL = "cudaEventSynchronize"  # the host reads how far the images are, one step late
+BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "Memcpy DtoH (Device -> Pageable)")
+
+
+# What a pass of released shapes costs, beside the time that reading its weights takes
 
 
 def run(findings: Findings, generate: bool = False, **_options: object) -> None:
-    dry = findings.dry
-    if dry:
-        findings.not_run("milliseconds, floor, launches, synchronisations", NEEDS_DEVICE)
-    device, dtype = subjects.device_of(dry), torch.float32 if dry else torch.bfloat16
-    with findings.listening(), captures(dry) as counted:
+    """The stage ``passes``."""
+    findings.needs_device("milliseconds, floor, launches, synchronisations")
+    with findings.listening(), captures(findings.dry) as counted:
         for name in findings.each(MODELS, "models"):
-            size = subjects.tiny(sizes.SIZES[name]) if dry else sizes.SIZES[name]
             with findings.trying(name):
-                case = subjects.random_subject(name, size, device, dtype, subjects.DRY_TOKENS if dry else TOKENS)
-                measure(findings, case, counted, generate)
-            case = None
-            gc.collect()
-            if not dry:
-                torch.cuda.empty_cache()
-    findings.content["summary"] = (
-        f"{len(findings.rows)} runs went through"
-        if dry
-        else "; ".join(
-            f"{row['model']}: {row['ms']} ms, floor {row['floor, ms']}"
-            for row in findings.rows
-            if row["method"] == BASE
-        )
-    )
+                measure(findings, subjects.random_subject(name, findings.dry, TOKENS), counted, generate)
+            free_memory(findings.dry)
+    summary = (f"{row['model']}: {row['ms']} ms, floor {row['floor, ms']}" for row in of_base(findings))
+    findings.content["summary"] = "; ".join(summary) or f"{len(findings.rows)} runs went through"
+
+
+def of_base(findings: Findings) -> list[dict[str, Any]]:
+    """The rows of next-token that have milliseconds."""
+    return [row for row in findings.rows if row["method"] == BASE and "ms" in row]
 
 
 def measure(findings: Findings, case: Subject, counted: Captures, generate: bool) -> None:
     """All methods of a model, in turns."""
-    contestants = []
+    contestants: list[Sampler | Baseline] = []
     for method in findings.each(subjects.DRY_METHODS[:3] if findings.dry else METHODS, f"methods of {case.name}"):
         with findings.trying(f"{case.name}, {method}, first runs"):
             contestant = case.sampler(method)
@@ -84,21 +85,100 @@ def measure(findings: Findings, case: Subject, counted: Captures, generate: bool
             )
 
 
-def beside(case: Subject, contestant: Sampler, runs: dict[str, list[Run]]) -> dict[str, object]:
+def beside(case: Subject, contestant: Sampler | Baseline, runs: dict[str, list[Run]]) -> dict[str, object]:
     """A row: milliseconds of a pass, those of copying what it must read, the cost in passes of next-token; and of a
     profiled run, what is launched in a pass and what else makes the host wait."""
-    measured = row_of(contestant.name, runs, BASE)
-    device = case.model.device
-    floor = beside_the_floor(case, measured, bandwidth(device, weights_read(case.model.backbone)))
+    measured, device = row_of(contestant.name, runs, BASE), case.model.device
+    floor = beside_the_floor(case, measured, bandwidth(device, weights_read(case.model.backbone)))["floor_ms"]
     ms = measured["pass_ms"]["median"]
-    row = {
-        "ms": ms,
-        "floor, ms": floor["floor_ms"],
-        "times the floor": round(ms / floor["floor_ms"], 1),
-        "cost": round(1 / measured["ms_over"][BASE], 2),
-    }
+    cost = round(1 / measured["ms_over"][BASE], 2)
+    row = {"ms": ms, "floor, ms": floor, "times the floor": round(ms / floor, 1), "cost": cost}
     if not isinstance(contestant, Sampler):
         return row
-    short = case.sampler(contestant.name, Stretch.middle(case.stretch.layout, PROFILED))
-    seen = profiles.synchronisations(short, device)
+    seen = synchronisations(case.sampler(contestant.name, Stretch.middle(case.stretch.layout, PROFILED)), device)
     return row | {"launches": seen["launches"], "synchronisations": seen["between"] or "none"}
+
+
+# What a profiler tells of a run on a GPU
+
+
+def between_polls(events: Iterable[tuple[float, str]]) -> dict[str, Any]:
+    """Polls, and what else blocked the host between the first and the last of them. events: (start, name)."""
+    events = sorted(events)
+    polls = [start for start, name in events if name == POLL]
+    inside = (name for start, name in events if polls and polls[0] < start < polls[-1])
+    return {"polls": len(polls), "between": dict(Counter(name for name in inside if name in BLOCKING))}
+
+
+def per_pass(polls: Sequence[float], launched: Iterable[float]) -> float | None:
+    """How many of the moments ``launched`` lie between two polls on average (None: there were no two polls)."""
+    inside = sum(min(polls) < moment < max(polls) for moment in launched) if polls else 0
+    return round(inside / (len(polls) - 1), 1) if len(polls) > 1 else None
+
+
+def synchronisations(contestant: Sampler, device: torch.device) -> dict[str, Any]:
+    """Of a run whose graphs were captured before: polls, other synchronisations, and what the device did in a pass
+    (kernels and copies, each of which was launched by itself or as a part of a graph)."""
+    for seed in range(2):
+        contestant(seed)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities, acc_events=True) as prof:
+        contestant(2)
+    events = prof.events() or ()
+    polls = [event.time_range.start for event in events if event.name == POLL]
+    on_device = (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+    launches = per_pass(polls, (event.time_range.start for event in on_device))
+    return between_polls((event.time_range.start, event.name) for event in events) | {"launches": launches}
+
+
+# Narrow weights
+
+
+def run_storages(findings: Findings, **_options: object) -> None:
+    """Stages ``storages`` and ``plain``: milliseconds of a pass of a 7B model in bf16, int8 and int4."""
+    dry = findings.dry
+    findings.needs_device("milliseconds of a pass")
+    with captures(dry):
+        for storage in findings.each(("", ":int8") if dry else ("", ":int8", ":int4"), "storages"):
+            for method in STORED_METHODS[: 1 if dry else None]:
+                with findings.item(model=STORED + storage, method=method) as row:
+                    sampler = subjects.random_subject(STORED + storage, dry, STORED_TOKENS).sampler(method)
+                    runs = [sampler(seed) for seed in range(2 if dry else 4)]
+                    row |= {"passes": runs[-1].passes} | ({} if dry else {"ms": min(run.pass_ms for run in runs[2:])})
+                    del sampler
+                free_memory(dry)
+    summary = (f"{row['model']}: {row['ms']:.3g} ms" for row in of_base(findings))
+    findings.content["summary"] = "; ".join(summary) or f"{len(findings.rows)} runs went through"
+
+
+# How much faster every method is on images of a large model that was trained
+
+
+def run_ratios(findings: Findings, **_options: object) -> None:
+    """The stage ``ratios``. The bundled model is too small to tell what a pass costs on a GPU. Widened to a larger
+    model's shapes by channels and layers that add nothing, it generates the same images at the larger one's cost."""
+    dry = findings.dry
+    findings.needs_device("wall-time ratios")
+    case = subjects.bundled_subject(dry, subjects.dtype_of(dry), "default" if dry else "default@llamagen-xl")
+    asked = case.conditionings(PROMPTS[: 1 if dry else 3])
+    base: tuple[float, float] | None = None
+    with findings.listening():
+        for method in findings.each(subjects.DRY_METHODS[:3] if dry else subjects.methods(), "methods"):
+            with findings.item(method=method) as row:
+                sampler = case.sampler(method)
+                if not dry:
+                    sampler(0)  # captures, compiles
+                runs = [sampler.asked(prompt)(seed) for seed, prompt in enumerate(asked)]
+                passes = statistics.fmean(run.passes + 1 for run in runs)  # and that of the prompt
+                seconds = statistics.median(run.seconds for run in runs)
+                base = base or (passes, seconds)
+                row |= {"passes": round(passes, 1), "fewer passes": round(base[0] / passes, 2)}
+                if not dry:
+                    row |= {"seconds": round(seconds, 3), "faster": round(base[1] / seconds, 2)}
+    timed = [row for row in findings.rows if "faster" in row and row["method"] != BASE]
+    best = max(timed, key=lambda row: row["faster"], default=None)
+    findings.content["summary"] = (
+        f"{best['method']} is {best['faster']} times as fast as next-token"
+        if best
+        else f"{len(findings.rows)} runs went through"
+    )

@@ -41,11 +41,11 @@ class Stage:
 STAGES = (
     Stage("device", "The machine", 1, "device.run"),
     Stage("graphs", "Captured steps against called ones", 6, "graphs.run", NATIVE),
-    Stage("failed", "A capture that fails", 1, "first.run_failed", NATIVE),
-    Stage("failed-async", "The same with cudaMallocAsync", 1, "first.run_failed", ALLOCATOR, on_a_cpu=False),
-    Stage("storages", "A pass in bf16, int8 and int4", 3, "first.run_storages"),
-    Stage("plain", "The same without Triton", 3, "first.run_storages", {"SPECAR_DISABLE_TRITON": "1"}, on_a_cpu=False),
-    Stage("unloading", "Memory before and after unloading", 1, "first.run_unloading"),
+    Stage("failed", "A capture that fails", 1, "graphs.run_failed", NATIVE),
+    Stage("failed-async", "The same with cudaMallocAsync", 1, "graphs.run_failed", ALLOCATOR, on_a_cpu=False),
+    Stage("storages", "A pass in bf16, int8 and int4", 3, "passes.run_storages"),
+    Stage("plain", "The same without Triton", 3, "passes.run_storages", {"SPECAR_DISABLE_TRITON": "1"}, on_a_cpu=False),
+    Stage("unloading", "Memory before and after unloading", 1, "graphs.run_unloading"),
     Stage("kernels", "Triton kernels against their torch references", 8, "kernels.run"),
     Stage(
         "races",
@@ -56,9 +56,9 @@ STAGES = (
         on_a_cpu=False,
     ),
     Stage("allocator", "Captured steps with cudaMallocAsync", 4, "graphs.run_allocator", ALLOCATOR),
-    Stage("captures", "Captures of an image of LlamaGen-XL", 4, "captures.run"),
+    Stage("captures", "Captures of an image of LlamaGen-XL", 4, "graphs.run_captures"),
     Stage("passes", "What a pass costs", 10, "passes.run"),
-    Stage("ratios", "How much faster the methods are", 5, "ratios.run"),
+    Stage("ratios", "How much faster the methods are", 5, "passes.run_ratios"),
     Stage("prompts", "Prompts in ComfyUI", 5, "prompts.run"),
 )
 
@@ -67,21 +67,8 @@ def process(stage: Stage, seconds: float, folder: Path, arguments: list[str], dr
     """Run a stage for so many seconds at most, and judge what it wrote into ``folder``."""
     into, log = folder / f"{stage.name}.json", folder / f"{stage.name}.log"
     soft = seconds - min(GRACE, seconds / 3)
-    command = [
-        *stage.before,
-        sys.executable,
-        "-m",
-        "tools.benchmarks",
-        "gpu",
-        "--stage",
-        stage.name,
-        "--into",
-        str(into),
-        "--seconds",
-        f"{soft:.1f}",
-        *arguments,
-        *(["--dry"] if dry else []),
-    ]
+    command = [*stage.before, sys.executable, "-m", "tools.benchmarks", "gpu", "--stage", stage.name]
+    command += ["--into", str(into), "--seconds", f"{soft:.1f}", *arguments, *(["--dry"] if dry else [])]
     begun, code = time.perf_counter(), None
     with log.open("wb") as words:
         try:

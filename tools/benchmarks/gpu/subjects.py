@@ -51,8 +51,8 @@ def tiny(size: sizes.Size) -> sizes.Size:
         kv_heads=min(size.config.kv_heads, 2),
         ffn_dim=64,
         vocab=64 + sum(size.specials),
-        head_dim=0,
-    )  # 0: that of these sizes
+        head_dim=0,  # that of these sizes
+    )
     return replace(size, config=config, grid=(8, 8), defaults=replace(size.defaults, cfg=3.0, top_k=20))
 
 
@@ -61,25 +61,37 @@ def flat(size: sizes.Size) -> sizes.Size:
     return replace(size, config=replace(size.config, layers=1))
 
 
-def whole_vocabulary(size: sizes.Size) -> sizes.Size:
-    """Emu3 with every id that its tokenizer has."""
-    return replace(size, config=replace(size.config, vocab=EMU3_IDS))
+def dtype_of(dry: bool) -> torch.dtype:
+    """That of the passes that are measured."""
+    return torch.float32 if dry else torch.bfloat16
 
 
-def random_subject(name: str, size: sizes.Size, device: torch.device, dtype: torch.dtype, tokens: int) -> Subject:
-    """A model of a size with random weights that generates ``tokens`` in the middle of an image. A name may say how the
-    matrices are stored (X:int8, X:fp8, X:int4)."""
-    storage = name.partition(":")[2]
-    model = sizes.build(size, dtype, device, STORAGES[storage] if storage else None)
-    stretch = Stretch.middle(model.layout(), tokens)
+def size_of(name: str, dry: bool) -> sizes.Size:
+    return tiny(sizes.SIZES[name]) if dry else sizes.SIZES[name]
+
+
+def random_subject(
+    name: str,
+    dry: bool,
+    tokens: int,
+    size: sizes.Size | None = None,
+    dtype: torch.dtype | None = None,
+    dry_tokens: int = DRY_TOKENS,
+) -> Subject:
+    """A model of a size with random weights that generates ``tokens`` in the middle of an image; in a dry run a tiny
+    one and ``dry_tokens``. A name may say how the matrices are stored (X:int8, X:fp8, X:int4)."""
+    family, _, storage = name.partition(":")
+    stored = STORAGES[storage] if storage else None
+    model = sizes.build(size or size_of(family, dry), dtype or dtype_of(dry), device_of(dry), stored)
+    stretch = Stretch.middle(model.layout(), dry_tokens if dry else tokens)
     return Subject(name, model, sizes.prompt(model), model.defaults, stretch, sizes.eagle(model))
 
 
-def bundled_subject(device: torch.device, dtype: torch.dtype, tokens: int = 0) -> Subject:
-    """The bundled model, which generates a whole image, or ``tokens`` in the middle of one."""
+def bundled_subject(dry: bool, dtype: torch.dtype, name: str = "default") -> Subject:
+    """The bundled model (or it widened), which generates whole images; in a dry run a few tokens in the middle."""
     packages.need("safetensors", "einops")
-    found = subject("default", 3.0, device, dtype, 0)
-    return replace(found, stretch=Stretch.middle(found.stretch.layout, tokens)) if tokens else found
+    found = subject(name, 3.0, device_of(dry), dtype, 0)
+    return replace(found, stretch=Stretch.middle(found.stretch.layout, DRY_TOKENS)) if dry else found
 
 
 def methods() -> list[str]:

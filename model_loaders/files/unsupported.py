@@ -45,7 +45,7 @@ _KINDS = (  # pattern for the name of a tensor; what its file is; what to do. Th
 )
 
 
-def refuse_foreign(names: Iterable[str], path: Path) -> None:
+def refuse_unsupported(names: Iterable[str], path: Path) -> None:
     """Raise CheckpointError for tensors that are no model's own weights: adapters, and matrices with scales in other
     formats than those of ``scaled``."""
     listed = list(names)

@@ -1,0 +1,347 @@
+"""What every language model that generates images is asked alike: what it says of itself, which prompts it takes, that
+it finds its tokenizer, and that files which cannot be used are refused. What only one family does is in its own file.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import load_model, weight_file
+from comfyui_specar.model_loaders.drafters import ModelDrafter
+from comfyui_specar.model_loaders.families import FAMILIES
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint
+from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.drafts.structures import Chain
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from safetensors.torch import load_file, save_file
+
+from ..support import tiny_chameleon, tiny_emu3, tiny_emu35, tiny_simplear
+from ..support.every_family import FAMILIES as TINY
+from ..support.tiny import vq_weights
+from ..support.tiny_family import declared
+from ..support.tiny_folder import byte_tokenizer
+
+WRITE = {name: tiny.write for name, tiny in TINY.items() if not name.startswith("llamagen")}
+ROW, GUIDED = [-1] * 4, {"cfg": 3.0, "top_k": 32}
+OLD, NEW = tiny_chameleon.vocabulary(32), tiny_chameleon.vocabulary(32, "lumina2")
+EMU3, EMU35 = tiny_emu3.vocabulary(), tiny_emu35.vocabulary()
+FACTS = {  # forced tokens; authors' parameters; longest sequence, numbers of a code vector, pixels of a token; id of
+    # the first code, and those of the special tokens
+    "janus-pro": (ROW * 4, {"cfg": 5.0}, (16384, 8, 2), None, []),
+    "simplear": (ROW * 4, {"cfg": 6.0}, (512, 3, 16), tiny_simplear.WORDS, []),
+    "lumina-mgpt": (
+        [*ROW, 32] * 4 + [33],
+        GUIDED,
+        (512, 6, 4),
+        OLD["IMGIMGAZ"],
+        [OLD["<reserved08799>"], OLD["<eoss>"]],
+    ),
+    "lumina-mgpt-2": (
+        [*ROW, 32] * 4 + [33],
+        GUIDED | {"cfg": 4.0},
+        (512, 4, 2),
+        NEW["<MOVQGAN0>"],
+        [NEW["<reserved08799>"], NEW["<eoss>"]],
+    ),
+    "anole": (ROW * 4 + [32], GUIDED, (512, 6, 4), OLD["IMGIMGAZ"], [OLD["<eoss>"]]),
+    "emu3": (
+        [*ROW, 32] * 4 + [33, 34, 35],
+        GUIDED,
+        (256, 4, 2),
+        EMU3["<|visual token 000000|>"],
+        [EMU3[f"<|{name}|>"] for name in ("extra_200", "extra_201", "image end", "extra_204")],
+    ),
+    "emu3.5": (
+        [*ROW, 32] * 4,
+        GUIDED | {"cfg": 5.0},
+        (512, 16, 4),
+        EMU35["<|visual token 000000|>"],
+        [EMU35["<|extra_200|>"]],
+    ),
+    "glm-image": (ROW * 5, {"temperature": 0.9, "top_p": 0.75}, (512, 16, 32), 0, []),  # a preview of 4 tokens first
+}
+REPOSITORIES = {  # that have the tokenizer
+    "janus-pro": "deepseek-ai/Janus-Pro",
+    "simplear": "Daniel0724/SimpleAR-1.5B-RL",
+    "lumina-mgpt": "Alpha-VLLM/Lumina-mGPT-7B-768",
+    "lumina-mgpt-2": "Alpha-VLLM/Lumina-mGPT-2.0",
+    "anole": "leloy/Anole-7b-v0.1-hf",
+    "emu3": "emu3.tiktoken.*BAAI/Emu3-Gen ",
+    "emu3.5": "emu3.tiktoken.*BAAI/Emu3.5-Image",
+    "glm-image": "zai-org/GLM-Image",
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Family -> its folder, which tests must not change."""
+    return {family: write(tmp_path_factory.mktemp(family), layers=1) for family, write in WRITE.items()}
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    return {family: load_model(folder) for family, folder in folders.items()}
+
+
+@pytest.fixture
+def copied(folders, tmp_path):
+    """Copies a family's folder, with what lies beside it in a release: copied(family) -> folder."""
+
+    def copy(family):
+        source = folders[family]
+        if family == "glm-image":
+            return shutil.copytree(source.parent, tmp_path / "release") / source.name
+        return shutil.copytree(source, tmp_path / source.name)
+
+    return copy
+
+
+@pytest.fixture(params=WRITE)
+def family(request):
+    return request.param
+
+
+def start(model, prompt, negative=None):
+    return model.start(prompt, negative, 1, model.layout(), 2, guided=model.guidance or negative is not None)
+
+
+def tokenizer_of(folder):
+    beside = folder.parent / "processor" / "tokenizer.json"
+    return beside if beside.is_file() else folder / "tokenizer.json"
+
+
+# What it is
+
+
+def test_what_a_model_says_of_itself(models, family):
+    model, (forced, defaults, (longest, channels, pixels), first, specials) = models[family], FACTS[family]
+    codes = [] if first is None else range(first, first + 32)
+    assert (model.family, model.vocab, model.vocab_total) == (family, 32, 32 + len(specials))
+    assert model.word_ids == (*codes, *specials) and model.layout().forced.tolist() == [forced]
+    assert model.grid == (4, 4) and (4, 4) in model.grids and model.longest == longest
+    assert model.defaults == SamplingParams(**defaults) and model.dtype == torch.float32
+    assert model.codebook.shape == (32, channels) and model.pixels_per_token == pixels
+    assert not any(p.requires_grad for p in model.parameters())
+    codes = torch.arange(32).view(1, 4, 8)
+    assert torch.equal(model.quantize(model.dequantize(codes)), codes), "latents stay the same tokens"
+
+
+def test_only_its_own_family_recognises_a_model(tmp_path):
+    """Of all families, those of continuous tokens too; and none an image decoder alone."""
+    for name, tiny in declared("TINY").items():
+        (tmp_path / name).mkdir()
+        tensors = open_checkpoint(weight_file(tiny.write(tmp_path / name))).tensors
+        [found] = [family for family in FAMILIES if family.recognise(tensors)]
+        assert name in found.decoders
+    for decoder in (
+        vq_weights(),
+        tiny_emu3.vq_weights(),
+        tiny_simplear.cosmos_weights(),
+        tiny_chameleon.vqgan_weights(),
+    ):
+        assert not any(family.recognise(decoder) for family in FAMILIES)
+
+
+@pytest.mark.parametrize("wanted", [(5, 5), (90, 90), (10**9, 1)])
+def test_other_grids_are_refused(folders, family, wanted):
+    with pytest.raises(ValueError, match=r"does not generate.*nearest.* \d+ x \d+|between 1 and 1024"):
+        load_model(folders[family], grid=wanted)
+    assert load_model(folders[family], grid=(4, 4)).grid == (4, 4)
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [torch.zeros_like, lambda ids: ids * 0.5, lambda ids: torch.cat((ids, ids), dim=1), lambda ids: ids[:, 1:]],
+    ids=["zeroed", "averaged", "joined", "cut"],
+)
+@pytest.mark.parametrize("side", ["positive", "negative"])
+def test_a_prompt_that_another_node_changed_is_refused(models, family, change, side):
+    model = models[family]
+    [[ids, extra]] = prompt = model.encode_prompt("a red circle")
+    changed = [[change(ids), extra]]
+    with pytest.raises(ValueError, match=f"{side}.*another node"):
+        start(model, *((changed, None) if side == "positive" else (prompt, changed)))
+
+
+@pytest.mark.parametrize("ids", [[10**6], [-1], [], [1.5], [0, float("nan")]])
+def test_ids_that_are_no_words_are_refused(models, family, ids):
+    with pytest.raises(ValueError, match="words"):
+        start(models[family], models[family].encode_ids(ids))
+
+
+def test_image_tokens_written_into_a_prompt_are_refused(models):
+    with pytest.raises(ValueError, match="Image tokens"):
+        start(models["emu3"], models["emu3"].encode_prompt("a <|visual token 000001|> b"))
+
+
+def test_a_prompt_may_hold_anything_that_json_can(models, family):
+    prompt = models[family].encode_prompt("half a character: \ud83d, braces: {0} {}, %s, 日本語 🎨 \x00")
+    assert start(models[family], prompt).prefill.logits.isfinite().all()
+
+
+@torch.inference_mode()
+def test_branches_of_several_lengths_do_not_disturb_each_other(models, family):
+    """Of two prompts, and of a prompt and the unconditional one, if nobody wrote another."""
+    model, layout = models[family], models[family].layout()
+    short, long = model.encode_prompt("a cup"), model.encode_prompt("anything but a very long prompt")
+    cases = [(short, long, model.read(long, 1, "negative", model.grid).features)]
+    if model.guidance:
+        cases.append((short, None, model.prefix.null(short[0][0], model.grid)))
+    for prompt, negative, ids in cases:
+        state = model.start(prompt, negative, 2, layout, slack=0, guided=True)
+        assert state.cache.lengths.tolist() == [prompt[0][0].shape[1]] * 2 + [ids.shape[1]] * 2
+        for row, alone in ((0, prompt), (2, model.encode_features(ids))):
+            wanted = model.start(alone, None, 1, layout, slack=0, guided=False).prefill.logits
+            torch.testing.assert_close(state.prefill.logits[row], wanted[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_that_leaves_no_space_for_the_image(models, family):
+    model = models[family]
+    with pytest.raises(ValueError, match=rf"{model.longest}.*Shorten"):
+        start(model, model.encode_ids([0] * int(model.longest)))
+
+
+def test_a_missing_tokenizer_is_named_when_it_is_used(models, copied, family):
+    """Ids generate the same image without one."""
+    folder = copied(family)
+    tokenizer_of(folder).unlink()
+    bare, prompt = load_model(folder), models[family].encode_prompt("a cup")[0][0]
+    with pytest.raises(FileNotFoundError, match=rf"(?s){REPOSITORIES[family]}.*{folder.name}") as caught:
+        bare.encode_prompt("a cup")
+    assert "tokenizer.json" in str(caught.value)
+    images = [
+        api.sample(model, model.encode_features(prompt), negative=model.encode_features(prompt), temperature=0).tokens
+        for model in (models[family], bare)
+    ]
+    assert torch.equal(*images)
+    if family in ("janus-pro", "simplear", "emu3", "emu3.5"):  # whose unconditional prompt is made of words
+        with pytest.raises(FileNotFoundError):
+            api.sample(bare, bare.encode_features(prompt))
+
+
+@pytest.mark.parametrize("specials", [("<s>", "</s>"), ("<|endoftext|>", "<racm3:break>")])
+def test_the_tokenizer_of_another_model_is_refused(copied, family, specials):
+    folder = copied(family)
+    file = tokenizer_of(folder)
+    byte_tokenizer(specials).save(str(file))
+    with pytest.raises(CheckpointError, match="tokenizer.*another model"):
+        load_model(folder).encode_prompt("a cup")
+    file.write_text("{}", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="tokenizer.json.*Download"):
+        load_model(folder).encode_prompt("a cup")
+
+
+# Weights
+
+PARTS = ("embed_tokens.weight", "v_proj.weight", "k_proj.weight", "down_proj.weight", "input_layernorm.weight")
+OUTSIDE = {
+    "janus-pro": ("language_model.norm.weight", "vision_head.weight", "generation_aligner.fc1.bias"),
+    "simplear": ("k_proj.bias",),
+}
+CHANGES = {  # of a tensor -> words of the error
+    "missing": (lambda tensor: None, None),
+    "misshapen": (lambda tensor: tensor.flatten() if tensor.ndim > 1 else tensor[:-1].clone(), None),
+    "one number": (lambda tensor: torch.zeros(()), None),
+    "not finite": (lambda tensor: torch.full_like(tensor, torch.inf), "NaN or infinite"),
+    "integers": (lambda tensor: tensor.to(torch.int8), "int8.*released"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_spoilt_tensors_are_refused(copied, family, change):
+    file = copied(family) / "model.safetensors"
+    tensors = load_file(file)
+    spoil, words = CHANGES[change]
+    for part in (*PARTS, *OUTSIDE.get(family, ("norm.weight", "lm_head.weight"))):
+        name = next(name for name in tensors if name.endswith(part) and "vqmodel" not in name)
+        spoilt = spoil(tensors[name])
+        changed = {other: tensor for other, tensor in tensors.items() if other != name}
+        save_file(changed if spoilt is None else changed | {name: spoilt}, file)
+        with pytest.raises(CheckpointError, match=words) as caught:
+            load_model(file.parent)
+        assert any(each in str(caught.value) for each in (file.name, file.parent.name)), name
+
+
+def test_one_of_several_shards_is_no_model(tmp_path, family):
+    folder = WRITE[family](tmp_path, shards=2)
+    with pytest.raises(CheckpointError, match="shards"):
+        load_model(folder / "model-00001-of-00002.safetensors")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="2 shards.*missing.*model-00002-of-00002.safetensors"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("method", ["next token", "SJD", "draft tree"])
+def test_a_model_that_overflows_generates_nothing(models, folders, method):
+    model = load_model(folders["janus-pro"])
+    model.backbone.norm.weight.data[0] = torch.inf
+    tree = DraftTree(ModelDrafter(models["janus-pro"]), Chain(2))
+    method = {"next token": NextToken(), "SJD": SJD(), "draft tree": tree}[method]
+    request = Request(model, model.encode_prompt("a"), model.layout(), SamplingParams())
+    with pytest.raises(ValueError, match="NaN.*torch.float32.*bf16 or fp32"):
+        method.sample(request)
+
+
+# Settings
+
+
+def refuse_settings(folder, **settings):
+    """The folder is refused with these entries of its config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | settings), encoding="utf-8")
+    with pytest.raises(CheckpointError):
+        load_model(folder)
+
+
+NONSENSE = {
+    "janus-pro": [("text_config", "x"), ("vision_config", [1]), ("vision_config", {"num_image_tokens": 10**30})],
+    "simplear": [
+        ("rope_theta", "x"),
+        ("rope_theta", -7),
+        ("rms_norm_eps", "x"),
+        ("rms_norm_eps", -7),
+        ("specar", 3),
+        ("max_position_embeddings", "x"),
+        ("rope_parameters", "x"),
+        ("num_attention_heads", 3),
+    ],
+    "lumina-mgpt": [("vocabulary_map", [1, "a"]), ("num_attention_heads", -2), ("max_position_embeddings", [])],
+    "anole": [("vq_config", "x"), ("rope_theta", [1]), ("vq_config", {"resolution": 10**12})],
+    "emu3": [
+        ("text_config", -7),
+        ("vq_config", "x"),
+        ("vocabulary_map", {"<|visual token 000000|>": "x"}),
+        ("image_area", 10**30),
+    ],
+}
+CASES = [(family, *case) for family, cases in NONSENSE.items() for case in cases]
+
+
+@pytest.mark.parametrize(("family", "key", "value"), CASES)
+def test_settings_that_make_no_sense(copied, family, key, value):
+    refuse_settings(copied(family), **{"specar": None} if key != "specar" else {}, **{key: value})
+
+
+@pytest.mark.parametrize(
+    "value", [{"grid": [10**9, 10**9]}, {"grid": None}, {"defaults": {"foo": 1}}, {"defaults": {"cfg": "x"}}], ids=str
+)
+def test_metadata_that_makes_no_sense(copied, family, value):
+    refuse_settings(copied(family), specar=value)
+
+
+# Decoders beside a model
+
+
+@pytest.mark.parametrize("stray", ["other codes", "junk"])
+def test_a_stray_decoder_does_not_keep_a_model_from_loading(folders, tmp_path, stray):
+    file = tmp_path / "vqgan.ckpt"
+    file.write_bytes(b"junk") if stray == "junk" else tiny_chameleon.write_vqgan(file, codes=16)
+    for family in ("anole", "lumina-mgpt"):
+        assert load_model(folders[family], search_folders=[tmp_path]).codebook.shape[0] == 32

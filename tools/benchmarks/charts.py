@@ -1,0 +1,181 @@
+"""The charts of the documents, drawn by matplotlib as SVG that is readable on light and on dark pages."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+WIDTH = 640  # pixels, as documents show it
+COLOURS = {True: "#0072b2", False: "#cc79a7"}  # of exact methods, and of those that may drift
+QUIET = "#8c959f"
+INK = "#010203"  # stands for the page's own colour of text
+THEME = "<style>svg { color: #24292f } @media (prefers-color-scheme: dark) { svg { color: #e6edf3 } }</style>"
+SETTINGS = {
+    "font.size": 12,
+    "svg.fonttype": "none",  # letters of the page's fonts, which are no wider than those that were measured
+    "svg.hashsalt": "specar",  # and the same file from the same numbers
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": QUIET,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": QUIET,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+class Chart:
+    """A figure of WIDTH pixels, with ``panels`` below each other; ``svg`` is it as text, once it is finished."""
+
+    def __init__(self, title: str, height: int, panels: int):
+        self.title, self.svg = title, ""
+        self.figure = Figure((WIDTH / 72, height / 72), dpi=72, layout="constrained")  # a point is a pixel
+        self.panels: list[Axes] = list(self.figure.subplots(panels, squeeze=False).flat)
+
+
+@contextmanager
+def chart(title: str, height: int, panels: int = 1) -> Iterator[Chart]:
+    """A chart to draw on meanwhile."""
+    with mpl.rc_context(SETTINGS):
+        made = Chart(title, height, panels)
+        yield made
+        made.figure.savefig(file := io.StringIO(), format="svg", transparent=True, metadata={"Date": None})
+    text = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', file.getvalue()).replace(INK, "currentColor")
+    made.svg = re.sub(r"(<svg [^>]*>)", rf"\1\n<title>{title}</title>\n{THEME}", text, count=1)
+
+
+def legend(figure: Figure, *more: Line2D, exact: str, drifts: str) -> None:
+    """Below everything: what the colours mean, and more."""
+    dots = [
+        Line2D([], [], color=COLOURS[kind], marker="o", linestyle="none", label=label)
+        for kind, label in ((True, exact), (False, drifts))
+    ]
+    figure.legend(handles=[*dots, *more], loc="outside lower center", ncols=2 + len(more), columnspacing=1.2)
+
+
+def passes_chart(rows: Sequence[tuple[str, float, bool]]) -> str:
+    """rows: a method's name, its forward passes per image, and whether it is exact."""
+    with chart("Forward passes per image", 50 + 26 * len(rows)) as made:
+        [axes] = made.panels
+        names, passes, exact = zip(*rows, strict=True)
+        bars = axes.barh(range(len(rows)), passes, height=0.7, color=[COLOURS[kind] for kind in exact])
+        axes.bar_label(bars, fmt="%.0f", padding=6)
+        axes.set_yticks(range(len(rows)), names)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(0, 1.1 * max(passes))
+        axes.xaxis.set_visible(False)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        legend(made.figure, exact="exact: the model's own distribution", drifts="may drift from it")
+    return made.svg
+
+
+def size_chart(sizes: Sequence[tuple[str, str]], lines: Sequence[tuple[str, Sequence[float], bool]]) -> str:
+    """sizes: two lines of text below each model. lines: a method's name, the time of its image relative to next token's
+    with each of them, and whether it is exact."""
+    with chart("Time per image against model size", 400) as made:
+        [axes] = made.panels
+        for _, times, exact in lines:
+            axes.plot(times, color=COLOURS[exact], marker="o")
+        axes.axhline(1, color=INK, linestyle="--", linewidth=1)
+        axes.set_xticks(range(len(sizes)), ["\n".join(texts) for texts in sizes])
+        axes.set_xlim(-0.35, len(sizes) - 0.95)
+        axes.set_ylim(0)
+        axes.grid(axis="y")
+        labels = [(times[-1], f"{name}: {times[-1]:.2f}") for name, times, _ in lines] + [(1.0, "next token: 1")]
+        apart, above = 0.05 * axes.get_ylim()[1], -math.inf  # heights of a line of text, so that none is on another
+        for height, text in sorted(labels):
+            above = max(height, above + apart)
+            axes.text(len(sizes) - 0.9, above, text, va="center")
+    return made.svg
+
+
+class Point(NamedTuple):
+    """A setting in a panel. loss: what its images lose, at least 0, with the interval that it lies in; exact methods
+    lose nothing. listed: whether it has a label, as those on the front have."""
+
+    name: str
+    passes: float
+    loss: float
+    interval: tuple[float, float]
+    exact: bool
+    listed: bool
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other point beats: none has as few passes and as little loss, and less of one. Fewest passes
+    first."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.passes, point.loss)):
+        if not found or point.loss < found[-1].loss:
+            found.append(point)
+    return found
+
+
+def quality_chart(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
+    """panels: what is lost (on a scale of square roots), and the points, against passes (on a logarithmic scale)."""
+    line = Line2D([], [], color=INK, linestyle="--", linewidth=1, label="the front: best of all")
+    with chart("Quality against forward passes", 60 + 370 * len(panels), len(panels)) as made:
+        for axes, (title, points) in zip(made.panels, panels, strict=True):
+            draw_panel(axes, title, points)
+        made.panels[-1].set_xlabel("forward passes per image")
+        legend(made.figure, line, exact="exact: differs by chance", drifts="may drift, with 95 % interval")
+    return made.svg
+
+
+def draw_panel(axes: Axes, title: str, points: Sequence[Point]) -> None:
+    """Axes, the front's steps, and the points with their intervals."""
+    passes, worst = [point.passes for point in points], max(max(p.loss, p.interval[1]) for p in points) or 1.0
+    unit = 10 ** math.floor(math.log10(worst))
+    axes.set_title(title, fontsize=12, fontweight="bold", loc="left")
+    axes.set_xscale("log")
+    axes.set_xlim(low := min(passes) / 1.15, high := max(passes) * 1.15)
+    ticks = [tick for tick in (8, 16, 32, 48, 64, 96, 128, 192, 256) if low <= tick <= high]
+    axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yscale("function", functions=(lambda y: y.clip(0) ** 0.5, lambda y: y**2))
+    axes.set_ylim(0, 1.1 * worst)
+    ticks = [unit * digit for digit in (0, 0.05, 0.2, 0.5, 1, 2, 5) if unit * digit < worst]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.grid(axis="y")
+    best = front(points)
+    edges = [best[0].passes, *(point.passes for point in best), axes.get_xlim()[1]]
+    heights = [1.1 * worst, *(point.loss for point in best), best[-1].loss]
+    axes.step(edges, heights, where="post", color=INK, linestyle="--", linewidth=1)
+    relaxed = [point for point in points if not point.exact]
+    lows, highs = ([point.interval[end] for point in relaxed] for end in (0, 1))
+    axes.vlines([point.passes for point in relaxed], lows, highs, color=COLOURS[False])
+    losses, colours = [point.loss for point in points], [COLOURS[point.exact] for point in points]
+    axes.scatter(passes, losses, c=colours, clip_on=False, zorder=3)
+    name_points(axes, points)
+
+
+def name_points(axes: Axes, points: Sequence[Point]) -> None:
+    """Numbers above the front's points and those relaxed ones that are listed, and what they mean."""
+    best, before, up = front(points), 0.0, 0
+    named = [point for point in points if point in best or (point.listed and not point.exact)]
+    named.sort(key=lambda point: point.passes)
+    for number, point in enumerate(named, 1):
+        up = up + 13 if point.passes < 1.04 * before else 7  # none on another
+        before = point.passes
+        at = point.passes, point.interval[1] if point.interval[1] < 1.1 * point.loss else point.loss
+        axes.annotate(f"{number}", at, (0, up), textcoords="offset pixels", ha="center")
+    handles = [
+        Line2D([], [], linestyle="none", label=f"{number}: {point.name}") for number, point in enumerate(named, 1)
+    ]
+    axes.legend(handles=handles, loc="upper right", handlelength=0, handletextpad=0)
