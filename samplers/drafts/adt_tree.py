@@ -96,10 +96,10 @@ class ADTTree(Structure):
 
     def check(self) -> None:
         super().check()
-        for name, (low, high), most in (("depths", self.depths, 32), ("widths", self.widths, 64)):
-            if not 1 <= low <= high <= most:
+        for name, (low, high), limit in (("depths", self.depths, 32), ("widths", self.widths, 64)):
+            if not 1 <= low <= high <= limit:
                 raise ValueError(
-                    f"{name} are {low} to {high}, but must rise within 1 to {most}. Set the lower one "
+                    f"{name} are {low} to {high}, but must rise within 1 to {limit}. Set the lower one "
                     f"({name[:-1]}_min) to at most the upper one ({name[:-1]}_max)."
                 )
         for name, value, low, high in (
@@ -137,8 +137,8 @@ class ADTTree(Structure):
     def bounded(self, depth: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
         """Depth and width (int64) clamped to the bounds."""
         depth = depth.clamp(*self.depths)
-        most = torch.where(depth > 1, min(self.widths[1], self.nodes), self.nodes)
-        return depth, torch.minimum(width.clamp(min=self.widths[0]), most)
+        widest = torch.where(depth > 1, min(self.widths[1], self.nodes), self.nodes)
+        return depth, torch.minimum(width.clamp(min=self.widths[0]), widest)
 
     def shape(self, history: History, committed: Tensor, layout: TokenLayout, u: Tensor) -> tuple[Tensor, Tensor]:
         """Depth and width [B] (int64) of the tree after ``committed`` [B] (int64, at least 1) tokens, eq. (2).

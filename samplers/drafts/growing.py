@@ -73,10 +73,10 @@ def grow_sampled(work: Drafting, root: Root, shape: Shape, round_index: Tensor) 
         noise = work.stream.gumbel(root.committed[:, None] + buffers.probs_level, vocab, Purpose.DRAFT, draw)
         noise = noise.split([1, *(level.inner for level in shape)], dim=1)
     for number, (level, constants) in enumerate(zip(shape, buffers.levels, strict=True), 1):
-        # Children: every draft above offers its ``most`` likeliest tokens, of which the shape takes some.
-        most = min(max(level.rank) + 1, vocab)
+        # Children: every draft above offers its ``top_k`` most likely tokens, of which the shape takes some.
+        top_k = min(max(level.rank) + 1, vocab)
         scores = q if noise is None else q.log().add_(noise[number - 1])
-        offered = scores.topk(most).indices  # [B, F, most]
+        offered = scores.topk(top_k).indices  # [B, F, top_k]
         token = offered.flatten(1)[:, constants.child]
         probability = q.flatten(1).gather(1, constants.probs_start + token)
         within = positions[:, number - 1 : number] < work.layout.length
@@ -111,21 +111,21 @@ def grow_top_k(
     work: Drafting,
     root: Root,
     levels: int,
-    most: int,
+    top_k: int,
     nodes: int,
     depth: Tensor | None = None,
     width: Tensor | None = None,
 ) -> Tree:
     """EAGLE-2's dynamic tree (Li et al., EMNLP 2024): the best ``nodes`` of all candidates by cumulative probability.
 
-    Expansion: on each of ``levels`` levels, every draft of the frontier offers its ``most`` likeliest tokens as
-    candidates, and the best ``most`` of these by cumulative log q are the next frontier. depth, width [B] (int64) lower
-    ``levels`` and ``most`` for each image. Reranking: see _keep_best().
+    Expansion: on each of ``levels`` levels, every draft of the frontier offers its ``top_k`` most likely tokens as
+    candidates, and the best ``top_k`` of these by cumulative log q are the next frontier. depth, width [B] (int64)
+    lower ``levels`` and ``top_k`` for each image. Reranking: see _keep_best().
     """
     batch, device = len(root.token), root.token.device
-    most = min(most, root.out.logits.shape[-1])
-    index = counting(most, device)
-    allowed = torch.ones((1, most), dtype=torch.bool, device=device) if width is None else index < width[:, None]
+    top_k = min(top_k, root.out.logits.shape[-1])
+    index = counting(top_k, device)
+    allowed = torch.ones((1, top_k), dtype=torch.bool, device=device) if width is None else index < width[:, None]
     # q, hidden state, cumulative log q, candidate number and tree mask of the frontier, first the root.
     q, hidden = work.probs(root.out.logits, root.committed[:, None]), root.out.hidden
     score = torch.zeros((batch, 1), device=device)
@@ -135,11 +135,11 @@ def grow_top_k(
     count = 0  # candidates of the levels above
     for number in range(1, levels + 1):
         position = root.committed + number - 1
-        best = q.topk(most)
+        best = q.topk(top_k)
         legal = allowed[:, None] & (position < work.layout.length)[:, None, None]
         if depth is not None:
             legal = legal & (number <= depth)[:, None, None]
-        scores = (score[..., None] + best.values.log()).masked_fill(~legal, -torch.inf)  # [B, F, most]
+        scores = (score[..., None] + best.values.log()).masked_fill(~legal, -torch.inf)  # [B, F, top_k]
         found.append(
             _Candidates(
                 best.indices.flatten(1),
@@ -151,17 +151,17 @@ def grow_top_k(
             )
         )
         if number < levels:
-            score, chosen = scores.flatten(1).topk(most)
+            score, chosen = scores.flatten(1).topk(top_k)
             score = score.masked_fill(~allowed, -torch.inf)
-            parent = torch.div(chosen, most, rounding_mode="floor")  # place in the frontier
+            parent = torch.div(chosen, top_k, rounding_mode="floor")  # place in the frontier
             token = best.indices.flatten(1).gather(1, chosen)
-            own = torch.eye(most, dtype=torch.bool, device=device).expand(batch, -1, -1)
+            own = torch.eye(top_k, dtype=torch.bool, device=device).expand(batch, -1, -1)
             tree_mask = torch.cat((take(tree_mask, parent), own), dim=2)
-            out = work.expand(token, position[:, None].expand(-1, most), take(hidden, parent), tree_mask)
-            q, hidden = work.probs(out.logits, position[:, None].expand(-1, most) + 1), out.hidden
+            out = work.expand(token, position[:, None].expand(-1, top_k), take(hidden, parent), tree_mask)
+            q, hidden = work.probs(out.logits, position[:, None].expand(-1, top_k) + 1), out.hidden
             frontier = count + chosen
             count += scores[0].numel()
-    return _keep_best(found, root, nodes, levels, most)
+    return _keep_best(found, root, nodes, levels, top_k)
 
 
 class _Drafts(NamedTuple):

@@ -169,7 +169,8 @@ class Static(_FixedShape):
 
 @dataclass(frozen=True)
 class Dynamic(_Fixed):
-    """EAGLE-2's tree of likeliest children: ``depth`` (1 to 32) levels, ``width`` (1 to 64), best ``nodes`` drafts."""
+    """EAGLE-2's tree of the most likely children: ``depth`` (1 to 32) levels, ``width`` (1 to 64), best ``nodes``
+    drafts."""
 
     depth: int = setting(5, 1, 32)
     width: int = setting(10, 1, 64)

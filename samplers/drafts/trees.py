@@ -103,10 +103,10 @@ Shape = tuple[Level, ...]
 class LevelBuffers:
     """Constant tensors to grow one level of a shape from the F drafts above that have children, w drafts [w] each.
 
-    parent: as in Level. child: index of the draft among the F * most likeliest tokens above, where every parent offers
-    as many as any of them has children; in_vocab: does the vocabulary have so many tokens. probs_start: where its
-    parent's row starts in the F rows of probabilities, laid end to end. mask [1, inner, E]: which of the E inner drafts
-    down to this level each of its inner ones descends from, itself included.
+    parent: as in Level. child: index of the draft among the F * top_k most likely tokens above, where every parent
+    offers as many as any of them has children; in_vocab: does the vocabulary have so many tokens. probs_start: where
+    its parent's row starts in the F rows of probabilities, laid end to end. mask [1, inner, E]: which of the E inner
+    drafts down to this level each of its inner ones descends from, itself included.
     """
 
     parent: Tensor
@@ -158,12 +158,12 @@ def tree_buffers(shape: Shape, vocab: int, device: torch.device) -> TreeBuffers:
 
     levels = []
     for level, rows in zip(shape, inner_rows, strict=True):
-        most = min(max(level.rank) + 1, vocab)
+        top_k = min(max(level.rank) + 1, vocab)
         levels.append(
             LevelBuffers(
                 parent=tensor(list(level.parent)),
-                child=tensor([p * most + min(r, most - 1) for p, r in zip(level.parent, level.rank, strict=True)]),
-                in_vocab=tensor([r < most for r in level.rank], torch.bool),
+                child=tensor([p * top_k + min(r, top_k - 1) for p, r in zip(level.parent, level.rank, strict=True)]),
+                in_vocab=tensor([r < top_k for r in level.rank], torch.bool),
                 probs_start=tensor([p * vocab for p in level.parent]),
                 mask=tensor(
                     [[[expanded[j] in line[expanded[i]] for j in range(1, rows.stop)] for i in rows]], torch.bool

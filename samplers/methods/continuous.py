@@ -361,11 +361,11 @@ class ContinuousRun:
         at = positions.gather(1, last)
         rejected = last < n
         draft, there = last.clamp(max=n - 1), exist.gather(1, last)
-        redrawn, tries = self.redraw(
+        resampled, tries = self.resample(
             p_drafts.map(lambda t: t[row, draft]), q.map(lambda t: t[row, draft]), at, there & rejected
         )
         bonus = self.take(p.map(lambda t: t[row, last]), at, Purpose.TARGET)
-        self.canvas.write(at, torch.where(rejected[..., None], redrawn, bonus), there)
+        self.canvas.write(at, torch.where(rejected[..., None], resampled, bonus), there)
 
         is_accepted = torch.arange(n, device=x.device) < last
         source = torch.where(is_accepted, Source.ACCEPTED if exact else Source.RELAXED, Source.RESIDUAL)
@@ -379,7 +379,7 @@ class ContinuousRun:
         )
         self.finish_pass(accepted + there[:, 0], accepted, n + 1)
 
-    def redraw(self, p: Distribution, q: Distribution, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def resample(self, p: Distribution, q: Distribution, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """A token from the residual at positions [B, 1], and the tries it took. Mode "exact" tries for longer."""
         token, count = residual(p, q, *self.proposals(positions, 0), PATHS[self.method.path])
         for more in range(1, EXACT_TRIES if self.method.mode == "exact" else 1):

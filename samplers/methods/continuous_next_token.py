@@ -88,10 +88,10 @@ class ContinuousNextToken(Method):
         state = model.start(*prompts, session.capturing)
         passes, highest = 0, canvas.extent()[1]
         for counts in self.counts(request):
-            most = max(counts)
-            positions, exist = canvas.upcoming(0, most)
+            width = max(counts)
+            positions, exist = canvas.upcoming(0, width)
             count = torch.tensor(counts, device=canvas.device)
-            sampled = exist & (torch.arange(most, device=canvas.device) < count[:, None])
+            sampled = exist & (torch.arange(width, device=canvas.device) < count[:, None])
             noise0, noise_t = noises(stream, positions, model.channels, schedule.steps)
             after = canvas.done + count
             cfg = model.guidance(params, canvas.done, after, canvas.length)
@@ -101,7 +101,7 @@ class ContinuousNextToken(Method):
                 canvas.known(),
                 positions[:, None],
                 highest,
-                cfg[:, None, None].expand(-1, 1, most),
+                cfg[:, None, None].expand(-1, 1, width),
                 params.temperature,
                 noise0[:, None],
                 noise_t[:, :, None],
@@ -112,8 +112,8 @@ class ContinuousNextToken(Method):
             source = Source.BONUS if passes else Source.PREFILL
             record.write(positions, sampled, finalised_at=passes, source=source)
             canvas.done = after
-            record.round(accepted=0 * count, committed=count, width=most)
-            passes, highest = passes + 1, min(highest + most, canvas.length)
+            record.round(accepted=0 * count, committed=count, width=width)
+            passes, highest = passes + 1, min(highest + width, canvas.length)
             if request.callback:
                 request.callback(canvas.progress(passes))
         trace = record.finish(

@@ -43,10 +43,10 @@ from ..drafts.guesses import INITIAL, Memory, first_guesses
 from ..engine.run import DiscreteMethod, Extent, Run
 from ..engine.session import session_key
 from ..rng import Purpose
-from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redraw
+from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_resample
 from ..settings import check_settings, setting, within
 from ..trace import Source, Trace
-from .settling import accept_settled, settled
+from .settling import accept_settled, count_settled
 from .window import Tested, Window
 
 REUSE = {  # SJD.reuse -> in words, after the options of the SJD++ Sampler
@@ -67,7 +67,7 @@ class SJD(DiscreteMethod):
     reuse: one of REUSE, see SJD.refine. "coupled", "gumbel", "threshold_exact" and "resample" sample exactly from the
     model's distribution, "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL, see first_guesses().
     threshold: SJD++'s tau (> 0). rule: how a guess is verified; its depth is its place in the window, from 1.
-    settle: guesses whose distribution moved by less than this (0 to 1, 0: exact) are accepted without a test (see
+    settle: guesses whose distribution changed by less than this (0 to 1, 0: exact) are accepted without a test (see
     settling.py); for reuse="coupled" only.
     """
 
@@ -89,7 +89,7 @@ class SJD(DiscreteMethod):
             torch.zeros_like(first).expand(-1, 2),
             passes=torch.zeros_like(first[:1]),
             initial=run.stream.uniform(positions, Purpose.INITIAL),
-            settled=torch.zeros_like(committed) if self.settle > 0 else None,
+            settled_count=torch.zeros_like(committed) if self.settle > 0 else None,
         )
         return self.decide(run, window, run.probs(out.logits[:, -1:], first - 1), Source.PREFILL)
 
@@ -110,23 +110,23 @@ class SJD(DiscreteMethod):
         exists = numbers((True,) * (columns - 1) + (False,), device, torch.bool).expand(len(p), -1)
 
         tested = self.test(run, window, p, position, exists)
-        if window.settled is not None:
+        if window.settled_count is not None:
             tested = accept_settled(run, window, tested, p, position)
         count = run.before_first_rejection(tested.accepted, window.committed)
-        most = int(count.max()) if readable(count) else columns
+        max_count = int(count.max()) if readable(count) else columns
         decided = counting(columns, device) < count[:, None]
-        self.record(run, window, tested, p, position, decided, most, unguessed)
+        self.record(run, window, tested, p, position, decided, max_count, unguessed)
 
         guess, q = self.refine(run, window, tested, p, position, exists)
         memory.draft_probs.put(position, q)
         if memory.target_probs is not memory.draft_probs:
             memory.target_probs.put(position, p)
 
-        # The window moves by at most ``most`` positions. It is, with the first guesses behind it,
+        # The window moves by at most ``max_count`` positions. It is, with the first guesses behind it,
         #   root | decided tokens | refined guesses | first guesses, and a placeholder
-        #          0 .. count-1     count .. W-1      W .. W+most-1
+        #          0 .. count-1     count .. W-1      W .. W+max_count-1
         # and the next one begins at the last decided token, its root.
-        new = window.committed[:, None] + counting(self.columns + most, device)[columns:]
+        new = window.committed[:, None] + counting(self.columns + max_count, device)[columns:]
         noise = None
         if memory.noise is not None:
             memory.noise.put(new, noise := run.stream.gumbel(new, p.shape[-1]))
@@ -149,10 +149,10 @@ class SJD(DiscreteMethod):
         root = placeholder = window.token[:, :1]
         token = torch.cat((root, guess, first, placeholder), dim=1)
         token = token.gather(1, count[:, None] + counting(self.columns + 1, device))
-        still = None
-        if window.settled is not None:
-            still = settled(tested.moved, self.settle * run.strength_at(position), exists, count)
-        return Window(window.committed + count, token, window.passes + 1, window.initial, still)
+        settled_count = None
+        if window.settled_count is not None:
+            settled_count = count_settled(tested.tv_change, self.settle * run.strength_at(position), exists, count)
+        return Window(window.committed + count, token, window.passes + 1, window.initial, settled_count)
 
     def test(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
         """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD, eq. 3).
@@ -169,7 +169,7 @@ class SJD(DiscreteMethod):
             if rule.exact:
                 return Tested(*maximal_coupling(p, drafts.rows, position, guess, exists, u, v), u=u, v=v)
             strength, draft = run.strength_at(position), self.draft(run, window, position, exists)
-            outcome = accept_or_redraw(rule, p, draft, u, v, strength)
+            outcome = accept_or_resample(rule, p, draft, u, v, strength)
             token, accepted = outcome.token, outcome.accepted
             if not rule.lossless:
                 relaxed = outcome.relaxed
@@ -219,16 +219,16 @@ class SJD(DiscreteMethod):
         p: Tensor,
         position: Tensor,
         decided: Tensor,
-        most: int,
+        max_count: int,
         unguessed: Source,
     ) -> None:
-        """Record the columns that are ``decided`` [B, W] (bool), at most the first ``most``."""
+        """Record the columns that are ``decided`` [B, W] (bool), at most the first ``max_count``."""
         columns, device = p.shape[1], p.device
 
         def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[:, :most]
+            return None if values is None else values[:, :max_count]
 
-        source = numbers((Source.RESIDUAL.value,) * (columns - 1) + (unguessed.value,), device)[:most]
+        source = numbers((Source.RESIDUAL.value,) * (columns - 1) + (unguessed.value,), device)[:max_count]
         source = source.expand(len(p), -1).masked_fill(cut(tested.accepted), Source.ACCEPTED)
         if tested.relaxed is not None:
             source = source.masked_fill(cut(tested.relaxed), Source.RELAXED)
@@ -239,7 +239,7 @@ class SJD(DiscreteMethod):
             cut(p),
             source=source,
             finalised_at=window.passes,
-            depth=numbers((*range(1, columns), 0), device, torch.int64)[:most],
+            depth=numbers((*range(1, columns), 0), device, torch.int64)[:max_count],
             q=cut(tested.q),
             ratio=cut(tested.ratio),
             tv_bound=cut(tested.tv_bound),

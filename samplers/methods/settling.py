@@ -2,7 +2,7 @@
 
 A pass of Jacobi decoding commits no guess past the first rejection, although there may be some for which the target
 predicts nearly the same in every pass. With settling, the next pass accepts the guesses past the committed tokens, one
-after the other, as long as their distribution has moved by less than ``settle``: the total variation of q_k and p_k.
+after the other, as long as their distribution has changed by less than ``settle``: the total variation of q_k and p_k.
 
 What this adds to the drift is known. A token sampled from q is accepted for certain, which is an acceptance rule with
 f = 1 (rules/acceptance.py), so the drift bound grows by the total variation of q and the p of the pass that accepts it.
@@ -24,35 +24,35 @@ from ..engine.run import Run
 from .window import Tested, Window
 
 
-def moved(p: Tensor, q: Tensor) -> Tensor:
+def total_variation(p: Tensor, q: Tensor) -> Tensor:
     """Total variation [...] of distributions p and q [..., V+]."""
     return (1 - torch.minimum(p, q).sum(-1)).clamp(min=0)
 
 
-def settled(distance: Tensor, most: Tensor, exists: Tensor, count: Tensor) -> Tensor:
+def count_settled(tv_change: Tensor, limit: Tensor, exists: Tensor, count: Tensor) -> Tensor:
     """How many guesses [B] (int64) past the ``count`` [B] committed ones settle.
 
-    [B, W]: ``distance``, how far the distribution of each guess moved in this pass; ``most``, a limit to that; exists
-    (bool), is there a guess.
+    tv_change [B, W]: the total variation of each guess's distribution in this pass and the last. A guess settles if
+    that is below ``limit`` [B, W], a guess ``exists`` [B, W] (bool), and all guesses before it are committed or settle.
     """
     committed = counting(exists.shape[1], exists.device) < count[:, None]
-    return (committed | (exists & (distance < most))).long().cumprod(1).sum(1) - count
+    return (committed | (exists & (tv_change < limit))).long().cumprod(1).sum(1) - count
 
 
 def accept_settled(run: Run, window: Window, tested: Tested, p: Tensor, position: Tensor) -> Tested:
-    """What a pass finds if the first guesses of the window are settled: they are accepted whatever their test says."""
-    assert window.settled is not None and tested.u is not None
-    distance = moved(p, run.memory.draft_probs.at(position))
-    certain = counting(distance.shape[1], distance.device) < window.settled[:, None]
-    relaxed, tv_bound = certain & (tested.u >= tested.ratio), distance * certain
+    """The findings of a pass with the settled guesses accepted, whatever their test says."""
+    assert window.settled_count is not None and tested.u is not None
+    distance = total_variation(p, run.memory.draft_probs.at(position))
+    settled = counting(distance.shape[1], distance.device) < window.settled_count[:, None]
+    relaxed, tv_bound = settled & (tested.u >= tested.ratio), distance * settled
     if tested.relaxed is not None:
-        relaxed = torch.where(certain, relaxed, tested.relaxed)
-        tv_bound = torch.where(certain, tv_bound, tested.tv_bound)
+        relaxed = torch.where(settled, relaxed, tested.relaxed)
+        tv_bound = torch.where(settled, tv_bound, tested.tv_bound)
     return replace(
         tested,
-        token=torch.where(certain, window.guess, tested.token),
-        accepted=tested.accepted | certain,
+        token=torch.where(settled, window.guess, tested.token),
+        accepted=tested.accepted | settled,
         relaxed=relaxed,
         tv_bound=tv_bound,
-        moved=distance,
+        tv_change=distance,
     )

@@ -108,12 +108,12 @@ def decide(
     """
     check_codebook(settings, codebook)
     lengths = _lengths(tree, tree.leaves())
-    most = _mean_length(tree) if settings.truncate else lengths.amax(1)
-    allowed = ~last_skipped & (most > 0) & (committed > settings.guard) & (committed + most < length)
+    path_length = _mean_length(tree) if settings.truncate else lengths.amax(1)
+    allowed = ~last_skipped & (path_length > 0) & (committed > settings.guard) & (committed + path_length < length)
     if skippable is not None:
-        step = torch.arange(tree.levels, device=most.device)
+        step = torch.arange(tree.levels, device=path_length.device)
         here = skippable.gather(1, (committed[:, None] + step).clamp(max=length - 1))
-        allowed = allowed & (here | (step >= most[:, None])).all(1)
+        allowed = allowed & (here | (step >= path_length[:, None])).all(1)
     if settings.schedule == "uniform":
         return allowed & (round_index % settings.interval == 0)
     return allowed & (similarity(tree, codebook, settings.decay) >= settings.threshold)

@@ -15,15 +15,15 @@ class Window:
     committed [B]: n, tokens decided so far; token [B, W + 1]: the root, which is token n - 1, then the guesses at
     positions n .. n+W-1. The last of them is a placeholder: column W - 1 predicts that position without a guess.
     passes [1, 1] (int64): forward passes so far; initial [B, S + 2 W]: uniform numbers for the first guess at every
-    position; settled [B] (int64): the number of guesses, the first ones, that the next pass accepts without a test
-    (None: no settling).
+    position; settled_count [B] (int64): the number of guesses, the first ones, that the next pass accepts without a
+    test (None: no settling).
     """
 
     committed: Tensor
     token: Tensor
     passes: Tensor
     initial: Tensor
-    settled: Tensor | None = None
+    settled_count: Tensor | None = None
     extent: ClassVar[None] = None
 
     @property
@@ -44,7 +44,7 @@ class Tested:
     token (int64): the guess where it is ``accepted`` (bool), else the token sampled in its place; q, ratio: q_k(x_k)
     and p_k(x_k) / q_k(x_k) of the guess (0 without one); relaxed (bool): accepted by a relaxed rule only; tv_bound: the
     drift it adds (both None where nothing is relaxed); u, v: uniform numbers for the test and for sampling (None with
-    Gumbel noise); moved: total variation of q_k and p_k (None without settling).
+    Gumbel noise); tv_change: total variation of q_k and p_k (None without settling).
     """
 
     token: Tensor
@@ -55,4 +55,4 @@ class Tested:
     tv_bound: Tensor | None = None
     u: Tensor | None = None
     v: Tensor | None = None
-    moved: Tensor | None = None
+    tv_change: Tensor | None = None

@@ -137,7 +137,9 @@ class Outcome:
     relaxed: Tensor
 
 
-def accept_or_redraw(rule: AcceptanceRule, p: Tensor, draft: Draft, u: Tensor, v: Tensor, strength: Tensor) -> Outcome:
+def accept_or_resample(
+    rule: AcceptanceRule, p: Tensor, draft: Draft, u: Tensor, v: Tensor, strength: Tensor
+) -> Outcome:
     """Test every draft by itself against p [B, T, V+]; without a draft the token is sampled from p.
 
     u, v [B, T]: independent uniform numbers for the test and for resampling. With the exact rule this is the maximal

@@ -113,10 +113,10 @@ class CoolSD(ScaledRatio):
     def check(self) -> None:
         super().check()
         if not self.floor and min(self.omegas()) < 0:
-            most = 2 * self.delta / (self.steps - 1)
+            largest_decay = 2 * self.delta / (self.steps - 1)
             raise ValueError(
                 f"decay is {self.decay}, but the linear schedule with delta {self.delta} and {self.steps} steps falls "
-                f"below zero. Use 0 to {most:.3g}, or turn floor on."
+                f"below zero. Use 0 to {largest_decay:.3g}, or turn floor on."
             )
 
     def omegas(self) -> list[float]:

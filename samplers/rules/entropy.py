@@ -1,4 +1,4 @@
-"""Entropy-aware acceptance: the surer the model is of a token, the more drafts pass in its place.
+"""Entropy-aware acceptance: the lower the entropy of the prediction, the more drafts are accepted.
 
 Ma et al., "Towards better & faster autoregressive image generation: from the perspective of entropy", NeurIPS 2025
 (arXiv:2510.09012), section on acceptance. With H the entropy of p (nats) and rho = min(1, p(x) / q(x)), a draft passes

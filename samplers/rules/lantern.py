@@ -27,7 +27,7 @@ from ..settings import setting, within
 from .acceptance import AcceptanceRule
 
 DEFAULT_NEIGHBOURS = 1000
-REDRAW = ("optimal", "paper")
+RESIDUALS = ("optimal", "paper")
 
 
 class NeighbourRule(AcceptanceRule):
@@ -35,7 +35,7 @@ class NeighbourRule(AcceptanceRule):
 
     optimal (default): [p - q]+, the best one for f >= min(1, p/q) (Li et al., "Annealed relaxation of speculative
         decoding", proposition 1).
-    paper: [p~ - q]+, where p~ has moved the mass of y_1 .. y_J onto x; p if no mass is left. The authors' code instead
+    paper: [p~ - q]+, where p~ has taken the mass of y_1 .. y_J onto x; p if no mass is left. The authors' code instead
         takes the mass of the k + 1 nearest tokens from p or q whenever J > 0, which drifts more.
     """
 
@@ -92,9 +92,9 @@ class NeighbourRule(AcceptanceRule):
         absorbed, count = self.aggregate(p, token, strength)
         near = self.table[token.clamp(max=len(self.table) - 1)].long()  # meaningless for a special token: count is 0
         kept = torch.arange(near.shape[-1], device=p.device) >= count.unsqueeze(-1)
-        moved = p.scatter(-1, near, p.gather(-1, near) * kept)
-        moved = moved.scatter_add(-1, token.unsqueeze(-1), absorbed.unsqueeze(-1))
-        return unless_empty((moved - q).clamp(min=0), p)
+        relaxed_p = p.scatter(-1, near, p.gather(-1, near) * kept)
+        relaxed_p = relaxed_p.scatter_add(-1, token.unsqueeze(-1), absorbed.unsqueeze(-1))
+        return unless_empty((relaxed_p - q).clamp(min=0), p)
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """[f - p/q]+ of the draft, an unbiased estimate: its mean over q is sum [q f - p]+.
@@ -116,7 +116,7 @@ class Lantern(NeighbourRule):
 
     neighbours: int = setting(DEFAULT_NEIGHBOURS, 1)
     delta: float = setting(0.1, 0, 1, exact=0, advice="papers use 0.1 to 0.6")
-    redraw: str = setting("optimal", options=REDRAW)
+    redraw: str = setting("optimal", options=RESIDUALS)
     table: Any = field(default=None, repr=False, compare=False)
     name, label, paper = "lantern", "LANTERN", "Jang et al., ICLR 2025"
 
@@ -134,7 +134,7 @@ class LanternPP(NeighbourRule):
 
     neighbours: int = setting(10, 1)
     ratio: float = setting(2.0, 1, exact=1, advice="the paper uses 2 to 20")
-    redraw: str = setting("optimal", options=REDRAW)
+    redraw: str = setting("optimal", options=RESIDUALS)
     table: Any = field(default=None, repr=False, compare=False)
     name, label, paper = "lantern_pp", "LANTERN++", "Park et al., 2025"
 

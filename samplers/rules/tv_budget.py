@@ -59,8 +59,8 @@ class TVMetered(ScaledRatio):
         return torch.minimum(omega, largest).squeeze(-1)
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        most = ((q - p) * _relaxable(p, q)).sum(-1)
-        return torch.minimum(self.epsilon * strength, most)
+        relaxable = ((q - p) * _relaxable(p, q)).sum(-1)
+        return torch.minimum(self.epsilon * strength, relaxable)
 
 
 def _relaxable(p: Tensor, q: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from comfyui_specar.samplers.methods.continuous import MODES
 from comfyui_specar.samplers.methods.jacobi import REUSE
 from comfyui_specar.samplers.methods.skipping import PATHS
 from comfyui_specar.samplers.rules.cool_sd import SCHEDULES
-from comfyui_specar.samplers.rules.lantern import REDRAW
+from comfyui_specar.samplers.rules.lantern import RESIDUALS
 
 from .subjects import BUNDLED, BUNDLED_VECTORS, SEED, TINY, TINY_VECTORS, Subject, continuous, discrete
 
@@ -46,8 +46,8 @@ RULES = {
     "entropy": r.Entropy(),
 }
 RULE_VARIANTS = {
-    **{f"lantern {redraw}": r.Lantern(5, 0.3, redraw) for redraw in REDRAW[1:]},
-    **{f"lantern++ {redraw}": r.LanternPP(5, 3.0, redraw) for redraw in REDRAW[1:]},
+    **{f"lantern {redraw}": r.Lantern(5, 0.3, redraw) for redraw in RESIDUALS[1:]},
+    **{f"lantern++ {redraw}": r.LanternPP(5, 3.0, redraw) for redraw in RESIDUALS[1:]},
     **{f"cool-sd {schedule}": r.CoolSD(2.0, schedule=schedule) for schedule in SCHEDULES[1:]},
     "cool-sd no floor": r.CoolSD(2.0, floor=False),
     "grouped tight": r.Grouped(window=4, gap=0.05, radius=2.0),

@@ -1,4 +1,4 @@
-"""The acceptance rules against hand-computed numbers, and what accept_or_redraw makes of the exact one."""
+"""The acceptance rules against hand-computed numbers, and what accept_or_resample makes of the exact one."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfyui_specar.kernels import verification
 from comfyui_specar.kernels.sampling import point_mass
-from comfyui_specar.samplers.rules.acceptance import Draft, Exact, accept_or_redraw, check_strength
+from comfyui_specar.samplers.rules.acceptance import Draft, Exact, accept_or_resample, check_strength
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
@@ -203,7 +203,7 @@ def run(p, q, exists=True, draws=100_000):
     u, v = torch.rand((2, draws, 1), generator=generator)
     there = torch.full_like(token, exists).bool()
     draft = Draft(token, (q * exists).expand(draws, 1, -1), torch.ones_like(token), there)
-    outcome = accept_or_redraw(Exact(), p.expand(draws, 1, -1), draft, u, v, torch.ones_like(u))
+    outcome = accept_or_resample(Exact(), p.expand(draws, 1, -1), draft, u, v, torch.ones_like(u))
     assert not outcome.relaxed.any()
     return outcome.token[:, 0], outcome.accepted[:, 0], token[:, 0]
 

@@ -206,7 +206,7 @@ def test_proposals_are_made_until_one_passes(monkeypatch, mode, tries, parts, to
         return torch.full((1, 1, 2), float(part)), torch.tensor([[tries[part]]])
 
     monkeypatch.setattr(continuous, "residual", residual)
-    found, number = run.redraw(None, None, torch.zeros(1, 1), torch.tensor([[wanted]]))
+    found, number = run.resample(None, None, torch.zeros(1, 1), torch.tensor([[wanted]]))
     if not wanted:
         parts, token, count = [0], 0, tries[0]
     assert asked == parts and found.tolist() == [[[token, token]]] and int(number) == count

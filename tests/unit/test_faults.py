@@ -22,7 +22,7 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.acceptance import Exact
-from comfyui_specar.samplers.rules.lantern import REDRAW, Lantern
+from comfyui_specar.samplers.rules.lantern import RESIDUALS, Lantern
 
 from ..support.rules import RELAXED
 from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request
@@ -42,7 +42,7 @@ STRUCTURES = {
     "top-k": Dynamic(3, 2, 5),
     "adaptive": ADAPTIVE,
 }
-RULES = [Exact(), *RELAXED, *(Lantern(2, 0.3, redraw) for redraw in REDRAW[1:])]
+RULES = [Exact(), *RELAXED, *(Lantern(2, 0.3, redraw) for redraw in RESIDUALS[1:])]
 RULES_ON_TREES = list(zip(cycle([TWO_LEVELS, Dynamic(2, 2, 4)]), RULES, strict=False))
 SKIPPING = [Skipping(interval=2, guard=0), Skipping("dynamic", threshold=0.1, guard=0)]
 PARAMS = {
@@ -173,7 +173,7 @@ GARBAGE = {
 @pytest.mark.parametrize("spoil", GARBAGE.values(), ids=GARBAGE)
 def test_any_drafter_leaves_the_distribution_alone(spoil):
     distribution = MODEL.distribution(LAYOUT, SamplingParams())
-    for name in ("blocks", "two levels", "top-k", "adaptive, sampled"):
+    for name in ("blocks", "two levels", "top-k", "adaptive"):
         decoded = DraftTree(Garbage(spoil), STRUCTURES[name]).sample(request(MODEL, LAYOUT, batch=1500))
         whole = chi_square(decoded.tokens, distribution)
         late = chi_square(decoded.tokens[:, 4:], marginal(distribution, [4, 5]))

@@ -78,20 +78,20 @@ def drafts_of(tree, image: int) -> dict[tuple[int, ...], tuple[int, float]]:
     return found
 
 
-def likeliest(q: list[float], count: int) -> list[int]:
+def most_likely(q: list[float], count: int) -> list[int]:
     return sorted(range(VOCAB), key=lambda token: -q[token])[:count]
 
 
-def top_k_by_hand(drafter, image, levels, most, nodes):
+def top_k_by_hand(drafter, image, levels, top_k, nodes):
     frontier, found = {(): 0.0}, {}
     for _ in range(levels):
         offered = {}
         for path, score in frontier.items():
             q = drafter.after(image, path)
-            for rank, token in enumerate(likeliest(q, most)):
+            for rank, token in enumerate(most_likely(q, top_k)):
                 offered[(*path, token)] = score + math.log(q[token]), rank, q[token]
         found |= offered
-        best = sorted(offered, key=lambda path: -offered[path][0])[:most]
+        best = sorted(offered, key=lambda path: -offered[path][0])[:top_k]
         frontier = {path: offered[path][0] for path in best}
     best = sorted(found, key=lambda path: -found[path][0])[:nodes]
     return {path: found[path][1:] for path in best}
@@ -106,52 +106,47 @@ def assert_same(found, wanted):
 @given(images, st.integers(1, DEEPEST), st.integers(1, 4), st.sampled_from([1, 3, 12, 60]), st.integers(0, 10**6))
 @example([(0, 4, 2), (1, 3, 3), (0, 4, 4)], 4, 4, 60, 0)
 @settings(max_examples=60, deadline=None)
-def test_top_k_trees_of_a_batch_are_those_of_each_image(images, levels, most, nodes, seed):
+def test_top_k_trees_of_a_batch_are_those_of_each_image(images, levels, top_k, nodes, seed):
     drafter = PathDrafter(len(images), seed)
     committed, depth, width = (list(column) for column in zip(*images, strict=True))
     tree = grow_top_k(
         work_of(drafter, len(images)),
         drafter.root(committed),
         levels,
-        most,
+        top_k,
         nodes,
         torch.tensor(depth),
         torch.tensor(width),
     )
     for b in range(len(images)):
         own = min(levels, depth[b], LENGTH - committed[b])
-        assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, own, min(most, width[b]), nodes))
+        assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, own, min(top_k, width[b]), nodes))
 
 
 @given(images, st.integers(1, DEEPEST), st.integers(1, 7), st.integers(1, 12), st.integers(0, 10**6))
 @settings(max_examples=30, deadline=None)
-def test_top_k_trees_have_one_size_unless_it_is_limited(images, levels, most, nodes, seed):
+def test_top_k_trees_have_one_size_unless_it_is_limited(images, levels, top_k, nodes, seed):
     drafter = PathDrafter(len(images), seed)
-    tree = grow_top_k(work_of(drafter, len(images)), drafter.root([0] * len(images)), levels, most, nodes)
+    tree = grow_top_k(work_of(drafter, len(images)), drafter.root([0] * len(images)), levels, top_k, nodes)
     for b in range(len(images)):
-        assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, levels, min(most, VOCAB), nodes))
+        assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, levels, min(top_k, VOCAB), nodes))
 
 
-@pytest.mark.parametrize("cut", [True, False])
-@given(images, st.integers(0, 10**6))
+@given(st.lists(st.integers(0, LENGTH), min_size=1, max_size=4), st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_sampled_trees_are_cut_to_the_first_levels_and_the_first_drafts_of_each(cut, images, seed):
-    """At temperature 0, where the samples are the likeliest tokens."""
-    drafter = PathDrafter(len(images), seed)
-    committed, depth, width = (list(column) for column in zip(*images, strict=True))
-    limits = (torch.tensor(depth), torch.tensor(width)) if cut else ()
-    tree = grow_sampled(work_of(drafter, len(images)), drafter.root(committed), SHAPE, torch.tensor(0), *limits)
-    for b in range(len(images)):
+def test_sampled_trees_have_their_shape_up_to_the_end_of_the_image(committed, seed):
+    """At temperature 0, where the samples are the top_k likely tokens."""
+    drafter = PathDrafter(len(committed), seed)
+    tree = grow_sampled(work_of(drafter, len(committed)), drafter.root(committed), SHAPE, torch.tensor(0))
+    for b in range(len(committed)):
         wanted, above = {}, [()]
         for number, level in enumerate(SHAPE, 1):
             here = []
-            for place, (parent, rank) in enumerate(zip(level.parent, level.rank, strict=True)):
+            for parent, rank in zip(level.parent, level.rank, strict=True):
                 path = above[parent]
                 there = path is not None and committed[b] + number <= LENGTH
-                if cut:
-                    there = there and number <= depth[b] and place < width[b]
                 q = drafter.after(b, path) if there else []
-                here.append((*path, likeliest(q, rank + 1)[-1]) if there else None)
+                here.append((*path, most_likely(q, rank + 1)[-1]) if there else None)
                 if there:
                     wanted[here[-1]] = rank, q[here[-1][-1]]
             above = here

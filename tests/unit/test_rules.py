@@ -19,7 +19,7 @@ from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.entropy import Entropy
 from comfyui_specar.samplers.rules.grouped import Grouped
-from comfyui_specar.samplers.rules.lantern import REDRAW, Lantern, LanternPP
+from comfyui_specar.samplers.rules.lantern import RESIDUALS, Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.settings import settings_of
 
@@ -56,7 +56,7 @@ NOTHING = [  # settings at which a rule is the exact one
     Grouped(gap=0),
     Grouped(radius=0),
 ]
-LOSSY = [*RELAXED, *(replace(Lantern(4, 0.2), redraw=redraw) for redraw in REDRAW)]
+LOSSY = [*RELAXED, *(replace(Lantern(4, 0.2), redraw=redraw) for redraw in RESIDUALS)]
 
 
 def bound(rule, codebook=CODEBOOK):
@@ -148,7 +148,7 @@ def test_the_drift_is_its_closed_form_and_the_tv_bound_says_so(rule, depth):
     assert (max(drifts) > 1e-3) == relaxed, "the test would not notice a rule that does nothing"
 
 
-@pytest.mark.parametrize("redraw", REDRAW)
+@pytest.mark.parametrize("redraw", RESIDUALS)
 def test_the_papers_residual_samples_worse_and_the_tv_bound_holds_for_what_they_sample(redraw):
     worse = 0
     for rule in (Lantern(4, 0.2, redraw), Lantern(9, 0.5, redraw), LanternPP(6, 4, redraw)):

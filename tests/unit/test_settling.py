@@ -80,7 +80,7 @@ def test_settling_by_the_guess_itself_breaks_the_bound(monkeypatch):
 
     def by_the_guess(*given, real=SJD.decide):
         window = real(*given)
-        return replace(window, settled=window.settled.minimum((window.guess == 2).long().cumprod(1).sum(1)))
+        return replace(window, settled_count=window.settled_count.minimum((window.guess == 2).long().cumprod(1).sum(1)))
 
     method = replace(EXACT, settle=0.3)
     found, bound, chance = drift(many(method, "kept", MANY), "kept")
@@ -125,13 +125,15 @@ def test_guesses_settle_one_after_the_other():
         [[0.9, 0.9, 0.1, 0.0, 0.0], [0.9, 0.1, 0.2, 0.1, 0.1], [0.9, 0.3, 0.1, 0.1, 0.1], [0.9, 0.9, 0.9, 0.9, 0.9]]
     )
     count = torch.tensor([2, 1, 1, 5])
-    assert settling.settled(distance, torch.tensor(0.2), exists, count).tolist() == [2, 1, 0, 0]
+    assert settling.count_settled(distance, torch.tensor(0.2), exists, count).tolist() == [2, 1, 0, 0]
 
 
 def test_moved_is_the_total_variation():
     p, q = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    torch.testing.assert_close(settling.moved(p, q), (p - q).abs().sum(-1) / 2)
-    assert (settling.moved(p, p) <= p.shape[-1] * torch.finfo(p.dtype).eps).all(), "a sum of so many may round"
+    torch.testing.assert_close(settling.total_variation(p, q), (p - q).abs().sum(-1) / 2)
+    assert (settling.total_variation(p, p) <= p.shape[-1] * torch.finfo(p.dtype).eps).all(), (
+        "a sum of so many may round"
+    )
 
 
 def test_the_trace_tells_of_settling():

@@ -127,8 +127,15 @@ def test_greedy_trees_have_siblings():
         assert trace.positions["tree_width"].max() > 1, structure
 
 
-@pytest.mark.parametrize("children", ["sampled", "likeliest"])
-def test_no_random_number_is_used_twice(children, monkeypatch):
+@pytest.mark.parametrize(
+    "structures",
+    [
+        {"chain": Chain(3), "blocks": Chain(4, "block"), "static": Static("lantern_57")},
+        {"dynamic": Dynamic(3, 3, 9), "adaptive": ADTTree("random", **SMALL)},
+    ],
+    ids=["sampled children", "most likely children"],
+)
+def test_no_random_number_is_used_twice(structures, monkeypatch):
     """Uniform numbers are distinguished by their values (2^24 are possible), noise by its place in the stream."""
     asked, layout = [], plain(3, 3)
     uniform, gumbel = Stream.uniform, Stream.gumbel
@@ -158,9 +165,6 @@ def test_no_random_number_is_used_twice(children, monkeypatch):
     for name, places in where.items():
         monkeypatch.setattr(kernels, name, noted(getattr(kernels, name), *places))
     toy = ToyModel(layout, memory=2)
-    sampled = [Chain(3), Chain(4, "block"), Static("lantern_57"), ADTTree("random", "sampled", **SMALL)]
-    likeliest = [Dynamic(3, 3, 9), ADTTree("random", **SMALL)]
-    structures = dict(enumerate(sampled if children == "sampled" else likeliest))
     for method in methods(toy, structures, [UniformRSD(2.0)]):
         asked.clear()
         method.sample(request(toy, layout))
@@ -201,7 +205,6 @@ def test_caches_hold_whatever_is_fed(text_model, text_drafters, skips, monkeypat
         "static": Static("eagle_25"),
         "dynamic": Dynamic(5, 8, 12),
         "adaptive": ADTTree("random", depths=(1, 5), widths=(1, 8), nodes=10),
-        "adaptive, sampled": ADTTree("random", "sampled", depths=(1, 5), widths=(1, 8), nodes=10),
     }
     for name, structure in sizes.items():
         for drafter in text_drafters.values():
@@ -282,6 +285,6 @@ def test_a_refused_likely_child_keeps_its_own_ratio():
     layout = TokenLayout.plain(1, 4)
     toy = ToyModel(layout)
     trace = DraftTree(ToyDrafter(toy), Dynamic(1, 1, 1)).sample(request(toy, layout, batch=200)).trace
-    redrawn = trace.positions["source"] == Source.RESIDUAL
-    p, ratio, q = (trace.positions[name][redrawn] for name in ("p", "ratio", "q"))
+    resampled = trace.positions["source"] == Source.RESIDUAL
+    p, ratio, q = (trace.positions[name][resampled] for name in ("p", "ratio", "q"))
     assert (q == 1).all() and not torch.equal(p, ratio)
