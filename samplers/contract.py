@@ -120,11 +120,12 @@ class Drafter(Protocol):
         guided: bool,
         into: Any = None,
     ) -> Any:
-        """The state after the prompt. target_state: the target's, just started; slack, into: see ARModel."""
+        """The state after the prompt. target_state: the target's, just started; slack, into: as in
+        ARModel.start."""
         ...
 
     def set_attention_length(self, state: Any, tokens: int | None) -> int:
-        """See ARModel."""
+        """The promise of ARModel.set_attention_length, for the drafter's own cache."""
         ...
 
     def observe(self, state: Any, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
@@ -148,7 +149,7 @@ class Drafter(Protocol):
         ...
 
     def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int) -> int:
-        """See ARModel."""
+        """Bytes of the drafter's own cache in a run, for prompts of ``prompt`` tokens."""
         ...
 
 
@@ -304,7 +305,7 @@ class Output:
 
     @property
     def notices(self) -> list[str]:
-        """See Trace."""
+        """What of the request the run did not use, a sentence each."""
         return self.trace.notices
 
 

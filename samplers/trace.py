@@ -340,7 +340,7 @@ def check_predicted(p: Tensor) -> None:
 
 def _filled(value: Tensor | float, like: Tensor) -> Tensor:
     """A tensor or scalar, spread to the shape of ``like``."""
-    if isinstance(value, Tensor):
-        return value.expand(like.shape)
-    kind = torch.float32 if isinstance(value, float) else torch.int64
-    return numbers((value,), like.device, kind).expand(like.shape)
+    if isinstance(value, int | float):
+        kind = torch.float32 if isinstance(value, float) else torch.int64
+        return numbers((value,), like.device, kind).expand(like.shape)
+    return value.expand(like.shape)

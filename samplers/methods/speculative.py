@@ -79,7 +79,7 @@ class DraftTree(DiscreteMethod):
 
     @property
     def one_shape(self) -> bool:
-        """See Method: skipping asks the host whether a round is verified, and trees may vary."""
+        """Do all rounds run the same kernels? Not with skipping, where the host decides, nor with trees that vary."""
         return self.skipping is None and not self.structure.varies
 
     @property

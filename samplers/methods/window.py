@@ -28,12 +28,12 @@ class Window:
 
     @property
     def guess(self) -> Tensor:
-        """[B, W]"""
+        """The guesses [B, W], of which the last is a placeholder."""
         return self.token[:, 1:]
 
     @property
     def draft(self) -> Tensor:
-        """[B, W - 1], the guesses without the placeholder."""
+        """The guesses [B, W - 1] without the placeholder."""
         return self.token[:, 1:-1]
 
 

@@ -290,30 +290,6 @@ def test_random_shapes_fill_the_bounds_and_move_with_the_last_alpha():
     assert ask(moving, history, 2, u=(1 - 2**-24, 1 - 2**-24)) == (9, 29)
 
 
-@pytest.mark.parametrize(
-    "bad, named",
-    [
-        ({"initial": "diagonal"}, "initial"),
-        ({"beta": 1.5}, "beta"),
-        ({"beta": math.nan}, "beta"),
-        ({"depths": (0, 9)}, "depths"),
-        ({"depths": (5, 4)}, "depths"),
-        ({"widths": (4, 65)}, "widths"),
-        ({"nodes": 8}, "nodes"),
-        ({"nodes": 2000}, "nodes"),
-        ({"depth_step": -1}, "depth_step"),
-        ({"width_step": 99}, "width_step"),
-        ({"first": (0, 10)}, "first depth"),
-        ({"first": (5, 0)}, "first width"),
-        ({"radius": 0.5}, "radius"),
-        ({"flock_distance": "x"}, "flock_distance"),
-    ],
-)
-def test_illegal_settings_are_named(bad, named):
-    with pytest.raises(ValueError, match=rf"\b{named}\b"):
-        ADTTree(**bad).check()
-
-
 def test_presets_are_legal_and_described():
     for adt in (LLAMAGEN, ANOLE):
         adt.check()

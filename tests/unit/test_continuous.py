@@ -442,13 +442,7 @@ def refuse(text, run=None, model=TARGET, **options):
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("length.* 0", {"length": 0}),
-        ("prefill.*-0.1.*0 to 1", {"prefill": -0.1}),
         ("prefill.*1.1.*0 to 1", {"prefill": 1.1}),
-        ("prefill.*nan", {"prefill": math.nan}),
-        ("mode.*'fast'.*block, prefix, exact", {"mode": "fast"}),
-        ("path.*'on'.*off, paper, official", {"path": "on"}),
-        ("condition.*'all'.*prefix, drafts", {"condition": "all"}),
         ("tolerance.*-1.* 0", {"tolerance": -1}),
         ("tolerance.*nan", {"tolerance": math.nan}),
         ("(?i)mode 'prefix'.*condition 'drafts'", {"mode": "prefix", "condition": "prefix"}),

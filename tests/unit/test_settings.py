@@ -176,11 +176,27 @@ def test_what_is_no_number_is_named():
         Setting(2, 5).check("size", "x")
 
 
-@pytest.mark.parametrize("owner", [Skipping(guard=-1), Skipping(interval=1), Skipping(path="best")])
-def test_a_check_names_the_setting(owner):
-    with pytest.raises(ValueError, match="guard|interval|path"):
-        check_settings(owner)
-    check_settings(Skipping())
+def beyond(legal):
+    """Values that are no longer legal: of the next whole numbers, because these are wrong for any type."""
+    if legal.options:
+        return ["other"]
+    return [value for value in (legal.low - 1, legal.high + 1, math.nan, math.inf) if not legal.legal(value)]
+
+
+@pytest.mark.parametrize("name", [name for name in DECLARED if DECLARED[name]])
+def test_a_check_refuses_and_names_what_is_beyond_any_limit(name):
+    """The check of the rule, structure or schedule itself; methods are given a request, too, and check the same."""
+    owner = OWNERS[name]
+    required = {each.name: None for each in fields(owner) if each.init and each.default is MISSING}
+    check = check_settings if owner in registry.METHODS else owner.check
+    check(owner(**required))
+    for setting, legal in settings_of(owner).items():
+        assert beyond(legal)
+        for value in beyond(legal):
+            with pytest.raises(ValueError, match=rf"^{setting} is {value!r}") as error:
+                check(owner(**required | {setting: value}))
+            named = legal.options or [f"{limit:g}" for limit in (legal.low, legal.high) if limit < math.inf]
+            assert all(word in str(error.value) for word in named)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,6 @@ def test_the_trace_tells_of_settling():
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        (SJD(settle=-0.1), "settle.*-0.1.*0"),
         (SJD(settle=1.5), "settle.*1.5.* 1"),
         *((SJD(reuse=reuse, settle=0.1), f"settle.*{reuse}.*coupled") for reuse in REUSE if reuse != "coupled"),
     ],
