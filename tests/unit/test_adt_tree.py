@@ -60,11 +60,6 @@ def test_published_sequences():
     assert shapes(LLAMAGEN, none_of, 7) == [(5, 10), (4, 20), (3, 30), (2, 39), (1, 49), (1, 58), (1, 58)]
 
 
-def test_without_steps_the_shape_stays():
-    still = ADTTree(depth_step=0, width_step=0)
-    assert set(shapes(still, all_of, 5) + shapes(still, none_of, 5)) == {(5, 10)}
-
-
 def test_one_level_back_to_two_restricts_the_width_again():
     story = iter([0, 0, 0, 0, 0, 1, 0])
     seen = shapes(ANOLE, lambda depth: torch.full_like(depth, next(story)), 7)
@@ -76,27 +71,6 @@ def test_the_threshold_counts_as_reached():
     adt = ADTTree(beta=0.6)
     assert shapes(adt, lambda depth: torch.full_like(depth, 3), 2)[1] == (6, 4)
     assert shapes(adt, lambda depth: torch.full_like(depth, 2), 2)[1] == (4, 20)
-
-
-def test_a_pruned_tree_counts_its_real_levels():
-    one, plan = torch.ones(1, dtype=torch.int64), (torch.tensor([5]), torch.tensor([10]))
-    adt = ADTTree()
-    history = adt.learn(adt.start(1, GRID, "cpu"), plan, tree_of(3 * one), one, 4 * one, 3 * one, one > 0)
-    assert tuple(int(x) for x in adt.shape(history, 4 * one, GRID, torch.zeros(1, 2))) == (6, 4)
-
-
-@pytest.mark.parametrize("levels, update", [(0, True), (3, False)])
-def test_rounds_that_verify_nothing_teach_nothing(levels, update):
-    adt, one = ADTTree(), torch.ones(1, dtype=torch.int64)
-    plan = (5 * one, 10 * one)
-    learned = adt.learn(adt.start(1, GRID, "cpu"), plan, tree_of(5 * one), one, 2 * one, 0 * one, one > 0)
-    same = adt.learn(
-        learned, (4 * one, 20 * one), tree_of(levels * one), 2 * one, 5 * one, 2 * one, torch.tensor([update])
-    )
-    for name in ("depth", "width", "alpha"):
-        assert torch.equal(getattr(same.last, name), getattr(learned.last, name))
-        assert (getattr(same.at, name)[0, 2:5] == getattr(learned.last, name)).all()  # what they decided inherits
-    assert tuple(int(x) for x in adt.shape(same, 5 * one, GRID, torch.zeros(1, 2))) == (4, 20)
 
 
 # The same, image by image and cell by cell.
@@ -241,24 +215,6 @@ def decided(adt: ADTTree, layout: TokenLayout, trees: dict[int, tuple[int, int, 
 
 def ask(adt: ADTTree, history: History, position: int, layout: TokenLayout = GRID, u=(0.0, 0.0)) -> tuple[int, int]:
     return tuple(int(x) for x in adt.shape(history, torch.tensor([position]), layout, torch.tensor([u])))
-
-
-def test_vertical_takes_shape_and_alpha_from_above():
-    adt = ADTTree(initial="vertical")
-    history = decided(adt, GRID, {8 + 3: (3, 30, 1.0), 16 + 2: (7, 14, 0.0)}, last=16 + 2)
-    assert ask(adt, history, 16 + 3) == (4, 20)  # above was fully accepted: deeper, narrower
-    assert ask(adt, history, 5) == (6, 24)  # nothing above the first row: the last tree, which failed
-
-
-def test_line_ends_share_the_tree_before_them():
-    layout, adt = with_line_ends(3, 4), ADTTree(initial="vertical")
-    history = decided(adt, layout, {3: (3, 30, 1.0), 4: (8, 8, 0.0), 8: (7, 14, 0.0)}, last=8)
-    assert ask(adt, history, 9, layout) == (4, 20)  # position 9 ends line 2; above it position 4 ends line 1
-
-
-def test_a_row_starts_with_the_last_tree():
-    history = decided(ADTTree(), GRID, {8: (3, 30, 1.0), 15: (7, 14, 0.0)}, last=15)
-    assert ask(ADTTree(), history, 16) == ask(ADTTree(), history, 17) == (6, 24)
 
 
 def test_flock_by_hand():

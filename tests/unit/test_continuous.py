@@ -71,20 +71,24 @@ def assert_whole(decoded, batch):
 # Rows
 
 
-@pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("keeping", [False, True])
-@pytest.mark.parametrize(("mode", "condition"), MODES)
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        *(method(*mode, aligned=aligned) for mode in MODES for aligned in (True, False)),
+        *(ContinuousNextToken(iterations) for iterations in (None, 1, 4)),
+    ],
+)
 @fp64()
-def test_batch_rows_equal_single_runs(mode, condition, keeping, aligned):
+def test_batch_rows_equal_single_runs(sampler, keeping):
     """Image i of a batch is that of a run of its own with seed + i, in every number that is recorded."""
     batch, seed = 6, 2**33
     tokens, kept = ragged_kept(batch)
-    run = method(mode, condition, aligned=aligned)
     keep = {"tokens": tokens, "kept": kept} if keeping else {}
-    together = run.sample(request(TARGET, batch, seed, cfg=1.7, **keep))
+    together = sampler.sample(request(TARGET, batch, seed, cfg=1.7, **keep))
     assert_whole(together, batch)
     for i in range(batch - keeping):  # the last row keeps everything, which is refused alone
-        alone = run.sample(request(TARGET, 1, seed + i, cfg=1.7, **{k: v[i : i + 1] for k, v in keep.items()}))
+        alone = sampler.sample(request(TARGET, 1, seed + i, cfg=1.7, **{k: v[i : i + 1] for k, v in keep.items()}))
         torch.testing.assert_close(together.tokens[i], alone.tokens[0])
         for name, values in alone.trace.positions.items():
             torch.testing.assert_close(together.trace.positions[name][i], values[0], msg=name)
@@ -92,26 +96,6 @@ def test_batch_rows_equal_single_runs(mode, condition, keeping, aligned):
     if keeping:
         assert torch.equal(together.tokens[kept], tokens[kept])
         assert torch.equal(together.trace.positions["source"] == Source.FORCED, kept)
-
-
-@pytest.mark.parametrize("iterations", [None, 1, 4])
-@pytest.mark.parametrize("keeping", [False, True])
-@fp64()
-def test_batch_rows_of_the_plain_sampler_equal_single_runs(keeping, iterations):
-    batch, seed = 6, 5
-    tokens, kept = ragged_kept(batch)
-    keep = {"tokens": tokens, "kept": kept} if keeping else {}
-    together = ContinuousNextToken(iterations).sample(request(TARGET, batch, seed, cfg=1.7, **keep))
-    assert_whole(together, batch)
-    for i in range(batch - keeping):
-        alone = ContinuousNextToken(iterations).sample(
-            request(TARGET, 1, seed + i, cfg=1.7, **{k: v[i : i + 1] for k, v in keep.items()})
-        )
-        torch.testing.assert_close(together.tokens[i], alone.tokens[0])
-        for name, values in alone.trace.positions.items():
-            torch.testing.assert_close(together.trace.positions[name][i], values[0], msg=name)
-    if keeping:
-        assert torch.equal(together.tokens[kept], tokens[kept])
 
 
 @pytest.mark.parametrize("mode", ["block", "exact"])

@@ -54,16 +54,6 @@ def test_published_truncation():
     assert taken(tree, 0, *whole) == [1, 2, 3]
 
 
-def test_the_mean_is_rounded_down():
-    tree = tree_of_paths(3, 3, 2)
-    assert choose_path(Skipping(), tree, torch.tensor([0.0]))[1].tolist() == [2]
-
-
-def test_a_chain_is_taken_whole():
-    chain = tree_of_paths(5)
-    assert taken(chain, 0, *choose_path(Skipping(), chain, torch.tensor([0.5]))) == [1, 2, 3, 4, 5]
-
-
 @given(seeds, st.sampled_from(PATHS), st.booleans())
 @settings(max_examples=50, deadline=None)
 def test_paths_by_hand(seed, path, truncate):
