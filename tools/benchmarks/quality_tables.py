@@ -35,14 +35,14 @@ HELP_PAGES = {  # node -> the cases that its help page shows, the default first
 HELP = {  # language -> a line, what the lines show, and that there are none
     "en": (
         "* {}: {} forward passes, log p {} per token, {} as asked",
-        "Bundled model, {images} images each (guidance 2, temperature 1): log-probability relative to next token in "
-        "nats, and images that show all that was asked for, ± half a 95 % interval. Other models may differ.",
+        "Bundled model, {images} images each at guidance 2, temperature 1. log p: nats relative to next token. ±: half "
+        "a 95 % interval. Other models may differ.",
         "Not measured yet.",
     ),
     "zh": (
         "* {}：前向 {} 次，每个 token 的 log p {}，{} 符合提示词",
-        "自带模型，每项 {images} 张图像（引导 2，温度 1）：对数概率与逐 token 的差（nat），以及完全符合提示词的图像"
-        "所占的比例，± 为 95 % 区间的一半。其他模型可能不同。",
+        "自带模型，每项 {images} 张图像，引导 2，温度 1。log p：与逐 token 的差（nat）。±：95 % 区间的一半。"
+        "其他模型可能不同。",
         "尚未测量。",
     ),
 }
