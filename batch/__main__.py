@@ -29,6 +29,7 @@ def import_as_package():
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]  # its files are not top-level modules
     root = here.parent
     spec = importlib.util.spec_from_file_location(PACKAGE, root / "__init__.py", submodule_search_locations=[str(root)])
+    assert spec and spec.loader  # of a file whose name ends in .py
     sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[PACKAGE])
     return import_module(f"{PACKAGE}.batch.cli")

@@ -16,7 +16,7 @@ class UnexpectedAnswerError(aiohttp.ClientError):
 
 
 async def read_body(reply: aiohttp.ClientResponse, most: int) -> bytes:
-    """most: bytes that the body may have."""
+    """Reads the whole body of a reply, of at most `most` bytes."""
     parts, size = [], 0
     async for part in reply.content.iter_any():
         size += len(part)
@@ -26,29 +26,24 @@ async def read_body(reply: aiohttp.ClientResponse, most: int) -> bytes:
     return b"".join(parts)
 
 
-def parse(body: bytes) -> Any:
-    """The value of an answer in JSON."""
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The object that an answer in JSON must be."""
     try:
-        return parse_json(body, ANSWER_VALUES)
+        answer = parse_json(body, ANSWER_VALUES)
     except ValueError:
         raise UnexpectedAnswerError(f"not JSON: {excerpt(body)}") from None
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """The value of an answer that must be a JSON object."""
-    answer = parse(body)
     if not isinstance(answer, dict):
         raise UnexpectedAnswerError(f"not an object: {excerpt(body)}")
     return answer
 
 
 def excerpt(body: bytes) -> str:
-    """The beginning of an answer, for a message."""
+    """The beginning of an answer, in one line, for a message."""
     return printable(" ".join(body[:NAME].decode(errors="replace").split()), WORD) or "nothing"
 
 
 def get(of: Any, name: str, kind: type | tuple[type, ...], *default: Any) -> Any:
-    """The value of[name], which must have this type. default: its value where it is missing or null."""
+    """Returns of[name], which must have this type. default: what is returned where it is missing or null."""
     if not isinstance(of, dict):
         raise UnexpectedAnswerError(f"there is no object to have {name}")
     value = of.get(name)
@@ -60,7 +55,7 @@ def get(of: Any, name: str, kind: type | tuple[type, ...], *default: Any) -> Any
 
 
 def get_list(of: Any, name: str, kind: type) -> list[Any]:
-    """The list of[name], empty where it is missing; its items must have this type."""
+    """Returns the list of[name], empty where it is missing. Its items must have this type."""
     found = get(of, name, list, [])
     if not all(isinstance(item, kind) for item in found):
         raise UnexpectedAnswerError(f"{name} is not a list of {kind.__name__}s")
@@ -81,6 +76,7 @@ def get_text(of: Any, name: str, default: str = "") -> str:
 
 
 def one_line(text: str) -> str:
+    """A text for messages and files: printable, in one line, of at most SAID characters."""
     return printable(" ".join(text.split()), SAID)
 
 

@@ -20,7 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from ..common.printable import printable
 from .address import address_of, shown, without_logins
 from .copies import fetch_missing
-from .dispatch import FIRST_PATIENCE, PATIENCE, Batch, Options
+from .dispatch import GIVE_UP_SECONDS, NEVER_ANSWERED_SECONDS, Batch, Options
 from .jobs import SHOWN, Job, JobsError, RowsError, counted, read_jobs
 from .journal import Journal, JournalError
 from .maps import check_ids, has_map, with_maps
@@ -58,11 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.out:
                 raise JobsError("--maps needs --out FOLDER, where the maps go")
         return on_ray(options, jobs) if options.ray else on_servers(options, jobs)
-    except RowsError as error:
-        report(f"error: {options.jobs.name}, {error}")
-        return BAD_INPUT
     except (JobsError, OverrideError, JournalError) as error:
-        report(f"error: {error}")
+        report(f"error: {options.jobs.name + ', ' if isinstance(error, RowsError) else ''}{error}")
         return BAD_INPUT
     except KeyboardInterrupt:
         return CANCELLED
@@ -76,7 +73,12 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         description="Generates an image for every row of a CSV or JSON-lines file.",
     )
-    add, number = top.add_argument, {"metavar": "N"}
+
+    def number(name: str, low: int, kind: type, default: float, text: str) -> None:
+        text += " (default: %(default)s)"
+        add(name, type=at_least(low, kind), metavar="N", default=default, help=text)
+
+    add = top.add_argument
     add("jobs", type=Path, help="the jobs: .csv with a header, or .jsonl")
     add("--results", type=Path, help="a JSON line per job (default: JOBS.results.jsonl)")
     add("--out", type=Path, help="folder for the images (of servers: for copies of what they saved)")
@@ -85,18 +87,16 @@ def parser() -> argparse.ArgumentParser:
     text = "run those again that failed, were interrupted or given up before"
     add("--retry-failed", action="store_true", help=text)
     add("--dry-run", action="store_true", help="only check that all jobs fit the workflow")
-    text = "how often a job is run again whose server or actor was lost (default: %(default)s)"
-    add("--retries", type=at_least(0, int), default=Options.retries, help=text, **number)
+    number("--retries", 0, int, Options.retries, "how often a job is run again whose server or actor was lost")
 
     add = top.add_argument_group("on ComfyUI servers").add_argument
     add("--server", action="append", metavar="URL", help=f"may be repeated (default: {SERVER})")
     text = f"in API format (default: {WORKFLOW.name} of this pack)"
     add("--workflow", type=Path, default=WORKFLOW, help=text)
-    text = "jobs that a server has at a time (default: %(default)s: one runs, the next one waits)"
-    add("--in-flight", type=at_least(1, int), default=Options.in_flight, help=text, **number)
+    number("--in-flight", 1, int, Options.in_flight, "jobs that a server has at a time: with 2, one runs, one waits")
     text = (
-        f"give up when no server answered for so long (default: {PATIENCE:g}, but {FIRST_PATIENCE:g} if none ever did; "
-        "give it to wait for one that is starting)"
+        f"give up when no server answered for so long (default: {GIVE_UP_SECONDS:g}, but {NEVER_ANSWERED_SECONDS:g} if "
+        "none ever did; give it to wait for one that is starting)"
     )
     add("--patience", type=at_least(0, float), metavar="SECONDS", help=text)
 
@@ -106,34 +106,20 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default="default", help="bundled name, or a file or folder (default: %(default)s)")
     add("--decoder", help="image decoder, where the model's files have none")
     add("--drafter", help="bundled name, file or folder, for methods that need one")
-    names = "(default: %(default)s; a wrong name lists all)"
-    add(
-        "--method",
-        default="sjd",
-        help=f"sjd, next_token, cool_sd, ... {names}; columns of the jobs file set its settings",
+    text = "sjd, next_token, cool_sd, ... (default: %(default)s; a wrong name lists all); columns of the jobs file set "
+    add("--method", default="sjd", help=text + "its settings")
+    text = (
+        "fp32, bf16, ..., as in Load AR Checkpoint (default: %(default)s: fp32 on a CPU, bf16 on a GPU; a wrong name "
     )
-    text = "fp32, bf16, ..., as in Load AR Checkpoint (default: %(default)s: fp32 on a CPU, bf16 on a GPU; a wrong name"
-    add("--dtype", default="auto", metavar="NAME", help=f"{text} lists all)")
-    add(
-        "--actors",
-        type=at_least(1, int),
-        default=1,
-        help="models that generate at a time (default: %(default)s)",
-        **number,
-    )
-    add("--cpus", type=at_least(1, int), default=1, help="threads of one (default: %(default)s)", **number)
-    add(
-        "--gpus",
-        type=at_least(0, float),
-        default=0,
-        help="GPUs of one; 0.5 if two share it (default: %(default)s)",
-        **number,
-    )
+    add("--dtype", default="auto", metavar="NAME", help=text + "lists all)")
+    number("--actors", 1, int, 1, "models that generate at a time")
+    number("--cpus", 1, int, 1, "threads of one")
+    number("--gpus", 0, float, 0, "GPUs of one; 0.5 if two share it")
     return top
 
 
 class Parser(argparse.ArgumentParser):
-    """It quotes what it does not understand, such as an address after an option that is misspelled."""
+    """Its errors quote what it does not understand, such as an address after a misspelled option, without logins."""
 
     def error(self, message: str) -> NoReturn:
         super().error(safe(message))
@@ -154,9 +140,9 @@ def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> N
 
 def check_address(url: str) -> None:
     """Raises JobsError for what cannot be the address of a server."""
-    if "://" in url and not url.startswith(("http://", "https://")):
-        raise JobsError(f"--server {shown(url)}: the address of a server begins with http:// or https://")
     try:
+        if "://" in url and not url.startswith(("http://", "https://")):
+            raise ValueError("no http:// or https:// in front")
         address_of(url)
     except ValueError as error:
         raise JobsError(f"--server {shown(url)} is no address ({error}): one looks like {SERVER}") from None
@@ -173,6 +159,8 @@ def make_folder(out: Path) -> None:
 
 
 def at_least(low: int, kind: type) -> Callable[[str], Any]:
+    """The type of an option that is a number from `low` on."""
+
     def convert(text: str) -> Any:
         value = kind(text)
         if not value >= low:
@@ -184,12 +172,12 @@ def at_least(low: int, kind: type) -> Callable[[str], Any]:
 
 
 def safe(text: str) -> str:
-    """What may be written to a terminal or a log: lines that do nothing to it, and no logins."""
+    """A text for a terminal or a log: its lines do nothing to it, and have no logins."""
     return "\n".join(printable(without_logins(line)) for line in text.split("\n"))
 
 
 class SafeFormatter(logging.Formatter):
-    """Lines of a log, whoever writes them."""
+    """Makes the lines of a log safe, whoever writes them."""
 
     def format(self, record: logging.LogRecord) -> str:
         return safe(super().format(record))
@@ -208,7 +196,7 @@ def report_stop(error: Exception) -> int:
 
 
 def report_missing_prompts(workflow: Workflow, jobs: list[Job]) -> None:
-    """How many rows have no prompt and use the workflow's own, which is an example."""
+    """Reports how many rows have no prompt and use the workflow's own, which is an example."""
     own = texts_reaching(workflow, ROLES["prompt"])
     without = [
         job.id for job in jobs if not any(place in own for name in job.overrides for place in places(workflow, name))
@@ -222,7 +210,7 @@ def report_missing_prompts(workflow: Workflow, jobs: list[Job]) -> None:
 
 
 def report_missing_maps(journal: Journal, jobs: list[Job]) -> None:
-    """How many jobs were done without --maps."""
+    """Reports how many jobs were done without --maps."""
     done = [job.id for job in jobs if journal.done(job.id)]
     if without := [job for job in done if not has_map(job, journal.results[job].get("copies", []))]:
         report(
@@ -271,8 +259,8 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
 
 
 def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
-    from .fleet import RayOptions, generate_all
-    from .studio import ModelOptions
+    from .model_worker import ModelOptions
+    from .ray_cluster import RayOptions, generate_all
 
     if not options.out:
         raise JobsError("--ray needs --out DIR, where the images go")
@@ -302,11 +290,13 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
 
 
 def report_fit(jobs: list[Job], what: str) -> int:
+    """Reports the result of --dry-run. Returns the exit code."""
     report(f"{counted(len(jobs), 'job')} fit{'s' if len(jobs) == 1 else ''} {what}")
     return DONE
 
 
 def results_of(options: argparse.Namespace) -> Path:
+    """The file of the results."""
     return options.results or options.jobs.with_suffix(".results.jsonl")
 
 

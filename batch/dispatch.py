@@ -22,20 +22,23 @@ from .server import Entry, Server, ServerAwayError, open_session
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 300.0  # default of --patience: seconds without any server after which a batch gives up ...
-FIRST_PATIENCE = 10.0  # ... and where none ever answered: then the address is wrong
-UNEXPECTED = 2  # successive answers about our prompts that are not ComfyUI's, after which a server is excluded
-GONE = 0.1  # of the grace, where nobody listens any more: the server has ended, and its queue with it
+GIVE_UP_SECONDS = 300.0  # default of --patience: seconds without any server after which a batch gives up ...
+NEVER_ANSWERED_SECONDS = 10.0  # ... and where none ever answered: then the address is wrong
+MAX_UNEXPECTED = 2  # successive answers about our prompts that are not ComfyUI's, after which a server is excluded
+GONE_GRACE = 0.1  # of the grace, where nobody listens any more: the server has ended, and its queue with it
 LONGEST_PAUSE = 5.0  # seconds between two visits to a server that does not answer
 CLOSE_SECONDS = 3.0  # for requests that are under way when the last job has ended
 
 
 @dataclass(frozen=True)
 class Options:
-    """in_flight: prompts that a server has at a time (with 2 it never waits for the next). retries: how often a job
-    whose server was lost is queued again. grace: seconds after which a silent server gives its jobs back. patience:
-    seconds without any server after which the batch gives up (None: PATIENCE, or FIRST_PATIENCE). poll: seconds between
-    two visits to a server. download: a folder for copies of the files. maps: save and copy acceptance maps, too."""
+    """How a batch uses its servers.
+
+    in_flight: prompts that a server has at a time; with 2 it never waits for the next. retries: how often a job whose
+    server was lost is queued again. grace: seconds after which a silent server gives its jobs back. patience: seconds
+    without any server after which the batch gives up (None: GIVE_UP_SECONDS, or NEVER_ANSWERED_SECONDS). poll: seconds
+    between two visits to a server. download: a folder for copies of the files. maps: save and copy acceptance maps,
+    too."""
 
     in_flight: int = 2
     retries: int = 3
@@ -65,13 +68,13 @@ class QueuedJob:
 @dataclass(eq=False)
 class Worker:
     """A server, and the jobs that it was given, by prompt id. A prompt that is not the last one of its job is outdated.
-    excluded: it gets no more jobs. foreign: prompts of other clients that it has. versions: None until it is asked.
-    answered: when it last did. failures: since then. unexpected: see UNEXPECTED."""
+    excluded: it gets no more jobs. others: prompts of other clients that it has. versions: None until it is asked.
+    answered: when it last did. failures: since then. unexpected: see MAX_UNEXPECTED."""
 
     server: Server
     excluded: bool = False
     given: dict[str, QueuedJob] = field(default_factory=dict)
-    foreign: int = 0
+    others: int = 0
     versions: dict[str, str] | None = None
     answered: float | None = None
     failures: int = 0
@@ -79,7 +82,7 @@ class Worker:
 
     @property
     def load(self) -> int:
-        return len(self.given) + self.foreign
+        return len(self.given) + self.others
 
 
 class Batch:
@@ -119,6 +122,7 @@ class Batch:
                 await asyncio.gather(everyone, *tasks, return_exceptions=True)
 
     def stop(self) -> None:
+        """Cancels the batch: the servers' visits end, and they are asked to drop our prompts."""
         self.stopping = True
         self.over.set()
 
@@ -128,15 +132,17 @@ class Batch:
         workers = {server.url: Worker(server) for server in (Server(session, url) for url in self.urls)}
         for job in jobs:
             queued = QueuedJob(job, prompts[job.id], fingerprint(prompts[job.id]))
-            last = self.journal.submitted.get(job.id, {})
-            queued.attempt, url, prompt_id = last.get("attempt", 0), last.get("server"), last.get("prompt_id")
+            if not (last := self.journal.submitted.get(job.id)):
+                self.waiting.append(queued)
+                continue
+            queued.attempt, url, prompt_id = last["attempt"], last["server"], last["prompt_id"]
             ended = self.journal.results.get(job.id, {}).get("prompt_id") == prompt_id
-            if not last or ended or self.journal.changed(job.id, queued.fingerprint):
+            if ended or self.journal.changed(job.id, queued.fingerprint):
                 self.waiting.append(queued)
             else:
                 queued.prompt_id = prompt_id
                 workers.setdefault(url, Worker(Server(session, url), excluded=True))
-            if last and not ended and url in workers:
+            if not ended and url in workers:
                 workers[url].given[prompt_id] = queued
         self.workers = list(workers.values())
 
@@ -169,7 +175,7 @@ class Batch:
                 await self._submit(worker, queued)
         except ServerAwayError as error:
             worker.unexpected += error.unexpected
-            if worker.unexpected == UNEXPECTED:
+            if worker.unexpected == MAX_UNEXPECTED:
                 self._exclude(worker, "its answers about prompts are not those of ComfyUI")
             raise
 
@@ -180,7 +186,7 @@ class Batch:
             each is not worker and not each.failures and (each.given or not each.excluded) for each in self.workers
         )
         answers = [each.answered for each in self.workers if each.answered]
-        patience = PATIENCE if answers else FIRST_PATIENCE
+        patience = GIVE_UP_SECONDS if answers else NEVER_ANSWERED_SECONDS
         if self.options.patience is not None:
             patience = self.options.patience
         if worker.failures == 1:
@@ -188,7 +194,7 @@ class Batch:
             if not others:
                 logger.warning("Waiting up to %g s for a server.", patience)
         silent = time.monotonic() - (worker.answered or self.begun)
-        if silent > self.options.grace * (GONE if error.gone else 1):
+        if silent > self.options.grace * (GONE_GRACE if error.gone else 1):
             self._give_back(worker, silent, others)
         if not others and not self.stopping and time.monotonic() - max(answers, default=self.begun) >= patience:
             logger.error("No server answers: given up. Start one, or name its address with --server.")
@@ -228,7 +234,7 @@ class Batch:
                 self.waiting.remove(queued)
             if prompt_id not in here:
                 await self._finish(worker, queued)
-        worker.foreign = len(here - worker.given.keys())
+        worker.others = len(here - worker.given.keys())
 
     async def _finish(self, worker: Worker, queued: QueuedJob) -> None:
         """A prompt that is no longer in the server's queue has ended, or the server has lost it."""
@@ -236,16 +242,18 @@ class Batch:
         found = await worker.server.history(prompt_id, self._sent(queued))
         if found and found.outcome == "interrupted" and (self.stopping or not queued.tries):
             found = None  # by this command, or by an earlier one that was stopped
+        copies: dict[str, Any] = {}
+        if found and self.options.download and found.outcome == "success":
+            paths = copies_of(found.files, self.options.download / queued.job.id)
+            copies["copies"], error = await copied(worker.server, list(zip(found.files, paths, strict=True)))
+            copies |= {"status": "error", "error": error} if error else {}
+        del worker.given[prompt_id]
         if found:
-            record = await self._record(worker, queued, found)
             worker.unexpected = 0
-            del worker.given[prompt_id]
-            self._end(queued, record)
+            self._end(worker, queued, found, copies)
             await worker.server.forget(prompt_id)
-        else:
-            del worker.given[prompt_id]
-            if not self.stopping:
-                self._queue_again(worker, queued)
+        elif not self.stopping:
+            self._queue_again(worker, queued)
 
     def _pull(self, worker: Worker) -> QueuedJob | None:
         """Takes the next job for the server out of the queue. A server that has lost a job gets it only if there is no
@@ -262,7 +270,7 @@ class Batch:
             if not able:
                 self.waiting.remove(queued)
                 error = "; ".join(f"{url}: {reason}" for url, reason in queued.refused.items())
-                self._end(queued, self._line(worker, queued, Entry("error", 0.0, error)))
+                self._end(worker, queued, Entry("error", error))
             elif worker in able and self._is_its_turn(worker, able):
                 self.waiting.remove(queued)
                 return queued
@@ -278,6 +286,7 @@ class Batch:
         return len(self.waiting) > sum(max(0, worker.load - each.load) for each in able)
 
     async def _submit(self, worker: Worker, queued: QueuedJob) -> None:
+        """Gives the server a job, which ends or goes back into the queue where it is refused."""
         job, server = queued.job, worker.server
         queued.attempt, queued.tries = queued.attempt + 1, queued.tries + 1
         queued.prompt_id = prompt_id = self.journal.prompt_id(job.id, queued.attempt)
@@ -296,7 +305,7 @@ class Batch:
         await server.forget(prompt_id)  # ... which is not this job's image
         del worker.given[prompt_id]
         if not refused.elsewhere:
-            self._end(queued, self._line(worker, queued, Entry("error", 0.0, refused.reason)))
+            self._end(worker, queued, Entry("error", refused.reason))
             return
         queued.refused[server.url] = refused.reason
         queued.tries -= 1
@@ -305,6 +314,7 @@ class Batch:
             self._exclude(worker, refused.reason)  # it lacks what every job needs
 
     def _exclude(self, worker: Worker, why: str) -> None:
+        """The server gets no more jobs in this batch."""
         worker.excluded = True
         logger.warning("%s is set aside in this batch: %s", worker.server.url, why)
         if all(each.excluded for each in self.workers):
@@ -314,29 +324,21 @@ class Batch:
             )
 
     def _queue_again(self, worker: Worker, queued: QueuedJob) -> None:
+        """A job that its server has lost goes to the front of the queue, or ends where it was tried too often."""
         queued.lost.add(worker.server.url)
         if queued.tries <= self.options.retries:
             self.waiting.appendleft(queued)
             return
         error = f"given up after {counted(queued.tries, 'attempt')}: its server was lost, last {worker.server.url}"
-        self._end(queued, self._line(worker, queued, Entry("lost", 0.0, error)))
+        self._end(worker, queued, Entry("lost", error))
 
     def _sent(self, queued: QueuedJob) -> Workflow:
         """What a server gets of a job. The fingerprint is that without maps."""
         return with_maps(queued.prompt) if self.options.maps else queued.prompt
 
-    async def _record(self, worker: Worker, queued: QueuedJob, found: Entry) -> dict[str, Any]:
-        """The line of a job that its server has ended, with its copies."""
-        record = self._line(worker, queued, found)
-        if self.options.download and found.outcome == "success":
-            paths = copies_of(found.files, self.options.download / queued.job.id)
-            record["copies"], error = await copied(worker.server, list(zip(found.files, paths, strict=True)))
-            if error:
-                record |= {"status": "error", "error": error}
-        return record
-
-    def _line(self, worker: Worker, queued: QueuedJob, found: Entry) -> dict[str, Any]:
-        return {
+    def _end(self, worker: Worker, queued: QueuedJob, found: Entry, copies: dict[str, Any] | None = None) -> None:
+        """Records the one result of a job. copies: fields of the result about copies of its files."""
+        record = {
             "id": queued.job.id,
             "status": found.outcome,
             "overrides": queued.job.overrides,
@@ -349,10 +351,8 @@ class Batch:
             "warnings": found.warnings,
             "error": "interrupted by someone else" if found.outcome == "interrupted" else found.error,
             "versions": worker.versions or {},
+            **(copies or {}),
         }
-
-    def _end(self, queued: QueuedJob, record: dict[str, Any]) -> None:
-        """Records the one result of a job."""
         self.journal.write_result(record)
         queued.prompt_id = ""
         self.unfinished -= 1

@@ -50,12 +50,12 @@ class JsonLines:
             self._length = len(content) - len(last)
         elif last:  # the whole file, which is not ours
             lines.append(last)
-        records = list(map(parsed, lines))
-        if None in records:
-            number = records.index(None) + 1
-            raise JournalError(
-                f"{self.path}, line {number} is damaged: repair it, or move the file away to begin a new batch"
-            )
+        records = []
+        for number, line in enumerate(lines, 1):
+            if (record := parsed(line)) is None:
+                remedy = "repair it, or move the file away to begin a new batch"
+                raise JournalError(f"{self.path}, line {number} is damaged: {remedy}")
+            records.append(record)
         return records
 
     def append(self, record: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Journal:
             self.submitted[entry["job"]] = without_private(entry)
 
     def changed(self, job: str, fingerprint: str) -> bool:
-        """Was it submitted with other settings, or for another workflow?"""
+        """Was the job submitted with other settings, or for another workflow?"""
         return job in self.submitted and self.submitted[job]["fingerprint"] != fingerprint
 
     def check(self, prints: dict[str, str]) -> None:
@@ -136,20 +136,20 @@ class Journal:
             )
 
     def done(self, job: str) -> bool:
-        """Does it have its image?"""
+        """Has the job its image?"""
         return self.results.get(job, {}).get("status") == "success"
 
     def ended(self, job: str, fingerprint: str, retry_failed: bool) -> bool:
-        """Is nothing to do for it? A failed job that was corrected since is run again."""
+        """Is nothing left to do for the job? A failed job that was corrected since is run again."""
         failed = job in self.results and not retry_failed and not self.changed(job, fingerprint)
         return self.done(job) or failed
 
     def prompt_id(self, job: str, attempt: int) -> str:
-        """The same after a crash, and different for every attempt of every batch."""
+        """The id of an attempt: the same after a crash, and different for every attempt of every batch."""
         return str(uuid.uuid5(uuid.UUID(self.batch), f"{job}/{attempt}"))
 
     def write_submission(self, job: str, fingerprint: str, attempt: int, server: str) -> dict[str, Any]:
-        """To be called before the server is asked. Returns the line."""
+        """Appends a line to the journal, before the server is asked. Returns it."""
         entry = {"job": job, "attempt": attempt, "server": server, "prompt_id": self.prompt_id(job, attempt)}
         entry |= {"fingerprint": fingerprint, "time": now()}
         self._submissions.append(entry)
@@ -157,8 +157,8 @@ class Journal:
         return entry
 
     def write_result(self, record: dict[str, Any]) -> dict[str, Any]:
-        """To be called before the server forgets it. A line that is written again keeps the time of the first. Returns
-        the line."""
+        """Appends a line to the results, before the server forgets the job. A line that is written again keeps the time
+        of the first. Returns it."""
         record = {**record, "ended": record.get("ended") or now()}
         self._results.append(record)
         self.results[record["id"]] = record
@@ -187,6 +187,7 @@ def now() -> str:
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
+    """The object that a line holds; None for any other line."""
     try:
         record = parse_json(line)
     except ValueError:
@@ -195,7 +196,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def lock(file: BinaryIO) -> None:
-    """Raises BlockingIOError where another process has it."""
+    """Locks a file until it is closed. Raises BlockingIOError where another process has locked it."""
     if os.name == "nt":
         import msvcrt
 

@@ -51,8 +51,8 @@ class Entry:
     such entry."""
 
     outcome: str
-    seconds: float
     error: str = ""
+    seconds: float = 0.0
     files: list[dict[str, str]] = field(default_factory=list)
     traces: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Reply:
-    """kind: its content type."""
+    """An answer that has been read. kind: its content type."""
 
     status: int
     kind: str
@@ -84,8 +84,9 @@ def open_session() -> aiohttp.ClientSession:
 
 
 class Server:
-    """Every method raises ServerAwayError when the server cannot be reached, and when it answers as no ComfyUI does.
-    url: its address without what is private in it, which no message and no file has."""
+    """The requests that a batch makes of a server. Every method raises ServerAwayError when the server cannot be
+    reached, and when it answers as no ComfyUI does. url: its address without what is private in it, which no message
+    and no file has."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str):
         self._session, self._address = session, address_of(url)
@@ -96,7 +97,7 @@ class Server:
         return await self._request("GET", "/queue", read=queued_ids)
 
     async def versions(self) -> dict[str, str]:
-        """Of ComfyUI and PyTorch, as far as the server tells them."""
+        """The versions of ComfyUI and PyTorch, as far as the server tells them."""
 
         def read(reply: Reply) -> dict[str, str]:
             system = get(object_in(reply), "system", dict, {}) if reply.status == 200 else {}
@@ -124,7 +125,7 @@ class Server:
         return await self._request("POST", "/prompt", body, read=read)
 
     async def history(self, prompt_id: str, prompt: Workflow) -> Entry | None:
-        """None: the server knows of no such prompt, or has not finished it."""
+        """How a prompt ended; None where the server knows of no such prompt, or has not finished it."""
 
         def read(reply: Reply) -> Entry | None:
             answer = object_in(reply)
@@ -202,15 +203,15 @@ class Server:
             raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", unexpected=True)
 
     def _away(self, error: Exception) -> ServerAwayError:
-        if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
+        if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):  # aiohttp's, which has the port
             return ServerAwayError(
-                f"{self.url}: no ComfyUI answers on port {error.port}. Start it (python main.py in "
+                f"{self.url}: no ComfyUI answers on port {getattr(error, 'port', PORT)}. Start it (python main.py in "
                 f"its folder: port {PORT}), or name another address with --server.",
                 gone=True,
             )
         if isinstance(error, asyncio.TimeoutError):
             return ServerAwayError(f"{self.url} does not answer in time.")
-        text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+        text = getattr(error, "message", error)  # of a status; as a text it has the whole address
         return ServerAwayError(f"{self.url}: {self._hidden(one_line(str(text))) or type(error).__name__}")
 
     def _hidden(self, text: str) -> str:
@@ -218,7 +219,7 @@ class Server:
 
 
 def object_in(reply: Reply) -> dict[str, Any]:
-    """Raises UnexpectedAnswerError."""
+    """The object that a reply has. Raises UnexpectedAnswerError."""
     if reply.status != 200:
         raise UnexpectedAnswerError(f"status {reply.status}, {excerpt(reply.content)}")
     return parse_object(reply.content)
@@ -299,7 +300,7 @@ def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
     notices = dict.fromkeys(
         one_line(notice) for _, report in reports for notice in get_list(get(report, "settings", dict), "notices", str)
     )
-    return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), list(notices)[:NOTICES])
+    return Entry(outcome, error, seconds, files_of(outputs), traces_of(reports), list(notices)[:NOTICES])
 
 
 def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:

@@ -6,20 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch_invariant import enough
-from .dispatch import accelerated
+from .batch_invariant import padded_queries
+from .dispatch import Accelerated
 from .rotation import Norms, normalise, rotate
 
 FEW = 128  # tokens; torch's fused kernels are for longer prompts
 
 
-def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The additive form of a boolean mask (true: visible): 0 or minus infinity. Made once for all layers of a pass."""
-    return (
-        None
-        if mask is None
-        else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    )
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def attend_cached(
@@ -39,29 +35,14 @@ def attend_cached(
 
     qkv [R, T, H + 2 Hkv, d]: queries, keys, values; factors as of ``factors_of`` (fp32); buffer [R, 2 Hkv, N, d]:
     keys, values; rows [R, 1] counts from 0; slots [R, T] (int64): the slot of each token's keys and values;
-    mask [R, 1, T, n], n <= N, is added to the scores of the first n slots (see ``added``); arrived [R, Hkv, FEW]
+    mask [R, 1, T, n], n <= N, is added to the scores of the first n slots (see ``additive``); arrived [R, Hkv, FEW]
     (int32): zero before and after the call. Returns [R, T, H, d]; zeros for a query that sees no slot.
     """
-    attended = attend_few if qkv.shape[1] <= FEW else attend_few.__wrapped__
+    attended = attend_few if qkv.shape[1] <= FEW else attend_few.reference
     return attended(qkv, factors, halves, norms, buffer, rows, slots, mask, arrived)
 
 
-def _copied(
-    qkv: Tensor,
-    factors: Tensor,
-    halves: bool,
-    norms: Norms | None,
-    buffer: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    mask: Tensor,
-    arrived: Tensor,
-) -> tuple:
-    """A trial of ``attend_few``."""
-    return qkv, factors, halves, norms, buffer.clone(), rows, slots, mask, arrived.clone()
-
-
-@accelerated(trial=_copied)
+@Accelerated
 def attend_few(
     qkv: Tensor,
     factors: Tensor,
@@ -124,17 +105,19 @@ def _prepared(qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, c
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of queries [R, H, T, d] to keys and values [R, Hkv, N, d], by torch's fused kernels; None is causal.
 
-    mask [R, 1, T, N] is added to the scores (see ``added``). The fused kernels need as many key heads as query heads.
-    Queries that share a key head are therefore concatenated along T, which copies nothing of the cache.
+    mask [R, 1, T, N] is added to the scores (see ``additive``). The fused kernels need as many key heads as query
+    heads. Queries that share a key head are therefore concatenated along T, which copies nothing of the cache.
     """
     shared = q.shape[1] // k.shape[1]
     if shared == 1:
         return _batch_invariant(q, k, v, mask)
     if mask is None:
-        seen = torch.ones((1, 1, q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
-        mask = added(seen, q.dtype)
+        causal = torch.ones((1, 1, q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
+        rows = additive(causal, q.dtype)[:, :, None]
+    else:
+        rows = mask[:, :, None]
     together = q.unflatten(1, (-1, shared)).flatten(2, 3)  # [R, Hkv, shared * T, d]
-    rows = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
+    rows = rows.expand(-1, -1, shared, -1, -1).flatten(2, 3)
     return _batch_invariant(together, k, v, rows).unflatten(2, (shared, -1)).flatten(1, 2)
 
 
@@ -142,5 +125,5 @@ def _batch_invariant(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     """torch's attention, with queries padded so that results do not depend on their number (see batch_invariant.py)."""
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    several, masks = enough(q, mask)
-    return F.scaled_dot_product_attention(several, k, v, attn_mask=masks)[:, :, : q.shape[2]]
+    padded, masks = padded_queries(q, mask)
+    return F.scaled_dot_product_attention(padded, k, v, attn_mask=masks)[:, :, : q.shape[2]]

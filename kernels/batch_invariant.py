@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 HALF = (torch.bfloat16, torch.float16)
 QUERIES = 32  # queries per block of torch's attention on a CPU
-_FEWEST = (4, 8)  # queries per block, tried in this order; the last is used untested
+MIN_QUERIES = (4, 8)  # queries per block, tried in this order; the last is used untested
 KEYS = 512  # keys per block of torch's attention on a CPU
 BUCKET = 32  # numbers of keys are multiples of it
-_BLOCKS = (128, 64, 32, 16, 8, 4)  # rows per block, tried in this order; the last is used untested
-_TIMED = (2, 34)  # rows of a pass with guidance: of one token, and of a window of 17
-_TRIES = 3
+BLOCKS = (128, 64, 32, 16, 8, 4)  # rows per block, tried in this order; the last is used untested
+TIMED_ROWS = (2, 34)  # of a pass with guidance: of one token, and of a window of 17
+TRIES = 3
 
 
 class Plan(NamedTuple):
@@ -69,24 +69,30 @@ def transposed(layer: nn.Linear, rows: Tensor) -> Tensor:
 
 
 def plan(layer: nn.Module, dtype: torch.dtype, inputs: int, own_weights: bool) -> Plan:
-    """The faster way of two that give the same results. Found by trying: it depends on the processor and on the
+    """The faster of two plans that give the same results. Found by trying: it depends on the processor and on the
     libraries that torch was built with. The time decides only which of two equal results is computed."""
-    rows = torch.randn(_BLOCKS[0], inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = torch.randn(BLOCKS[0], inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
     plain = Plan(called, invariant_rows(partial(called, layer), rows))
     if not own_weights or layer.bias is not None:
         return plain
     other = Plan(transposed, invariant_rows(partial(transposed, layer), rows))
-    runs = [lambda few, way=way: in_blocks(partial(way.product, layer), few, way.block) for way in (plain, other)]
-    if not all(torch.equal(*(run(rows[:count]) for run in runs)) for count in _counts(_BLOCKS[0])):
+
+    def compute(plan: Plan, count: int) -> Tensor:
+        return in_blocks(partial(plan.product, layer), rows[:count], plan.block)
+
+    if not all(torch.equal(compute(plain, count), compute(other, count)) for count in _counts(BLOCKS[0])):
         return plain
-    times = [sum(min(_seconds(run, rows[:count]) for _ in range(_TRIES)) for count in _TIMED) for run in runs]
-    return other if times[1] < times[0] else plain
+    return min(plain, other, key=lambda plan: sum(shortest(partial(compute, plan, n), TRIES) for n in TIMED_ROWS))
 
 
-def _seconds(run: Callable[[Tensor], Tensor], rows: Tensor) -> float:
-    begun = time.perf_counter()
-    run(rows)
-    return time.perf_counter() - begun
+def shortest(run: Callable[[], object], tries: int) -> float:
+    """Seconds of the shortest of several runs: what other programs do meanwhile hardly changes that."""
+    seconds = []
+    for _ in range(tries):
+        begun = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
 
 
 def in_blocks(product: Callable[[Tensor], Tensor], rows: Tensor, block: int) -> Tensor:
@@ -101,11 +107,11 @@ def in_blocks(product: Callable[[Tensor], Tensor], rows: Tensor, block: int) -> 
 def invariant_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> int:
     """The largest block in which each of ``rows`` [M, inputs] has the same result as in smaller blocks of at least 2
     rows; M is the largest that is tried."""
-    for block in _BLOCKS[:-1]:
+    for block in BLOCKS[:-1]:
         expected = in_blocks(product, rows, block)
         if all(torch.equal(product(rows[:count]), expected[:count]) for count in _counts(block)):
             return block
-    return _BLOCKS[-1]
+    return BLOCKS[-1]
 
 
 def _counts(block: int) -> set[int]:
@@ -113,12 +119,12 @@ def _counts(block: int) -> set[int]:
     return {2, 3, 5, block // 4, block // 2, block // 2 + 1, block - 1}
 
 
-def enough(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def padded_queries(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [R, H, T, d] and their mask [R, 1, T, N]; the last query is repeated if a block would have too few."""
     last = q.shape[2] % QUERIES
     if last == 0 or not applies(q):
         return q, mask
-    more = fewest(q.dtype, q.shape[-1]) - last
+    more = min_queries(q.dtype, q.shape[-1]) - last
     if more > 0:
         q, mask = (_repeated(x, more) for x in (q, mask))
     return q, mask
@@ -132,11 +138,11 @@ def _repeated(x: Tensor, more: int) -> Tensor:
 
 
 @cache
-def fewest(dtype: torch.dtype, width: int) -> int:
+def min_queries(dtype: torch.dtype, width: int) -> int:
     """How many queries a block of a head of that width must have: torch multiplies fewer by other routines, which sum
     in another order. Found by trying: the smallest of a few numbers from which on a query has the result that it has
     in a whole block."""
-    *tried, last = _FEWEST
+    *tried, last = MIN_QUERIES
     for count in tried:
         if all(_same_in_part(dtype, width, keys, range(count, last)) for keys in (*invariant_lengths(dtype), 2 * KEYS)):
             return count
@@ -158,7 +164,7 @@ def _same_in_part(dtype: torch.dtype, width: int, keys: int, counts: Iterable[in
     )
 
 
-def reach(keys: int, dtype: torch.dtype) -> int:
+def padded_length(keys: int, dtype: torch.dtype) -> int:
     """How many keys attention on a CPU reads, some of them masked, so that more masked ones change nothing: the next
     multiple of BUCKET, of which in 16-bit floats some are left out.
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 
 
-def _own_slots(slots: Tensor, *rest: Tensor | int | None) -> tuple:
-    """A trial of ``open_slots``."""
-    return slots.clone(), *rest
-
-
-@accelerated(trial=_own_slots)
+@Accelerated
 def open_slots(
     slots: Tensor,
     lengths: Tensor,
@@ -45,12 +40,7 @@ def open_slots(
     return like.new_zeros((len(lengths), 1, count, reach)).masked_fill_(hidden[:, None], -torch.inf)
 
 
-def _one_layer(buffer: Tensor, lengths: Tensor, path: Tensor) -> tuple:
-    """A trial of ``keep_path``: one layer, because a whole cache may take gigabytes."""
-    return buffer[-1:].clone(), lengths, path
-
-
-@accelerated(trial=_one_layer)
+@Accelerated
 def keep_path(buffer: Tensor, lengths: Tensor, path: Tensor) -> None:
     """In every layer and head, move slot lengths + path[:, i] to slot lengths + i, in place.
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 
 Gaussian = tuple[Tensor, Tensor, Tensor]  # mean, log_std, path
 
 
-@accelerated
+@Accelerated
 def log_ratio(x: Tensor, p: Gaussian, q: Gaussian, kappa: float, sign: float) -> Tensor:
     """log of Sigma^sign p(x)/q(x) [...] at x [..., C], with the standard deviations in both exponents times ``kappa``.
 
@@ -28,7 +28,7 @@ def log_ratio(x: Tensor, p: Gaussian, q: Gaussian, kappa: float, sign: float) ->
     return (to_q - to_p + q_log_std - p_log_std).sum(-1) + sign * (q_path - p_path).clamp(-50, 50)
 
 
-@accelerated
+@Accelerated
 def redraw(normal: Tensor, accept: Tensor, p: Gaussian, q: Gaussian, sign: float) -> tuple[Tensor, Tensor]:
     """A sample [..., C] from norm([Sigma^sign p - q]+) by acceptance-rejection, and its number of proposals (int64).
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 
 
-@accelerated
+@Accelerated
 def gated(x: Tensor) -> Tensor:
     """silu(gate) * value for x [..., 2F], the gate first -> [..., F]."""
     gate, value = x.chunk(2, dim=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 
 
 def neighbours_of(known: Tensor, position: Tensor, stride: int) -> tuple[Tensor, Tensor]:
@@ -19,7 +19,7 @@ def neighbours_of(known: Tensor, position: Tensor, stride: int) -> tuple[Tensor,
     return torch.where(known // stride == position // stride, known, above), above
 
 
-@accelerated
+@Accelerated
 def mean_probs(rows: Tensor, known: Tensor, position: Tensor, stride: int) -> Tensor:
     """The mean [B, T, V] of the left and the upper neighbour's probabilities. rows [B, R, V] (fp32): position i has
     slot i mod R; known, position: see ``neighbours_of``; stride: positions per row."""

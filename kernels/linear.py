@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 from .gating import gated
 
 GROUP = 64  # numbers in 4 bits that share step and minimum
@@ -51,7 +51,7 @@ def linear_narrow(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
     return product.unflatten(0, x.shape[:-1])
 
 
-@accelerated
+@Accelerated
 def few_rows(
     x: Tensor,
     weight: Tensor,
@@ -77,7 +77,7 @@ def few_rows(
         product = _narrow(x, weight, scale)
         product = product if bias is None else product + bias.to(x)
     if gate:
-        product = gated.__wrapped__(product)  # without its Triton kernel: this is the reference
+        product = gated.reference(product)  # without its Triton kernel: this is the reference
     return product if residual is None else residual + product
 
 
@@ -87,6 +87,7 @@ def _narrow(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         return _widened_product(x, weight, scale)
     rows, wide = max(1, _BLOCK // x.shape[1]), x.float()
     if in_groups(weight):
+        assert scale is not None, "4 bits have steps and minima"
         blocks = zip(weight.split(rows), scale.split(rows), strict=True)
         return torch.cat([_widened_product(wide, *block) for block in blocks], dim=-1).to(x.dtype)
     product = torch.cat([_widened_product(wide, block, None) for block in weight.split(rows)], dim=-1)
@@ -100,6 +101,7 @@ def _widened_product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
 def widened(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A narrow matrix [N, K] with its scales, in a wide dtype; in groups, K is rounded up to a multiple of GROUP."""
     if in_groups(weight):
+        assert scale is not None, "4 bits have steps and minima"
         step, minimum = scale[..., None].to(dtype).unbind(2)
         levels = torch.cat((weight & 15, weight >> 4), dim=-1).to(dtype)
         return torch.addcmul(minimum, levels, step).flatten(1)

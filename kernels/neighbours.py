@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 
 
-@accelerated
+@Accelerated
 def aggregate(p: Tensor, token: Tensor, budget: Tensor, table: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Probability c_J [...] (fp32) and number J [...] (int64) of the nearest codes that fit into a budget.
 

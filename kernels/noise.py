@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 
 log = logging.getLogger(__name__)
 WORD = 0xFFFFFFFF
@@ -55,25 +55,25 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
         words = philox(*(tuple(x.cpu() for x in given) for given in (counter, key)))
         return tuple(word.to(device) for word in words)
     multipliers, weyl, half, mask = _constants(device)
-    even, odd, key = (torch.stack(torch.broadcast_tensors(*pair)) for pair in (counter[::2], counter[1::2], key))
-    rank = max(even.ndim, odd.ndim, key.ndim)
-    even, odd, key = (words.reshape(2, *[1] * (rank - words.ndim), *words.shape[1:]) for words in (even, odd, key))
+    pairs = [torch.stack(torch.broadcast_tensors(*pair)) for pair in (counter[::2], counter[1::2], key)]
+    rank = max(words.ndim for words in pairs)
+    even, odd, keys = (words.reshape(2, *[1] * (rank - words.ndim), *words.shape[1:]) for words in pairs)
     multipliers = multipliers.reshape(2, *[1] * (rank - 1))
-    for round_key in ((key + weyl.reshape(ROUNDS, *multipliers.shape)) & mask).unbind():
+    for round_key in ((keys + weyl.reshape(ROUNDS, *multipliers.shape)) & mask).unbind():
         product = (even * multipliers).roll(1, 0)  # swaps the products: each changes the other half's words
         even = ((product >> half) ^ round_key ^ odd).bitwise_and_(mask)
         odd = product.bitwise_and_(mask)
     return even[0], odd[0], even[1], odd[1]
 
 
-@accelerated
+@Accelerated
 def uniform(positions: Tensor, keys: Tensor, purposes: tuple[int, ...], draw: int | Tensor) -> Tensor:
     """Numbers in [0, 1) (fp32, multiples of 2^-24) for every purpose and position: [purposes, B, T]."""
     counter = (positions, row(purposes, positions.device), draws(draw, positions), positions.new_zeros(()))
     return (philox(counter, (keys[:, :1], keys[:, 1:]))[0] >> 8).float().mul_(2**-24)
 
 
-@accelerated
+@Accelerated
 def gumbel(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor) -> Tensor:
     """Standard Gumbel noise [B, T, count] (fp32), always finite. The first numbers do not depend on ``count``."""
     # v in (0, 1), finest near 0, which gives the largest noise. It must not be 0 or round to 1: infinite noise plus the
@@ -82,7 +82,7 @@ def gumbel(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int 
     return v.neg_().log1p_().neg_().log_().neg_()[..., :count]
 
 
-@accelerated
+@Accelerated
 def normal(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor) -> Tensor:
     """Standard normal numbers [B, T, count] (fp32), by the Box-Muller transform. The first numbers do not depend on
     ``count``."""
@@ -95,8 +95,8 @@ def normal(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int 
 def _fractions(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor) -> Tensor:
     """(word + 1/2) / 2^32 of the words of every lane: [B, T, count], ``count`` rounded up to a multiple of four."""
     lanes = torch.arange((count + 3) // 4, device=positions.device)
-    purposes, draw = row((purpose,), positions.device)[0, 0], draws(draw, positions)
-    counter = (positions.unsqueeze(-1), purposes, draw.unsqueeze(-1), lanes)
+    purposes = row((purpose,), positions.device)[0, 0]
+    counter = (positions.unsqueeze(-1), purposes, draws(draw, positions).unsqueeze(-1), lanes)
     words = philox(counter, (keys[:, :1, None], keys[:, 1:, None]))
     fractions = torch.empty((len(keys), positions.shape[1], len(lanes), 4), device=positions.device)
     for column, word in zip(fractions.unbind(-1), words, strict=True):

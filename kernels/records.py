@@ -5,16 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 from .sampling import at, entropy
 
 
-def _copied(table: Tensor, tokens: Tensor, *rest: Tensor | tuple | None) -> tuple:
-    """A trial of ``write``."""
-    return table.clone(), tokens.clone(), *rest
-
-
-@accelerated(trial=_copied)
+@Accelerated
 def write(
     table: Tensor,
     tokens: Tensor,

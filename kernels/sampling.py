@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 from .graphs import recording
 
 
@@ -45,7 +45,7 @@ def point_mass(token: Tensor, vocab: int) -> Tensor:
     return torch.zeros((*token.shape, vocab), device=token.device).scatter_(-1, token.unsqueeze(-1), 1.0)
 
 
-@accelerated
+@Accelerated
 def categorical(weights: Tensor, u: Tensor) -> Tensor:
     """Sample one index per row of non-negative ``weights`` [..., V] by inverting the cumulative sum at u [...] in
     [0, 1).
@@ -57,7 +57,7 @@ def categorical(weights: Tensor, u: Tensor) -> Tensor:
     return _inverted(weights, weights.cumsum(-1), u)
 
 
-@accelerated
+@Accelerated
 def redraw(p: Tensor, q: Tensor, v: Tensor) -> Tensor:
     """categorical(residual(p, q), v) [...] (int64) for rows p and q [..., V]: the exact rule's sample after a
     rejection. If q is a row of zeros, it is a sample from p."""
@@ -70,7 +70,7 @@ def redraw(p: Tensor, q: Tensor, v: Tensor) -> Tensor:
     return _inverted(weights, cumulative, v)
 
 
-@accelerated
+@Accelerated
 def perturbed_argmax(p: Tensor, noise: Tensor) -> Tensor:
     """The first largest entry of log p + noise for rows p [..., V] and Gumbel noise [..., V]: a sample from p, [...]
     (int64). For a row of NaN, the first entry."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import accelerated
+from .dispatch import Accelerated
 from .sampling import at, categorical, chosen, entries, nobody, point_mass, redraw, row_of, unless_empty
 
 EPS = 1e-30  # replaces a probability of zero in a denominator
@@ -64,7 +64,7 @@ class AcceptanceBudget:
     neighbours: int = 0
 
 
-@accelerated
+@Accelerated
 def maximal_coupling(
     p: Tensor, draft_probs: Tensor, position: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -125,7 +125,7 @@ def recursive_rejection_sampling(
         if nobody(growing):
             break
         siblings = row_of(children, node)
-        q = None if draft_probs is None else row_of(draft_probs, draft_row[node])
+        q = None if draft_probs is None or draft_row is None else row_of(draft_probs, draft_row[node])
         found, record = torch.zeros_like(growing), untested
         for rank in range(width):
             testing = growing & ~found & (siblings[:, rank] >= 0)
@@ -198,7 +198,7 @@ class _SiblingTest:
         return _recorded(before, testing, accepted, self.u >= ratio, ranks, q_draft, ratio, rule.tv_bound(*self.case))
 
 
-@accelerated
+@Accelerated
 def exact_rejection_sampling(
     p: Tensor,
     token: Tensor,
@@ -215,7 +215,7 @@ def exact_rejection_sampling(
     return recursive_rejection_sampling(partial(row_of, p), *given)
 
 
-@accelerated
+@Accelerated
 def relaxed_rejection_sampling(
     p: Tensor,
     token: Tensor,
@@ -272,13 +272,13 @@ def _matched(untested: Tensor, testing: Tensor, matched: Tensor, rank: Tensor, p
     return _recorded(untested, testing, matched, torch.zeros_like(matched), rank, one, ratio, nothing)
 
 
-@accelerated
+@Accelerated
 def sample_and_match_rows(p: Tensor, token: Tensor, children: Tensor, levels: int, u: Tensor) -> Verified:
     """sample_and_match() with target probabilities p [B, M + 1, V]."""
     return sample_and_match(partial(row_of, p), token, children, levels, u)
 
 
-@accelerated
+@Accelerated
 def block(p: Tensor, draft_probs: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Verified:
     """Verify a chain as a block (Sun et al., ICLR 2025, algorithm 2): exact, and never shorter on average.
 

@@ -240,7 +240,7 @@ class Backbone(nn.Module):
         """Hidden states [R, T, dim] after the final norm, for input embeddings x [R, T, dim].
 
         With a cache, keys and values are written at the cache's current slots. ``mask`` [R, 1, T, attention_length or
-        T], in the dtype of x, is added to the scores of attention (see kernels.attention.added); None is causal,
+        T], in the dtype of x, is added to the scores of attention (see kernels.attention.additive); None is causal,
         without a cache.
         """
         rotary = rotation.table()

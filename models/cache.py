@@ -36,7 +36,7 @@ def slots_of(prompt: int, places: int) -> int:
 
 def _read(slots: int, dtype: torch.dtype, device: torch.device) -> int:
     """Slots that a step attends to. A CPU has no graphs that a new shape would have to capture."""
-    return batch_invariant.reach(slots, dtype) if device.type == "cpu" else rounded(slots)
+    return batch_invariant.padded_length(slots, dtype) if device.type == "cpu" else rounded(slots)
 
 
 class RotaryTable(NamedTuple):
@@ -118,7 +118,7 @@ class KVCache:
     ) -> KVCache:
         """An empty cache of ``slots`` slots: ``into`` itself, emptied, if it has these sizes."""
         if device.type == "cpu" and dtype in batch_invariant.HALF:
-            slots = batch_invariant.reach(slots, dtype)  # a whole cache may be read, too
+            slots = batch_invariant.padded_length(slots, dtype)  # a whole cache may be read, too
         asked = (layers, rows, 2 * heads, slots, head_dim), dtype, device, narrow
         if into is None or (into.buffer.shape, into.dtype, into.buffer.device, into.scales is not None) != asked:
             return cls(layers, rows, heads, slots, head_dim, dtype, device, narrow)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from comfyui_specar.batch import client as comfy_client
 
 from tests.support.patience import PATIENCE
+from tools import comfy_client
 from tools.comfy_server import PACK, ComfyServer
 
 WORKFLOWS = PACK / "workflows"

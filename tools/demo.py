@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import aiohttp
+from comfy_client import Run, run_prompt
 from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError, free_port
-from comfyui_specar.batch.client import Run, run_prompt
 from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
 from comfyui_specar.batch.server import files_of, refusal
 from comfyui_specar.reports.run_report import drafting

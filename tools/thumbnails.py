@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from comfyui_specar.batch.client import Run, run_prompt, view
+from comfy_client import Run, run_prompt, view
 from comfyui_specar.nodes.downloads import sources_of
 from comfyui_specar.tests.support.families import REFINED, WORKFLOWS
 from frontend import Frontend, FrontendError

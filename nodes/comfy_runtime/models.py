@@ -16,7 +16,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...kernels import graphs
-from ...kernels.half import bf16_is_faster
+from ...kernels.cpu import bf16_is_faster
 from ...model_loaders.ar_model import DiscreteModel
 from ...model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE
 from ...model_loaders.continuous_model import ContinuousBase

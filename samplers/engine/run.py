@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.graphs import Graphs
 from ..constants import numbers
 from ..contract import ARModel, Drafter, Method, Progress, Request, Result, SamplingParams, StepOut
 from ..drafts.structures import Extent
@@ -64,8 +65,8 @@ class DiscreteMethod(Method):
         """
 
     def launch(self, run: Run, state: State, extent: Extent) -> State:
-        """A step that is not captured, on as many threads as suit it."""
-        return run.call("step", self.step, state, extent)
+        """A step that is not captured."""
+        return self.step(run, state, extent)
 
     def bound(self, request: Request) -> DiscreteMethod:
         """The method with what its settings mean for this request. Raises ValueError if the model lacks something."""
@@ -90,15 +91,15 @@ class DiscreteMethod(Method):
         return session_key(request, self, self.width(request))
 
     def run_bytes(self, request: Request) -> int:
-        drafter = getattr(self, "drafter", None)
-        return run_bytes(request, self.width(request), drafter, 0 if drafter is None else self.draft_width)
+        drafter, draft_width = getattr(self, "drafter", None), getattr(self, "draft_width", 0)
+        return run_bytes(request, self.width(request), drafter, draft_width)
 
     def sample(self, request: Request) -> Result:
         self.check(request)
         started = time.perf_counter()
         with open_session(self, request, getattr(self, "drafter", None)) as session:
             run, state, known = begin(self.bound(request), request, session)
-            host = decode(run, request, state, known, started)
+            host = decode(run, request, session.graphs, state, known, started)
             settings = self.describe(request) | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
             trace = run.record.finish(run.layout, request.seed, settings, seconds, width=width, **host)
@@ -111,8 +112,8 @@ class Run:
     """What steps share. stream, layout, strength and skippable are inputs of captured steps; the rest is constant.
 
     cache: the target's state; memory: the drafter's, or without one what the method itself remembers; forcing: does the
-    layout force any token; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request; codebook [V, C]; ends: by
-    kind of call, when each of its calls ended (see ``call``).
+    layout force any token; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request; codebook [V, C];
+    one_shape: see Graphs; ends: by kind of call, when each of its calls ended (see ``call``).
     """
 
     method: Any
@@ -122,7 +123,7 @@ class Run:
     memory: Any
     params: SamplingParams
     codebook: Tensor | None
-    session: Session | None
+    one_shape: bool
     record: Record
     forcing: bool
     stream: Stream
@@ -160,8 +161,8 @@ class Run:
         return self.strength.expand(len(position), -1).gather(1, position.clamp(max=self.layout.length - 1))
 
     def call(self, kind: str, function: Callable[..., Any], *inputs: Any) -> Any:
-        """function(run, *inputs), on as many threads as suit its ``kind``, and with a note of when it ended."""
-        outcome = self.session.call(kind, function, self, *inputs)
+        """function(run, *inputs), with a note of when it ended, by its ``kind``."""
+        outcome = function(self, *inputs)
         self.ends.setdefault(kind, []).append(time.perf_counter())
         return outcome
 
@@ -203,7 +204,7 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, 
         memory,
         session.params(params, device),
         None if model.codebook is None else model.codebook.to(device),
-        session,
+        session.graphs.one_shape,
         session.record,
         layout.forces,
         Stream.of(request.seed, batch, device),
@@ -215,13 +216,13 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, 
     return run, method.begin(run, start.committed, start.out), start.prefix_length + 1
 
 
-def decode(run: Run, request: Request, state: State, known: Tensor, started: float) -> dict[str, Any]:
+def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tensor, started: float) -> dict[str, Any]:
     """Launch steps until all images are complete; returns what the host measured, as Record.finish takes it.
 
     known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
     run. On a GPU one step more than necessary is launched.
     """
-    method, model, session, length = run.method, run.model, run.session, run.layout.length
+    method, model, length = run.method, run.model, run.layout.length
     width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
     inputs, step = StepInputs(run.stream, run.layout, run.strength, run.skippable, state), step_of(run)
     poll, extents, ends = Poll(model.device, request.batch), [], [time.perf_counter()]
@@ -237,13 +238,13 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
         extent = () if state.extent is None else tuple(state.extent.tolist())  # waits for a GPU where trees vary
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
-        longest = None if session.graphs.one_shape else min(length + past_end, decided + width)
+        longest = None if run.one_shape else min(length + past_end, decided + width)
         shape = [run.params.switches, model.set_attention_length(run.cache, longest)]
         if run.drafter is not None:
-            longest = None if session.graphs.one_shape else decided + method.draft_width + 1
+            longest = None if run.one_shape else decided + method.draft_width + 1
             shape.append(run.drafter.set_attention_length(run.memory, longest))
-        if session.graphs.active and method.one_shape:
-            inputs = session.graphs(tuple(shape), step, inputs)
+        if graphs.active and method.one_shape:
+            inputs = graphs(tuple(shape), step, inputs)
         else:
             inputs = replace(inputs, state=method.launch(run, state, extent))
         extents.append(extent)
@@ -260,7 +261,6 @@ def decode(run: Run, request: Request, state: State, known: Tensor, started: flo
 
 def step_of(run: Run) -> Callable[[StepInputs], StepInputs]:
     """A step of the run from its inputs alone."""
-    run = replace(run, session=None)  # it holds the graphs, and these the step: all would live until a collection
 
     def step(given: StepInputs) -> StepInputs:
         inputs = {name: getattr(given, name) for name in ("stream", "layout", "strength", "skippable")}

@@ -8,35 +8,29 @@ verification do wait once per round, because the next launch depends on the outc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels.graphs import Graphs
-from ...kernels.threads import Threads, worth_trying
 from ..continuous_contract import ContinuousModel, ContinuousRequest
 from ..contract import Drafter, Method, Request, SamplingParams
 from ..probabilities import DeviceParams
 from ..trace import Record
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 MAX_SESSIONS = 2  # per model; the oldest one makes room for a new one
 
 
 @dataclass
 class Session:
-    """Captured graphs, and the memory they work on: the states of model and drafter, and the record.
-
-    threads: of a small model on a CPU, whose steps may be faster with one.
-    """
+    """Captured graphs, and the memory they work on: the states of model and drafter, and the record."""
 
     graphs: Graphs
-    threads: Threads | None = None
     state: Any = None
     draft_state: Any = None
     record: Record | None = None
@@ -52,14 +46,6 @@ class Session:
     def capturing(self) -> Graphs | None:
         """The graphs, if steps are captured."""
         return self.graphs if self.graphs.active else None
-
-    def launch(self, shape: tuple[Hashable, ...], step: Callable[[T], T], state: T) -> T:
-        """step(state), captured and replayed on a GPU. ``shape`` identifies everything that is not a tensor."""
-        return self.graphs(shape, step, state) if self.graphs.active else self.call("step", step, state)
-
-    def call(self, kind: str, function: Callable[..., T], *inputs: Any) -> T:
-        """function(*inputs), on as many threads as suit its ``kind``."""
-        return self.threads(kind, function, *inputs) if self.threads else function(*inputs)
 
     def params(self, requested: SamplingParams, device: torch.device) -> SamplingParams:
         """The sampling parameters that steps take: with numbers on the device if steps are captured."""
@@ -99,10 +85,7 @@ def open_session(
     session = model.sessions.pop(key, None)
     if session is None or not Graphs.allowed(model.device):
         session = Session(Graphs(model.device))
-    parts = [model] if drafter is None else [model, drafter.module]
-    if model.device.type == "cpu" and not session.graphs.active and not method.continuous:
-        rows = request.batch * (1 + request.params.guided) * method.width(request)
-        session.threads = Threads() if worth_trying(parts, rows) else None
+    parts: list[Any] = [model] if drafter is None else [model, drafter.module]
     if session.graphs.active and not all(p.device == model.device for part in parts for p in part.parameters()):
         log.warning("The model is only partly in GPU memory, so this run goes on without CUDA graphs (slower).")
         session.graphs.active = False

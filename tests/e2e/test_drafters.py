@@ -4,8 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from comfyui_specar.batch.client import interrupt
 from safetensors.torch import load_file, save_file
+
+from tools.comfy_client import interrupt
 
 DRAFTER = Path(__file__).resolve().parents[2] / "assets/default/eagle"
 WORKFLOW = "21 Draft tree (EAGLE)"

@@ -4,8 +4,9 @@ import io
 
 import numpy as np
 import pytest
-from comfyui_specar.batch.client import interrupt
 from PIL import Image
+
+from tools.comfy_client import interrupt
 
 SAMPLERS = {
     "01 Text to image": "SpecARSampler",

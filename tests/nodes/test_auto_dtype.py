@@ -3,7 +3,7 @@
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.kernels import cpu, half
+from comfyui_specar.kernels import cpu
 from comfyui_specar.nodes.comfy_runtime import models as runtime
 from torch import nn
 
@@ -36,4 +36,4 @@ def test_the_trial_tells_the_faster_dtype(monkeypatch, slow, faster):
         return [layer(x) for _ in range(200 if x.dtype == slow else 1)][-1]
 
     monkeypatch.setattr(cpu, "linear", linear)
-    assert half.bf16_is_faster.__wrapped__() == faster
+    assert cpu.bf16_is_faster.__wrapped__() == faster

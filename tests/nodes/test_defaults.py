@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from comfyui_specar import api
-from comfyui_specar.batch.studio import RECIPES
+from comfyui_specar.batch.model_worker import RECIPES
 from comfyui_specar.nodes import continuous, rules, samplers, simple_sampler, tree_samplers
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken

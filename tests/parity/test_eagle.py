@@ -31,7 +31,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.kernels.attention import added
+from comfyui_specar.kernels.attention import additive
 from comfyui_specar.kernels.logits import guide
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
@@ -302,7 +302,7 @@ def with_padding_hidden(mask):
 def test_chameleon_features(chameleon):
     name, module = chameleon[0], chameleon[1].module
     seen = torch.ones(19, 19, dtype=torch.bool).tril().expand(2, 1, -1, -1)
-    mask = with_padding_hidden(added(seen, torch.float32))
+    mask = with_padding_hidden(additive(seen, torch.float32))
 
     def compute():
         found = module(CHAMELEON_HIDDEN, CHAMELEON_IDS, half_rotation(lowered(torch.arange(19))), mask=mask)

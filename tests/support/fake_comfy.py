@@ -2,17 +2,24 @@
 
 import asyncio
 import functools
+import os
 import socket
 import weakref
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from comfyui_specar.batch import cli, dispatch, server
+from comfyui_specar.batch.dispatch import Batch, Options
+from comfyui_specar.batch.jobs import Job
+from comfyui_specar.batch.journal import Journal
+from comfyui_specar.batch.overrides import fingerprint, with_overrides
 
 from .patience import PATIENCE
 
+QUICK = Options(poll=0.005, grace=0.1, patience=0.4)
 WORKFLOW = {
     "1": {"class_type": "Encoder", "inputs": {"text": "cat", "clip": ["2", 0]}},
     "3": {"class_type": "Sampler", "inputs": {"positive": ["1", 0], "seed": 0}},
@@ -23,7 +30,9 @@ WORKFLOW = {
 
 
 def without_limits(patch: pytest.MonkeyPatch) -> None:
-    """For batches on servers in this process, which answer when their turn comes, and not in a number of seconds."""
+    """For batches on servers in this process, which answer when their turn comes, and not in a number of seconds.
+    Nothing is waited for until it is on the disk: no process is killed."""
+    patch.setattr(os, "fsync", lambda _file: None)
     for name in ("CONNECT_SECONDS", "ANSWER_SECONDS", "WHOLE_SECONDS"):
         patch.setattr(server, name, PATIENCE)
     patch.setattr(dispatch, "CLOSE_SECONDS", PATIENCE)
@@ -213,6 +222,51 @@ class FakeComfy:
 
     async def _view(self, request: web.Request) -> web.Response:
         return web.Response(body=request.query["filename"].encode())
+
+
+class Clock:
+    """Time passes only where a test says so, however long the machine takes."""
+
+    def __init__(self):
+        self.now = 1.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def away(self, batch: Batch, seconds: float) -> None:
+        """So much time passes once the batch has noticed that its first server does not answer."""
+        await until(lambda: batch.workers and batch.workers[0].failures)
+        self.now += seconds
+
+
+def jobs_of(number: int, **overrides) -> list[Job]:
+    return [Job(f"j{i}", {"seed": i, **overrides}, i + 2) for i in range(number)]
+
+
+async def run_batch(path: Path, servers: list, jobs: list[Job], options: Options = QUICK, during=None) -> Journal:
+    """One run of the command; `during(batch)` is awaited beside it, and fails the test where it fails."""
+    prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
+    with Journal(path) as found:
+        found.check({job: fingerprint(prompt) for job, prompt in prompts.items()})
+        still = [job for job in jobs if not found.ended(job.id, fingerprint(prompts[job.id]), retry_failed=False)]
+        batch = Batch(found, [getattr(one, "url", one) for one in servers], options)
+
+        async def beside() -> None:
+            if during:
+                await during(batch)
+            await asyncio.Event().wait()  # the end is the batch's
+
+        tasks = [asyncio.ensure_future(coroutine) for coroutine in (batch.run(still, prompts), beside())]
+        try:
+            ended, _ = await asyncio.wait(tasks, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+            assert ended, "the batch hangs"
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return found
 
 
 def run_beside(one: FakeComfy, *arguments: str) -> int:

@@ -2,7 +2,7 @@
 
 import os
 
-from comfyui_specar.batch.studio import ModelWorker
+from comfyui_specar.batch.model_worker import ModelWorker
 
 
 class MortalWorker(ModelWorker):

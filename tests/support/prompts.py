@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
-from comfyui_specar.batch.client import run_prompt, view
 from PIL import Image
 
+from tools.comfy_client import run_prompt, view
 from tools.comfy_server import PACK
 
 from .families import CHANGES, FAMILIES, REFINED, SMALL

@@ -7,7 +7,7 @@ import math
 import random
 from typing import Any
 
-from comfyui_specar.batch.client import Run
+from tools.comfy_client import Run
 
 ALLOWED = ("ValueError", "FileNotFoundError", "CheckpointError")  # what a node of ours may raise ...
 OF_COMFYUI = ("DependencyCycleError",)  # ... and what ComfyUI raises in its name

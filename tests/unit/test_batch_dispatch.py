@@ -13,32 +13,24 @@ import pytest
 from comfyui_specar.batch import copies, dispatch, journal, server
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
-from comfyui_specar.batch.journal import Journal
-from comfyui_specar.batch.overrides import fingerprint, with_overrides
 from comfyui_specar.common import files
-from comfyui_specar.tests.support.fake_comfy import WORKFLOW, FakeComfy, asynchronous, until, without_limits
+from comfyui_specar.tests.support.fake_comfy import (
+    QUICK,
+    WORKFLOW,
+    Clock,
+    FakeComfy,
+    asynchronous,
+    jobs_of,
+    run_batch,
+    until,
+    without_limits,
+)
 from comfyui_specar.tests.support.patience import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-QUICK = Options(poll=0.005, grace=0.1, patience=0.4)
 LOST = 0.05  # seconds after which the jobs of a server that has ended go to others ...
 SILENT = 0.2  # ... and those of one that only says nothing
-
-
-class Clock:
-    """Time passes only where a test says so, however long the machine takes."""
-
-    def __init__(self):
-        self.now = 1.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    async def away(self, batch: Batch, seconds: float) -> None:
-        """So much time passes once the batch has noticed that its first server does not answer."""
-        await until(lambda: batch.workers and batch.workers[0].failures)
-        self.now += seconds
 
 
 @pytest.fixture(autouse=True)
@@ -50,40 +42,38 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
+@pytest.fixture
+def silent(monkeypatch) -> set[str]:
+    """Urls of servers that do not answer."""
+    return silenced(monkeypatch)
+
+
+def silenced(patch: pytest.MonkeyPatch) -> set[str]:
+    """Urls of servers that do not answer while this is patched."""
+    ask, silent = server.Server._request, set()
+
+    async def request(self, *given, **named):
+        if self.url in silent:
+            raise server.ServerAwayError("no answer")
+        return await ask(self, *given, **named)
+
+    patch.setattr(server.Server, "_request", request)
+    return silent
+
+
 def given_back(batch: Batch) -> bool:
     """Have the jobs of its first server been put back into the queue?"""
     given = batch.workers[0].given.values()
     return bool(given) and all(queued in batch.waiting or not queued.prompt_id for queued in given)
 
 
-def jobs_of(number: int, **overrides) -> list[Job]:
-    return [Job(f"j{i}", {"seed": i, **overrides}, i + 2) for i in range(number)]
-
-
-async def run(path: Path, servers: list, jobs: list[Job], options: Options = QUICK, during=None) -> Journal:
-    """One run of the command; `during(batch)` is awaited beside it, and fails the test where it fails."""
-    prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
-    with Journal(path) as found:
-        found.check({job: fingerprint(prompt) for job, prompt in prompts.items()})
-        still = [job for job in jobs if not found.ended(job.id, fingerprint(prompts[job.id]), retry_failed=False)]
-        batch = Batch(found, [getattr(one, "url", one) for one in servers], options)
-
-        async def beside() -> None:
-            if during:
-                await during(batch)
-            await asyncio.Event().wait()  # the end is the batch's
-
-        tasks = [asyncio.ensure_future(coroutine) for coroutine in (batch.run(still, prompts), beside())]
-        try:
-            ended, _ = await asyncio.wait(tasks, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
-            assert ended, "the batch hangs"
-            for task in ended:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return found
+async def abandon(path: Path, one: FakeComfy, jobs: list[Job]) -> set[str | None]:
+    """A run that ends as by kill -9 when its server has two of its jobs. Returns the ids of their prompts."""
+    batch = asyncio.ensure_future(run_batch(path, [one], jobs))
+    await asyncio.wait_for(until(lambda: one.running and one.pending), PATIENCE)
+    batch.cancel()
+    await asyncio.gather(batch, return_exceptions=True)
+    return {one.running, *(prompt_id for prompt_id, _ in one.pending)}
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -108,7 +98,7 @@ def assert_each_once(path: Path, jobs: list[Job], *servers: FakeComfy) -> None:
 @asynchronous
 async def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
     async with FakeComfy() as one:
-        journal_of = await run(tmp_path / "r.jsonl", [one], jobs_of(1))
+        journal_of = await run_batch(tmp_path / "r.jsonl", [one], jobs_of(1))
         assert one.history == {}  # the server need not keep it
         [record] = lines(tmp_path / "r.jsonl")
         assert (
@@ -142,7 +132,7 @@ async def test_where_no_server_is_the_first_line_says_at_once_how_to_get_one(tmp
         first.extend(said(caplog))  # before any time has passed
         batch.stop()
 
-    await run(tmp_path / "r.jsonl", [nobody], jobs_of(1), during=during)
+    await run_batch(tmp_path / "r.jsonl", [nobody], jobs_of(1), during=during)
     for part in (nobody.url, f"port {nobody.port}", "main.py", "--server"):
         assert part in first[0]
     assert len(first) == 2 and "0.4 s" in first[1]
@@ -153,11 +143,11 @@ async def test_a_server_that_is_starting_is_waited_for_where_patience_is_given(t
     one, jobs = FakeComfy(), jobs_of(2)
 
     async def begin(batch):
-        await clock.away(batch, 6 * dispatch.FIRST_PATIENCE - 1)
+        await clock.away(batch, 6 * dispatch.NEVER_ANSWERED_SECONDS - 1)
         await one.start()
 
-    options = Options(poll=QUICK.poll, grace=QUICK.grace, patience=6 * dispatch.FIRST_PATIENCE)
-    await run(tmp_path / "r.jsonl", [one], jobs, options, during=begin)
+    options = Options(poll=QUICK.poll, grace=QUICK.grace, patience=6 * dispatch.NEVER_ANSWERED_SECONDS)
+    await run_batch(tmp_path / "r.jsonl", [one], jobs, options, during=begin)
     assert_each_once(tmp_path / "r.jsonl", jobs, one)
     assert said(caplog)[1:] == ["Waiting up to 60 s for a server.", f"{one.url} answers."]
     await one.die()
@@ -175,7 +165,7 @@ async def test_patience_is_not_lost_while_another_server_works(tmp_path, clock, 
             await until(lambda failures=batch.workers[0].failures: batch.workers[0].failures > failures + 1)
             one.ends = lambda: True
 
-        await run(tmp_path / "r.jsonl", [nobody, one], jobs, during=begin)
+        await run_batch(tmp_path / "r.jsonl", [nobody, one], jobs, during=begin)
         assert_each_once(tmp_path / "r.jsonl", jobs, one)
         assert not any("given up" in line for line in said(caplog))
 
@@ -183,7 +173,7 @@ async def test_patience_is_not_lost_while_another_server_works(tmp_path, clock, 
 @pytest.mark.parametrize("answered", [False, True])
 @asynchronous
 async def test_without_patience_a_server_that_once_answered_is_waited_for_longer(tmp_path, clock, caplog, answered):
-    one, patience = FakeComfy(), dispatch.PATIENCE if answered else dispatch.FIRST_PATIENCE
+    one, patience = FakeComfy(), dispatch.GIVE_UP_SECONDS if answered else dispatch.NEVER_ANSWERED_SECONDS
     if answered:
         await one.start()
         one.ends = lambda: False
@@ -198,7 +188,7 @@ async def test_without_patience_a_server_that_once_answered_is_waited_for_longer
         assert not batch.stopping
         clock.now += 2
 
-    await run(tmp_path / "r.jsonl", [one], jobs_of(1), Options(poll=QUICK.poll, grace=QUICK.grace), during=wait)
+    await run_batch(tmp_path / "r.jsonl", [one], jobs_of(1), Options(poll=QUICK.poll, grace=QUICK.grace), during=wait)
     assert f"{patience:g} s" in said(caplog)[1] and "given up" in said(caplog)[-1]
 
 
@@ -221,18 +211,10 @@ async def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may
 
         for one in servers:
             one.ends = lambda: False
-        await run(tmp_path / "r.jsonl", servers, jobs, during=pace)
+        await run_batch(tmp_path / "r.jsonl", servers, jobs, during=pace)
         assert_each_once(tmp_path / "r.jsonl", jobs, *servers)
         assert [len(one.drawn) for one in servers] == [2, 3, 11]
         assert {one.most_queued for one in servers} == {QUICK.in_flight}
-
-
-@asynchronous
-async def test_the_server_that_has_nothing_to_do_gets_the_first_job(tmp_path):
-    async with FakeComfy() as busy, FakeComfy() as free:
-        busy.ends, busy.pending = lambda: False, [("someone's", WORKFLOW)]
-        await run(tmp_path / "r.jsonl", [busy, free], jobs_of(1))
-        assert_each_once(tmp_path / "r.jsonl", jobs_of(1), free)
 
 
 def test_a_server_that_never_answers_holds_nobody_up(tmp_path, monkeypatch, caplog):
@@ -240,14 +222,10 @@ def test_a_server_that_never_answers_holds_nobody_up(tmp_path, monkeypatch, capl
     monkeypatch.setattr(dispatch, "CLOSE_SECONDS", 0.01)
 
     async def check():
-        async def begin(batch):
-            await until(lambda: batch.workers and batch.workers[1].answered)
-            clock.now += dispatch.HELLO
-
         with socket.create_server(("127.0.0.1", 0)) as hung:
             async with FakeComfy() as one:
                 servers = [f"http://127.0.0.1:{hung.getsockname()[1]}", one]
-                await run(tmp_path / "r.jsonl", servers, jobs_of(2))
+                await run_batch(tmp_path / "r.jsonl", servers, jobs_of(2))
                 assert_each_once(tmp_path / "r.jsonl", jobs_of(2), one)
 
     gc.collect()  # what other tests left
@@ -278,11 +256,11 @@ async def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
         busy.ends = lambda: False
         busy.pending += [(f"someone's {i}", WORKFLOW) for i in range(5)]
         jobs = jobs_of(8)
-        await run(tmp_path / "r.jsonl", [busy, free], jobs)
+        await run_batch(tmp_path / "r.jsonl", [busy, free], jobs)
         assert_each_once(tmp_path / "r.jsonl", jobs, free)
         busy.ends = lambda: True
         more = [Job(f"k{i}", {"seed": i}, i) for i in range(3)]
-        await run(tmp_path / "s.jsonl", [busy], more)  # where there is no other, ours wait in line
+        await run_batch(tmp_path / "s.jsonl", [busy], more)  # where there is no other, ours wait in line
         assert [name for name in busy.drawn if "_k" in name] == ["p_k0", "p_k1", "p_k2"]
         assert {"someone's 4"} <= busy.history.keys()  # and what is not ours stays in the history
 
@@ -295,11 +273,11 @@ async def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
 async def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, error):
     async with FakeComfy() as one:
         jobs = [Job("bad", {"prompt": text}, 2), *jobs_of(3)]
-        await run(tmp_path / "r.jsonl", [one], jobs)
+        await run_batch(tmp_path / "r.jsonl", [one], jobs)
         records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
         assert error in records.pop("bad")["error"] and one.drawn == ["p_j0", "p_j1", "p_j2"]
         assert {record["status"] for record in records.values()} == {"success"}
-        await run(tmp_path / "r.jsonl", [one], jobs)
+        await run_batch(tmp_path / "r.jsonl", [one], jobs)
         assert len(lines(tmp_path / "r.jsonl")) == 4 and len(one.drawn) == 3
 
 
@@ -315,15 +293,15 @@ async def test_a_server_that_lacks_a_node_or_file_of_the_workflow_is_set_aside(t
             await until(lambda: batch.workers and batch.workers[0].excluded)
             other.ends = lambda: True
 
-        await run(tmp_path / "r.jsonl", [lacking, other], jobs, during=go_on)
+        await run_batch(tmp_path / "r.jsonl", [lacking, other], jobs, during=go_on)
         assert_each_once(tmp_path / "r.jsonl", jobs, other)
         [line] = said(caplog)
         assert lacking.url in line and "set aside" in line and missing in line
 
-        await run(tmp_path / "s.jsonl", [lacking], jobs)
+        await run_batch(tmp_path / "s.jsonl", [lacking], jobs)
         assert lines(tmp_path / "s.jsonl") == [] and "--server" in said(caplog)[-1]
         lacking.lacks = set()
-        await run(tmp_path / "s.jsonl", [lacking], jobs)
+        await run_batch(tmp_path / "s.jsonl", [lacking], jobs)
         assert_each_once(tmp_path / "s.jsonl", jobs, lacking)
 
 
@@ -334,10 +312,10 @@ async def test_what_a_server_made_of_a_prompt_that_it_refused_in_part_is_no_imag
         one.lacks, one.partly = {"cat"}, True
         with monkeypatch.context() as patch:
             patch.setattr(server.Server, "cancel", lambda *_given: until(lambda: one.history))
-            await run(tmp_path / "r.jsonl", [one], jobs_of(1))
+            await run_batch(tmp_path / "r.jsonl", [one], jobs_of(1))
         assert lines(tmp_path / "r.jsonl") == [] and one.history == {}
         one.lacks = set()
-        await run(tmp_path / "r.jsonl", [one], jobs_of(1))
+        await run_batch(tmp_path / "r.jsonl", [one], jobs_of(1))
         assert [record["attempt"] for record in lines(tmp_path / "r.jsonl")] == [2]
 
 
@@ -346,7 +324,7 @@ async def test_a_file_that_a_row_names_is_looked_for_on_every_server(tmp_path):
     async with FakeComfy() as one, FakeComfy() as other:
         one.lacks, other.lacks = {"here", "nowhere"}, {"nowhere"}
         jobs = [Job("bad", {"prompt": "nowhere"}, 1), Job("good", {"prompt": "here"}, 2), *jobs_of(4)]
-        await run(tmp_path / "r.jsonl", [one, other], jobs)
+        await run_batch(tmp_path / "r.jsonl", [one, other], jobs)
         records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
         bad = records.pop("bad")
         assert bad["status"] == "error" and one.url in bad["error"] and other.url in bad["error"]
@@ -360,7 +338,7 @@ async def test_rows_that_wait_for_the_one_server_with_their_file_hold_no_other_r
     async with FakeComfy() as lacking, FakeComfy() as full:
         lacking.lacks, full.ends = {"here"}, lambda: len(lacking.drawn) == 4
         jobs = [Job(f"k{i}", {"prompt": "here"}, i) for i in range(4)] + jobs_of(4)
-        await run(tmp_path / "r.jsonl", [lacking, full], jobs)
+        await run_batch(tmp_path / "r.jsonl", [lacking, full], jobs)
         assert {record["status"] for record in lines(tmp_path / "r.jsonl")} == {"success"}
         assert sorted(jobs_drawn(lacking)) == ["j0", "j1", "j2", "j3"] and len(full.drawn) == 4
 
@@ -377,7 +355,7 @@ async def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock, caplog):
             await clock.away(batch, LOST)
 
         jobs = jobs_of(10)
-        found = await run(tmp_path / "r.jsonl", [mortal, other], jobs, during=kill)
+        found = await run_batch(tmp_path / "r.jsonl", [mortal, other], jobs, during=kill)
         assert {record["status"] for record in found.results.values()} == {"success"}
         assert len(lines(tmp_path / "r.jsonl")) == 10
         recorded = Counter(record["files"][0]["filename"] for record in lines(tmp_path / "r.jsonl"))
@@ -406,7 +384,7 @@ async def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp
             one.ends = lambda: True
 
         jobs = jobs_of(4)
-        await run(tmp_path / "r.jsonl", [one], jobs, during=restart)
+        await run_batch(tmp_path / "r.jsonl", [one], jobs, during=restart)
         assert_each_once(tmp_path / "r.jsonl", jobs, one)
         assert "p_j0.try2" in one.drawn
         if missed:
@@ -416,47 +394,30 @@ async def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp
 
 
 @asynchronous
-async def test_a_server_that_was_only_silent_goes_on_with_what_it_has(tmp_path, monkeypatch, clock):
+async def test_a_server_that_was_only_silent_goes_on_with_what_it_has(tmp_path, silent, clock):
     """Longer than the grace, so that its jobs were taken back; but nobody else could begin them."""
-    silent = False
-    ask = server.Server._request
-
-    async def request(self, *given, **named):
-        if silent:
-            raise server.ServerAwayError("no answer")
-        return await ask(self, *given, **named)
-
-    monkeypatch.setattr(server.Server, "_request", request)
     async with FakeComfy() as one:
         one.ends = lambda: False
 
         async def hush(batch):
-            nonlocal silent
             await until(lambda: one.running and one.pending)  # nothing is on its way there
-            silent = True
+            silent.add(one.url)
             await clock.away(batch, SILENT)
             await until(lambda: given_back(batch))
-            silent, one.ends = False, lambda: True
+            silent.clear()
+            one.ends = lambda: True
 
         jobs = jobs_of(4)
-        await run(tmp_path / "r.jsonl", [one], jobs, during=hush)
+        await run_batch(tmp_path / "r.jsonl", [one], jobs, during=hush)
         assert_each_once(tmp_path / "r.jsonl", jobs, one)
         assert {record["attempt"] for record in lines(tmp_path / "r.jsonl")} == {1}
 
 
 @asynchronous
 async def test_a_silent_server_that_comes_back_may_draw_an_image_again_whose_result_is_recorded_once(
-    tmp_path, monkeypatch, clock
+    tmp_path, silent, clock
 ):
     """Both servers generate its jobs; it has ended one meanwhile, and the other one is taken from it."""
-    ask, silent = server.Server._request, set()
-
-    async def request(self, *given, **named):
-        if self.url in silent:
-            raise server.ServerAwayError("no answer")
-        return await ask(self, *given, **named)
-
-    monkeypatch.setattr(server.Server, "_request", request)
     async with FakeComfy() as one, FakeComfy() as other:
         one.ends = other.ends = lambda: False
 
@@ -474,7 +435,7 @@ async def test_a_silent_server_that_comes_back_may_draw_an_image_again_whose_res
             one.ends = other.ends = lambda: True
 
         jobs = jobs_of(4)
-        await run(tmp_path / "r.jsonl", [one, other], jobs, during=hush)
+        await run_batch(tmp_path / "r.jsonl", [one, other], jobs, during=hush)
         assert Counter(record["id"] for record in lines(tmp_path / "r.jsonl")) == Counter(job.id for job in jobs)
         assert {record["server"] for record in lines(tmp_path / "r.jsonl")} == {other.url}
         assert len(one.drawn) == 1 and max(jobs_drawn(one, other).values()) == 2
@@ -496,7 +457,7 @@ async def test_a_job_that_kills_servers_is_given_up(tmp_path, clock, missed):
 
         jobs = [Job("bad", {"prompt": "poison"}, 1), *jobs_of(3)]
         options = Options(retries=2, poll=QUICK.poll, grace=QUICK.grace, patience=QUICK.patience)
-        await run(tmp_path / "r.jsonl", [one], jobs, options, during=revive)
+        await run_batch(tmp_path / "r.jsonl", [one], jobs, options, during=revive)
         records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
         assert records["bad"]["status"] == "lost" and "3 attempts" in records["bad"]["error"]
         assert {record["status"] for job, record in records.items() if job != "bad"} == {"success"}
@@ -506,7 +467,7 @@ async def test_a_job_that_kills_servers_is_given_up(tmp_path, clock, missed):
 @asynchronous
 async def test_without_any_server_it_gives_up_and_can_go_on_later(tmp_path, clock):
     one, jobs, long = FakeComfy(), jobs_of(3), QUICK.patience + 0.1
-    await run(tmp_path / "r.jsonl", [one], jobs, during=lambda batch: clock.away(batch, long))
+    await run_batch(tmp_path / "r.jsonl", [one], jobs, during=lambda batch: clock.away(batch, long))
     assert lines(tmp_path / "r.jsonl") == []
     async with one:
         one.ends = lambda: not one.drawn
@@ -516,15 +477,16 @@ async def test_without_any_server_it_gives_up_and_can_go_on_later(tmp_path, cloc
             await one.die()
             await clock.away(batch, long)
 
-        await run(tmp_path / "r.jsonl", [one], jobs, during=kill)
+        await run_batch(tmp_path / "r.jsonl", [one], jobs, during=kill)
         assert len(lines(tmp_path / "r.jsonl")) < 3
         one.ends = lambda: True
         await one.start()
-        await run(tmp_path / "r.jsonl", [one], jobs)
+        await run_batch(tmp_path / "r.jsonl", [one], jobs)
         assert {record["id"] for record in lines(tmp_path / "r.jsonl")} == {"j0", "j1", "j2"}
 
 
-def test_that_no_server_answers_is_said_once(tmp_path, clock, monkeypatch, caplog):
+@asynchronous
+async def test_that_no_server_answers_is_said_once(tmp_path, clock, monkeypatch, caplog):
     """Also where all are asked when the time is over."""
 
     async def silent(self):
@@ -533,9 +495,8 @@ def test_that_no_server_answers_is_said_once(tmp_path, clock, monkeypatch, caplo
 
     monkeypatch.setattr(server.Server, "versions", silent)
     long = QUICK.patience + 0.1
-    asyncio.run(
-        run(tmp_path / "r.jsonl", [FakeComfy(), FakeComfy()], jobs_of(1), during=lambda batch: clock.away(batch, long))
-    )
+    servers = [FakeComfy(), FakeComfy()]
+    await run_batch(tmp_path / "r.jsonl", servers, jobs_of(1), during=lambda batch: clock.away(batch, long))
     assert sum("given up" in message for message in said(caplog)) == 1
 
 
@@ -550,12 +511,12 @@ async def test_cancelling_takes_ours_and_leaves_what_others_queued(tmp_path):
             batch.stop()
 
         jobs = jobs_of(6)
-        found = await run(tmp_path / "r.jsonl", [one], jobs, during=stop)
+        found = await run_batch(tmp_path / "r.jsonl", [one], jobs, during=stop)
         here = {key for key, _ in one.pending} | {one.running}
         assert "someone's" in here and not {entry["prompt_id"] for entry in found.submitted.values()} & here
         assert [(record["id"], record["status"]) for record in lines(tmp_path / "r.jsonl")] == [("j0", "success")]
         one.ends = lambda: True
-        await run(tmp_path / "r.jsonl", [one], jobs)
+        await run_batch(tmp_path / "r.jsonl", [one], jobs)
         ours = Counter(job for job, count in jobs_drawn(one).items() for _ in range(count) if job.startswith("j"))
         assert ours == Counter(job.id for job in jobs)
 
@@ -565,14 +526,9 @@ async def test_results_of_a_server_that_is_no_longer_named_are_fetched_all_the_s
     async with FakeComfy() as first, FakeComfy() as second:
         first.ends = lambda: False
         jobs = jobs_of(4)
-        prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
-        with Journal(tmp_path / "r.jsonl") as found:
-            batch = asyncio.ensure_future(Batch(found, [first.url], QUICK).run(jobs, prompts))
-            await asyncio.wait_for(until(lambda: first.running and first.pending), PATIENCE)
-            batch.cancel()
-            await asyncio.gather(batch, return_exceptions=True)
+        await abandon(tmp_path / "r.jsonl", first, jobs)
         first.ends = lambda: True
-        await run(tmp_path / "r.jsonl", [second], jobs)
+        await run_batch(tmp_path / "r.jsonl", [second], jobs)
         assert_each_once(tmp_path / "r.jsonl", jobs, first, second)
         assert first.drawn and second.drawn
 
@@ -581,15 +537,10 @@ async def test_results_of_a_server_that_is_no_longer_named_are_fetched_all_the_s
 async def test_a_row_that_was_changed_while_its_server_had_it_is_run_as_it_is_now(tmp_path):
     async with FakeComfy() as one:
         one.ends, jobs = lambda: False, jobs_of(2)
-        prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
-        with Journal(tmp_path / "r.jsonl") as found:
-            batch = asyncio.ensure_future(Batch(found, [one.url], QUICK).run(jobs, prompts))
-            await asyncio.wait_for(until(lambda: one.running and one.pending), PATIENCE)
-            batch.cancel()
-            await asyncio.gather(batch, return_exceptions=True)
-        one.ends = lambda: one.running not in {found.prompt_id(job.id, 1) for job in jobs}
+        outdated = await abandon(tmp_path / "r.jsonl", one, jobs)
+        one.ends = lambda: one.running not in outdated
         changed = [Job(job.id, {"seed": 7}, job.line) for job in jobs]
-        await run(tmp_path / "r.jsonl", [one], changed)
+        await run_batch(tmp_path / "r.jsonl", [one], changed)
         assert [record["overrides"] for record in lines(tmp_path / "r.jsonl")] == [{"seed": 7}] * 2
         assert sorted(one.drawn) == ["p_j0.try2", "p_j1.try2"]
 
@@ -598,7 +549,7 @@ async def test_a_row_that_was_changed_while_its_server_had_it_is_run_as_it_is_no
 async def test_copies_are_named_after_the_job(tmp_path):
     async with FakeComfy() as one:
         options = Options(poll=0.005, download=tmp_path / "out")
-        found = await run(tmp_path / "r.jsonl", [one], jobs_of(2), options)
+        found = await run_batch(tmp_path / "r.jsonl", [one], jobs_of(2), options)
         assert (tmp_path / "out/j1.png").read_bytes() == b"p_j1_00001_.png"
         assert found.results["j1"]["copies"] == [str(tmp_path / "out/j1.png")]
         assert len(list((tmp_path / "out").iterdir())) == 2
@@ -636,7 +587,7 @@ def test_an_image_that_another_program_holds_open_is_waited_for_and_then_costs_t
     async def check():
         async with FakeComfy() as one:
             options = Options(poll=0.005, download=tmp_path / "out")
-            return await run(tmp_path / "r.jsonl", [one], jobs_of(4), options)
+            return await run_batch(tmp_path / "r.jsonl", [one], jobs_of(4), options)
 
     results = asyncio.run(check()).results
     assert {job: record["status"] for job, record in results.items()} == {
@@ -708,7 +659,7 @@ def test_after_any_crashes_every_job_has_exactly_one_image(tmp_path_factory, cra
             for crash in crashes:
                 await crashes_at(crash, fate, path, servers, jobs)
             fate.left = None
-            await run(path, servers, jobs)
+            await run_batch(path, servers, jobs)
             assert_each_once(path, jobs, *servers)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -724,7 +675,7 @@ def test_after_a_crash_at_any_step_every_job_has_exactly_one_image(tmp_path, mon
                 path, jobs = tmp_path / f"{step}.jsonl", jobs_of(3)
                 crashed = await crashes_at(step, fate, path, [one], jobs)
                 fate.left = None
-                await run(path, [one], jobs)
+                await run_batch(path, [one], jobs)
                 assert_each_once(path, jobs, one)
                 if not crashed:
                     return step
@@ -736,7 +687,7 @@ async def crashes_at(step: int, fate: Fate, path: Path, servers: list, jobs: lis
     """One run of the command, which crashes at this step if it has so many."""
     fate.left = step
     try:
-        await run(path, servers, jobs)
+        await run_batch(path, servers, jobs)
     except CrashError:
         return True
     return False
@@ -754,12 +705,7 @@ async def crashes_at(step: int, fate: Fate, path: Path, servers: list, jobs: lis
 async def test_whatever_fails_on_two_servers_every_job_has_one_result(tmp_path_factory, faults):
     """One fault after the other, each after so many more images, and over before the next one begins."""
     path, jobs = tmp_path_factory.mktemp("batch") / "r.jsonl", jobs_of(6)
-    ask, silent, clock = server.Server._request, set(), Clock()
-
-    async def request(self, *given, **named):
-        if self.url in silent:
-            raise server.ServerAwayError("no answer")
-        return await ask(self, *given, **named)
+    clock = Clock()
 
     async with FakeComfy() as one, FakeComfy() as other:
 
@@ -783,8 +729,8 @@ async def test_whatever_fails_on_two_servers_every_job_has_one_result(tmp_path_f
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dispatch, "time", clock)
             patch.setattr(dispatch, "CLOSE_SECONDS", 0.01)  # a server that died may still hold a request
-            patch.setattr(server.Server, "_request", request)
+            silent = silenced(patch)
             options = Options(poll=0.002, grace=QUICK.grace, patience=100.0, retries=9)
-            await run(path, [one, other], jobs, options, during=break_and_mend)
+            await run_batch(path, [one, other], jobs, options, during=break_and_mend)
         assert Counter(record["id"] for record in lines(path)) == Counter(job.id for job in jobs)
         assert {record["status"] for record in lines(path)} == {"success"}

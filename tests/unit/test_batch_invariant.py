@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from comfyui_specar import api
 from comfyui_specar.kernels import batch_invariant
-from comfyui_specar.kernels.attention import added, attend
+from comfyui_specar.kernels.attention import additive, attend
 from comfyui_specar.models.cache import KVCache
 from torch import nn
 
@@ -36,10 +36,10 @@ def test_two_ways_that_give_the_same_differ_only_in_time(monkeypatch, dtype, siz
     """Whichever is faster on this machine: an image must not depend on that."""
     torch.manual_seed(0)
     layer, x = nn.Linear(*size, bias=False).to(dtype).requires_grad_(False), torch.randn(100, size[0]).to(dtype)
-    trials, found = len(batch_invariant._TIMED) * batch_invariant._TRIES, []
+    times, found = len(batch_invariant.TIMED_ROWS), []
     for first, second in ((0.0, 1.0), (1.0, 0.0)):  # seconds of layer(x), and of the other way
-        seconds = iter([first] * trials + [second] * trials)
-        monkeypatch.setattr(batch_invariant, "_seconds", lambda run, rows, seconds=seconds: next(seconds))
+        seconds = iter([first] * times + [second] * times)
+        monkeypatch.setattr(batch_invariant, "shortest", lambda run, tries, seconds=seconds: next(seconds))
         chosen = batch_invariant.plan(layer, dtype, size[0], own_weights=True)
         found.append(batch_invariant.in_blocks(partial(chosen.product, layer), x, chosen.block))
     assert torch.equal(*found)
@@ -48,7 +48,7 @@ def test_two_ways_that_give_the_same_differ_only_in_time(monkeypatch, dtype, siz
 def test_a_way_that_rounds_otherwise_is_not_taken(monkeypatch):
     layer = nn.Linear(96, 100, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     monkeypatch.setattr(batch_invariant, "transposed", lambda layer, rows: layer(rows) * 1.01)
-    monkeypatch.setattr(batch_invariant, "_seconds", lambda run, rows: pytest.fail("no need to time it"))
+    monkeypatch.setattr(batch_invariant, "shortest", lambda run, tries: pytest.fail("no need to time it"))
     assert batch_invariant.plan(layer, torch.bfloat16, 96, own_weights=True).product is batch_invariant.called
 
 
@@ -56,27 +56,27 @@ def test_a_way_that_rounds_otherwise_is_not_taken(monkeypatch):
 @pytest.mark.parametrize("dtype", batch_invariant.HALF)
 def test_a_query_does_not_depend_on_the_others_nor_on_what_is_masked(dtype, shared):
     torch.manual_seed(0)
-    most = batch_invariant.reach(256, dtype)
+    most = batch_invariant.padded_length(256, dtype)
     q, k, v = (torch.randn(2, heads, most, 64).to(dtype) for heads in (6, 6 // shared, 6 // shared))
 
     def attention(first: int, count: int, reach: int) -> torch.Tensor:
         seen = torch.arange(reach) <= 130 + first + torch.arange(count)[:, None]
-        mask = added(seen.expand(2, 1, -1, -1), dtype)
+        mask = additive(seen.expand(2, 1, -1, -1), dtype)
         return attend(q[:, :, first : first + count], k[:, :, :reach], v[:, :, :reach], mask)
 
     together = attention(0, 64, most)
     for count in COUNTS[:-1]:
-        for reach in {most, batch_invariant.reach(130 + count, dtype)}:
+        for reach in {most, batch_invariant.padded_length(130 + count, dtype)}:
             assert torch.equal(attention(0, count, reach), together[:, :, :count])
 
 
 @pytest.fixture
 def forgetful():
     """What was found out about attention is found out again, and once more afterwards."""
-    for found in (batch_invariant.invariant_lengths, batch_invariant.fewest):
+    for found in (batch_invariant.invariant_lengths, batch_invariant.min_queries):
         found.cache_clear()
     yield
-    for found in (batch_invariant.invariant_lengths, batch_invariant.fewest):
+    for found in (batch_invariant.invariant_lengths, batch_invariant.min_queries):
         found.cache_clear()
 
 
@@ -105,7 +105,10 @@ def fickle_attention(monkeypatch, forgetful):
     ],
 )
 def test_lengths_at_which_keys_are_summed_otherwise_are_left_out(fickle_attention, keys, half, full):
-    assert batch_invariant.reach(keys, torch.bfloat16) == half and batch_invariant.reach(keys, torch.float32) == full
+    assert (
+        batch_invariant.padded_length(keys, torch.bfloat16) == half
+        and batch_invariant.padded_length(keys, torch.float32) == full
+    )
 
 
 @pytest.mark.parametrize(("others", "found"), [((1, 2, 3), 4), ((1, 2, 3, 4), 8), ((1, 5), 8), ((1, 2, 6, 7), 8)])
@@ -116,10 +119,10 @@ def test_the_fewest_queries_of_a_block_are_found_by_trying(monkeypatch, forgetfu
         return torch.full_like(q, 2.0 if q.shape[2] in others else 1.0)
 
     monkeypatch.setattr(batch_invariant.F, "scaled_dot_product_attention", attention)
-    assert batch_invariant.fewest(torch.bfloat16, 64) == found
+    assert batch_invariant.min_queries(torch.bfloat16, 64) == found
     q, mask = torch.randn(1, 2, 33, 64).bfloat16(), torch.zeros(1, 1, 33, 96).bfloat16()
-    several, masks = batch_invariant.enough(q, mask)
-    assert several.shape[2] == masks.shape[2] == 32 + found and several[:, :, 32:].eq(q[:, :, 32:]).all()
+    padded, masks = batch_invariant.padded_queries(q, mask)
+    assert padded.shape[2] == masks.shape[2] == 32 + found and padded[:, :, 32:].eq(q[:, :, 32:]).all()
 
 
 def test_a_cache_has_a_length_that_can_be_read(fickle_attention):
@@ -160,7 +163,7 @@ def test_what_needs_no_care_is_called_as_it_is():
         batch_invariant.linear(layer, x)
     assert layer.given == [1, 2], "fp32: one call each, of x as it came"
     q, mask = torch.randn(1, 2, 1, 8), torch.zeros(1, 1, 1, 9)
-    assert batch_invariant.enough(q, mask) == (q, mask)
+    assert batch_invariant.padded_queries(q, mask) == (q, mask)
 
 
 @pytest.mark.parametrize("dtype", batch_invariant.HALF)

@@ -9,13 +9,13 @@ from pathlib import Path
 import comfyui_specar as specar
 import numpy as np
 import pytest
-from comfyui_specar.batch import cli, fleet
+from comfyui_specar.batch import cli, ray_cluster
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job, JobsError
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.maps import SAMPLER, check_ids, sampler_of, with_maps
+from comfyui_specar.batch.model_worker import ModelOptions, ModelWorker
 from comfyui_specar.batch.overrides import OverrideError, fingerprint, read_workflow
-from comfyui_specar.batch.studio import ModelOptions, ModelWorker
 from comfyui_specar.tests.support.fake_comfy import FakeComfy
 from comfyui_specar.tests.support.patience import PATIENCE
 from PIL import Image
@@ -123,12 +123,14 @@ def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path
     assert results["mapped"]["copies"] == [str(tmp_path / f"out/{name}.png") for name in ("mapped", "mapped_map")]
 
 
-def test_a_worker_draws_the_map_of_its_image():
-    settings = {"prompt": "star, 3d, on a blue background", "seed": 1}
-    image, drawn, totals, _ = ModelWorker(ModelOptions("default", "sjd"), maps=True).generate(settings)
-    model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
-    out = specar.sample(model, model.encode_prompt(settings["prompt"]), specar.methods.SJD(), seed=1)
-    wanted = specar.acceptance_map(out.trace, decoder.decode(out.latent))[0]
+def test_a_worker_draws_the_map_of_its_image(monkeypatch):
+    settings, made = {"prompt": "star, 3d, on a blue background", "seed": 1}, []
+    sample = specar.api.sample
+    monkeypatch.setattr(specar.api, "sample", lambda *given, **named: made.append(sample(*given, **named)) or made[-1])
+    worker = ModelWorker(ModelOptions("default", "sjd"), maps=True)
+    image, drawn, totals, _ = worker.generate(settings)
+    [out] = made
+    wanted = specar.acceptance_map(out.trace, worker.decoder.decode(out.latent))[0]
     opened = [Image.open(io.BytesIO(content)) for content in (image, drawn)]
     assert np.array_equal(np.asarray(opened[1]), wanted)
     assert opened[0].text == opened[1].text and json.loads(opened[1].text["specar"])["totals"] == totals
@@ -136,7 +138,9 @@ def test_a_worker_draws_the_map_of_its_image():
 
 def test_a_blank_negative_prompt_is_none(monkeypatch):
     drawn = []
-    monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *_, negative, **__: drawn.append(negative))
+    monkeypatch.setattr(
+        "comfyui_specar.batch.model_worker.api.sample", lambda *_, negative, **__: drawn.append(negative)
+    )
     worker = ModelWorker(ModelOptions("default", "sjd"))
     for settings in ({}, {"negative": ""}, {"negative": " "}, {"negative": "dog"}):
         with pytest.raises(AttributeError):  # nothing is generated
@@ -149,7 +153,9 @@ def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job
     made = {"status": "success", "traces": [], "warnings": [], "seconds": 1.0, "error": ""}
     with Journal(tmp_path / "r.jsonl") as journal:
         records = [
-            fleet.write(journal, Job(name, {}, 1), "same", {"id": name, **made}, (b"image", b"map"), tmp_path / "out")
+            ray_cluster.write(
+                journal, Job(name, {}, 1), "same", {"id": name, **made}, (b"image", b"map"), tmp_path / "out"
+            )
             for name in "ab"
         ]
     assert [record["status"] for record in records] == ["success", "error"] and "b_map.png" in records[1]["error"]

@@ -12,11 +12,12 @@ from comfyui_specar.batch.copies import write_whole
 from comfyui_specar.batch.dispatch import Batch, Options, QueuedJob, Worker
 from comfyui_specar.batch.jobs import Job, automatic_id
 from comfyui_specar.batch.journal import naming
+from comfyui_specar.batch.server import Entry
 
 
-def worker(url, foreign=0, own=0, answered=1.0, **known):
+def worker(url, others=0, own=0, answered=1.0, **known):
     given = {f"{url} {n}": None for n in range(own)}
-    return Worker(SimpleNamespace(url=url), foreign=foreign, answered=answered, given=given, **known)
+    return Worker(SimpleNamespace(url=url), others=others, answered=answered, given=given, **known)
 
 
 def job(number, **known):
@@ -58,7 +59,7 @@ def pulled(workers, jobs):
     ],
 )
 def test_the_least_busy_server_gets_the_next_job(busy, jobs, given, left):
-    workers = [worker(url, foreign) for url, foreign in zip("ab", busy, strict=False)]
+    workers = [worker(url, others) for url, others in zip("ab", busy, strict=False)]
     assert pulled(workers, map(job, range(jobs))) == (given, left)
 
 
@@ -76,8 +77,8 @@ def test_a_server_that_is_away_or_excluded_gets_nothing(unable):
 def test_a_server_that_has_not_answered_yet_is_left_the_last_job_by_a_busier_one_only():
     silent = {"answered": None}
     assert pulled([worker("a", **silent), worker("b")], [job(0)]) == ({"a": "", "b": "0"}, "")
-    assert pulled([worker("a", **silent), worker("b", foreign=1)], [job(0)]) == ({"a": "", "b": ""}, "0")
-    assert pulled([worker("a", **silent), worker("b", foreign=1)], [job(0), job(1)]) == ({"a": "", "b": "0"}, "1")
+    assert pulled([worker("a", **silent), worker("b", others=1)], [job(0)]) == ({"a": "", "b": ""}, "0")
+    assert pulled([worker("a", **silent), worker("b", others=1)], [job(0), job(1)]) == ({"a": "", "b": "0"}, "1")
 
 
 def test_a_job_avoids_the_servers_that_refused_or_lost_it():
@@ -99,10 +100,9 @@ def test_a_batch_that_ends_gives_nothing():
 
 def test_a_job_that_no_server_can_make_ends_with_their_reasons():
     ended, batch = [], batch_of([worker("a"), worker("b")], [job(0, refused={"a": "lacks x", "b": "lacks y"})])
-    batch._end = lambda queued, record: ended.append(record)
+    batch._end = lambda worker, queued, found: ended.append(found)
     assert batch._pull(batch.workers[0]) is None and not batch.waiting
-    [record] = ended
-    assert (record["status"], record["seconds"], record["error"]) == ("error", 0, "a: lacks x; b: lacks y")
+    assert ended == [Entry("error", "a: lacks x; b: lacks y")]
 
 
 def test_a_row_without_an_id_has_that_of_its_number_and_values_in_any_order():

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import comfyui_specar as specar
 import numpy as np
 import pytest
-from comfyui_specar.batch import cli, fleet
+from comfyui_specar.batch import cli, ray_cluster
 from comfyui_specar.batch.jobs import Job, JobsError, read_jobs
 from comfyui_specar.batch.journal import Journal
+from comfyui_specar.batch.model_worker import RECIPES, ModelOptions, ModelWorker
 from comfyui_specar.batch.overrides import fingerprint
-from comfyui_specar.batch.studio import RECIPES, ModelOptions, ModelWorker
 from comfyui_specar.model_loaders.conditions import VERSION, precision
 from comfyui_specar.tests.support.mortal import MortalWorker
 from comfyui_specar.tests.support.patience import PATIENCE
@@ -49,7 +49,7 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     with Journal(table / "jobs.results.jsonl") as journal:
         journal.write_submission("before", prints["before"], 1, "ray")
         journal.write_result({"id": "before", "status": "success"})
-    monkeypatch.setattr(fleet, "ModelWorker", MortalWorker)
+    monkeypatch.setattr(ray_cluster, "ModelWorker", MortalWorker)
     assert cli.main([*COMMAND, "--retries", "1"]) == cli.FAILED
     said = capsys.readouterr().err
     assert "late: done" in said and "3 of 5 jobs done, 1 failed, 1 given up, 0 still" in said
@@ -63,7 +63,7 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     [trace] = records["star"]["traces"]
     assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
     assert sorted(path.name for path in Path("out").iterdir()) == ["late.png", "star.png"]
-    monkeypatch.setattr(fleet, "started", lambda _fleet: pytest.fail("there is nothing left to draw"))
+    monkeypatch.setattr(ray_cluster, "started", lambda _fleet: pytest.fail("there is nothing left to draw"))
     assert cli.main(COMMAND) == cli.FAILED
 
     model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
@@ -142,7 +142,7 @@ def test_sigterm_while_ray_starts_cancels(table, monkeypatch, capsys):
 def test_what_does_not_fit_the_method_is_refused_before_ray_starts(
     table, monkeypatch, capsys, table_text, arguments, message
 ):
-    monkeypatch.setattr(fleet, "started", lambda _fleet: pytest.fail("Ray was started"))
+    monkeypatch.setattr(ray_cluster, "started", lambda _fleet: pytest.fail("Ray was started"))
     (table / "jobs.csv").write_text(table_text, encoding="utf-8")
     assert cli.main([*COMMAND, *arguments]) == cli.BAD_INPUT
     assert re.search(message, capsys.readouterr().err)
@@ -164,8 +164,10 @@ def test_a_job_that_ray_never_ended_is_no_job_of_the_batch(table, monkeypatch, c
         raise ConnectionError("the cluster went away")
 
     errors = SimpleNamespace(RayError=ConnectionError, RayTaskError=ConnectionError)
-    monkeypatch.setattr(fleet, "started", lambda _fleet: SimpleNamespace(exceptions=errors, shutdown=lambda: None))
-    monkeypatch.setattr(fleet, "rows", dies)
+    monkeypatch.setattr(
+        ray_cluster, "started", lambda _fleet: SimpleNamespace(exceptions=errors, shutdown=lambda: None)
+    )
+    monkeypatch.setattr(ray_cluster, "rows", dies)
     assert cli.main(COMMAND) == cli.UNFINISHED and "went away" in capsys.readouterr().err
     with Journal(table / "jobs.results.jsonl") as journal:
         assert journal.submitted == {} == journal.results
@@ -185,7 +187,9 @@ def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
 def test_every_method_generates_with_its_settings(method, monkeypatch):
     """Each by its name, with all of its settings given as their defaults; what it generates is shown elsewhere."""
     drawn = []
-    monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *given, **named: drawn.append((given, named)))
+    monkeypatch.setattr(
+        "comfyui_specar.batch.model_worker.api.sample", lambda *given, **named: drawn.append((given, named))
+    )
     continuous = method.startswith("continuous")
     bundled, drafter = ("continuous", "continuous/small") if continuous else ("default", "default/eagle")
     studio = ModelOptions(bundled, method, drafter=drafter if RECIPES[method].needs_drafter else None)

@@ -12,17 +12,23 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 from aiohttp import web
-from comfyui_specar.batch import answers, cli, client, copies, dispatch, server
+from comfyui_specar.batch import answers, cli, copies, dispatch, server
 from comfyui_specar.batch.address import address_of, shown, without_logins
 from comfyui_specar.batch.answers import one_line
-from comfyui_specar.batch.dispatch import Batch, Options
-from comfyui_specar.batch.jobs import Job
-from comfyui_specar.batch.journal import Journal
-from comfyui_specar.batch.overrides import with_overrides
+from comfyui_specar.batch.dispatch import Options
 from comfyui_specar.common import limits
 from comfyui_specar.common.printable import printable
-from comfyui_specar.tests.support.fake_comfy import WORKFLOW, FakeComfy, asynchronous, run_beside, until, without_limits
-from comfyui_specar.tests.support.patience import PATIENCE
+from comfyui_specar.tests.support.fake_comfy import (
+    WORKFLOW,
+    Clock,
+    FakeComfy,
+    asynchronous,
+    jobs_of,
+    run_batch,
+    run_beside,
+    until,
+    without_limits,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -39,31 +45,16 @@ def no_limits(monkeypatch) -> None:
 
 async def run(path: Path, servers: list, number: int = 1, **options) -> dict[str, dict]:
     """A batch; time passes for it only while its first server is away. Returns its results."""
-    now = 1.0
-
-    class Clock:
-        @staticmethod
-        def monotonic() -> float:
-            return now
+    clock = Clock()
 
     async def passing(batch):
-        nonlocal now
         while True:
-            await until(lambda: batch.workers and batch.workers[0].failures)
-            now += 0.05
+            await clock.away(batch, 0.05)
 
-    jobs = [Job(f"j{i}", {"seed": i}, i) for i in range(number)]
-    with Journal(path) as journal, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "time", Clock)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "time", clock)
         chosen = Options(poll=0.002, grace=0.1, patience=2.0, **options)
-        batch = Batch(journal, [getattr(one, "url", one) for one in servers], chosen)
-        clock = asyncio.ensure_future(passing(batch))
-        try:
-            prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
-            await asyncio.wait_for(batch.run(jobs, prompts), PATIENCE)
-        finally:
-            clock.cancel()
-        return journal.results
+        return (await run_batch(path, servers, jobs_of(number), chosen, passing)).results
 
 
 anything = st.recursive(
@@ -419,66 +410,6 @@ def test_texts_and_numbers_of_an_entry_are_those_that_a_file_can_hold():
         report["totals"] = totals
         with pytest.raises(answers.UnexpectedAnswerError, match=words):
             server.entry({"outputs": {"10": {"specar": [report]}}}, WORKFLOW)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        b"",
-        b"\0\0\0\4",
-        b"\0\0\0\4\xff\xff\xff\xffab",
-        b"\0\0\0\1x",
-        '{"type": "status"}',
-        '{"type": "a", "data": [1]}',
-        '{"type": "a", "data": {"prompt_id": {}}}',
-        "[]",
-        "<html>",
-        "[" * 9**6,
-        '{"type": 5, "data": {}}',
-        "{}",
-    ],
-)
-def test_whoever_follows_a_prompt_passes_over_what_is_about_none_and_ends_with_what_no_comfyui_says(odd):
-    """Messages of other nodes may have any data; one that is no event is not ComfyUI's."""
-
-    async def events(request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-        prompt_id = await asked
-        await (socket.send_bytes(odd) if isinstance(odd, bytes) else socket.send_str(odd))
-        for event in ("execution_success", "executing"):
-            await socket.send_json({"type": event, "data": {"prompt_id": prompt_id, "node": None}})
-        await socket.close()
-        return socket
-
-    async def prompt(request: web.Request) -> web.Response:
-        asked.set_result((await request.json())["prompt_id"])
-        return web.json_response({"prompt_id": asked.result(), "node_errors": {}})
-
-    async def history(request: web.Request) -> web.Response:
-        return web.json_response({request.match_info["id"]: {"outputs": {}}})
-
-    async def check():
-        nonlocal asked
-        asked = asyncio.get_running_loop().create_future()
-        app = web.Application()
-        app.add_routes([web.get("/ws", events), web.post("/prompt", prompt), web.get("/history/{id}", history)])
-        runner = web.AppRunner(app, shutdown_timeout=0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            return await client.run_prompt(url, WORKFLOW, timeout=PATIENCE)
-        finally:
-            await runner.cleanup()
-
-    asked = None
-    if isinstance(odd, str) and ('"type": "' not in odd):
-        with pytest.raises(answers.UnexpectedAnswerError):
-            asyncio.run(check())
-    else:
-        assert asyncio.run(check()).outcome == "success"
 
 
 @pytest.mark.parametrize("secret", ['Zz9 "&<p\u00e4ss>  \\x/', "to+k/en=Qq7 x", "plain-Zz9"])

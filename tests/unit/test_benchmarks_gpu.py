@@ -156,6 +156,24 @@ def test_references_call_those_of_others_while_watched():
     assert torch.equal(found, linear.few_rows(*gated))
 
 
+def test_round_off_is_no_difference_and_a_decision_in_a_hundred_neither():
+    a = torch.linspace(-3, 3, 300)
+    assert kernels.alike(a, a + 1e-6) and not kernels.alike(a, a + 0.01)
+    half = a.bfloat16()
+    assert kernels.alike(half, (a * 1.004).bfloat16()) and not kernels.alike(half, (a * 1.2).bfloat16())
+    generator = torch.Generator().manual_seed(0)
+    large, error = (torch.randn(3000, generator=generator) * n for n in (100, 0.3))  # as a product in bf16 has it
+    assert kernels.alike(large.bfloat16(), (large + error).bfloat16())
+    assert not kernels.alike(large.bfloat16(), (large + 100 * error).bfloat16())
+    edges = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
+    assert kernels.alike(edges, edges) and not kernels.alike(edges, edges + 0.01)
+    token = torch.arange(300)
+    for changed, same in ((3, True), (4, False)):
+        assert kernels.alike(token, torch.where(token < changed, -1, token)) == same
+    assert not kernels.alike(token, token.int()) and not kernels.alike(token, token[:-1])
+    assert not kernels.alike(torch.tensor([1]), torch.tensor([2]))
+
+
 @dataclass
 class Pair:
     a: torch.Tensor

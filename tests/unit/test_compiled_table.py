@@ -6,13 +6,13 @@ After a change of a kernel, write it again: python -m tools.benchmarks.gpu.compi
 import json
 
 import pytest
-from comfyui_specar.kernels.dispatch import OLDEST
+from comfyui_specar.kernels.dispatch import MIN_CAPABILITY
 from comfyui_specar.tools.benchmarks.gpu import compile_table
 
 from ..support.triton_kernels import SHARED
 
 TABLE = json.loads(compile_table.TABLE.read_text(encoding="utf-8"))
-USED = [pair for pair in compile_table.PAIRS if divmod(int(pair[1]), 10) >= OLDEST]
+USED = [pair for pair in compile_table.PAIRS if divmod(int(pair[1]), 10) >= MIN_CAPABILITY]
 
 
 @pytest.mark.parametrize(("version", "arch"), compile_table.PAIRS)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.kernels.attention import added
+from comfyui_specar.kernels.attention import additive
 from comfyui_specar.model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models.backbone import HeadNorm, Rotation
@@ -216,7 +216,7 @@ def test_the_padding_of_a_prompt_is_what_the_uncropped_target_has(target, tmp_pa
     seen = torch.arange(slots) >= slots - valid
     mask = torch.ones(slots, slots, dtype=torch.bool).tril() & (seen | ~seen[:, None])  # padding sees padding
     nothing = torch.zeros(1, slots, target.backbone.config.head_dim // 2)
-    wanted = target.backbone(x, Rotation(nothing, nothing), mask=added(mask, torch.float32))
+    wanted = target.backbone(x, Rotation(nothing, nothing), mask=additive(mask, torch.float32))
     state = target.start(target.encode_features(features), None, 1, target.layout(), 1, guided=True)
     for index, hidden in enumerate(state.prefix_hidden):
         assert torch.allclose(drafter._padding(hidden, learned=index == 1)[0], wanted[index], atol=1e-5)

@@ -105,7 +105,7 @@ def test_a_near_tie_is_tried_again(monkeypatch, caplog):
     called, other = (torch.tensor([[1, 2, -1]]), torch.full((1, 3), 0.5)), (torch.tensor([[1, 1, 3]]), torch.ones(1, 3))
     for outcomes, failed in (((called, other, called, called), False), ((called, other, called, other), True)):
         each = iter(outcomes)
-        monkeypatch.setattr(first_use, "trial", lambda *given, each=each: next(each))
+        monkeypatch.setattr(first_use, "first_passes", lambda *given, each=each: next(each))
         monkeypatch.setattr(first_use.session, "Graphs", TapeGraphs)
         first_use.check_captured(NextToken(), request(toy(), LAYOUT))
         assert graphs._failed == failed
@@ -114,9 +114,9 @@ def test_a_near_tie_is_tried_again(monkeypatch, caplog):
 
 def test_probabilities_are_compared_too():
     tokens, p = torch.tensor([[1, 2, -1]]), torch.tensor([[0.5, 0.25, 0.0]])
-    assert first_use.same((tokens, p), (tokens, p * 1.01))
-    assert not first_use.same((tokens, p), (tokens, p * 1.2))
-    assert first_use.same((tokens, p), (torch.tensor([[1, -1, 3]]), torch.tensor([[0.5, 0.0, 0.9]])))
+    assert first_use.agree((tokens, p), (tokens, p * 1.01))
+    assert not first_use.agree((tokens, p), (tokens, p * 1.2))
+    assert first_use.agree((tokens, p), (torch.tensor([[1, -1, 3]]), torch.tensor([[0.5, 0.0, 0.9]])))
 
 
 @torch.inference_mode()

@@ -49,7 +49,7 @@ FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
     "reports": {"torch", "numpy", "PIL"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
     "common": set(),
-    "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/fleet.py alone
+    "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/ray_cluster.py alone
 }
 
 

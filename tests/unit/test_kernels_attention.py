@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from comfyui_specar.kernels.attention import FEW, added, attend, attend_cached, attend_few
+from comfyui_specar.kernels.attention import FEW, additive, attend, attend_cached, attend_few
 from comfyui_specar.kernels.rotation import factors_of, rotate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,7 +68,7 @@ def case(
         buffer,
         torch.arange(rows)[:, None],
         where,
-        added(seen, dtype),
+        additive(seen, dtype),
         torch.zeros((rows, key_heads, FEW), dtype=torch.int32),
     )
 
@@ -316,6 +316,6 @@ def test_query_heads_attend_to_the_key_head_they_share(heads, masked):
     shared = torch.arange(heads) // (heads // 2)
     with fp64():
         scores = (q @ k[:, shared].mT / 8**0.5).masked_fill(~seen, -torch.inf)
-        found = attend(q, k, v, added(seen, torch.float64) if masked else None)
+        found = attend(q, k, v, additive(seen, torch.float64) if masked else None)
         wanted = scores.softmax(-1) @ v[:, shared]
     assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)

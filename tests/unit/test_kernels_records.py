@@ -57,13 +57,6 @@ def test_what_is_not_meant_stays(write):
     assert torch.equal(table[..., others], before[..., others])
 
 
-def test_a_trial_writes_nothing():
-    given = problem(5)
-    table, tokens = given[0].clone(), given[1].clone()
-    records.write(*records.write.trial(*given))
-    assert torch.equal(given[0], table) and torch.equal(given[1], tokens)
-
-
 def test_a_record_is_written_by_name():
     record = Record.empty(3, 1, torch.device("cpu"))
     record.begin(torch.tensor([[2, 0, 0, 0]]), torch.tensor([1]))

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from comfyui_specar.kernels.attention import FEW, added, attend_few
+from comfyui_specar.kernels.attention import FEW, additive, attend_few
 from comfyui_specar.kernels.graphs import leaves
 from comfyui_specar.kernels.rotation import factors_of
 from comfyui_specar.samplers.rules.acceptance import Exact
@@ -110,7 +110,7 @@ def test_attention_of_a_window(count, dtype, steps):
     angles = torch.rand((1, count, 32), generator=generator)
     buffer = torch.randn((1, 2, 320, 64), generator=generator).to(dtype)
     where = 150 + torch.arange(count)[None]
-    mask = added(torch.arange(300) <= where[:, None, :, None], dtype)
+    mask = additive(torch.arange(300) <= where[:, None, :, None], dtype)
     arrived = torch.zeros((1, 1, FEW), dtype=torch.int32)
     factors = factors_of(angles.cos(), angles.sin(), True)
     written, rows = buffer.clone(), torch.tensor([[0]])

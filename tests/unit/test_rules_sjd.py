@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from comfyui_specar.kernels import fp32
+from comfyui_specar.kernels import cpu
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.guesses import Memory
 from comfyui_specar.samplers.engine.run import Run
@@ -242,7 +242,7 @@ def test_a_step_reads_nothing_on_the_host(model, rule):
 @pytest.mark.parametrize("rule", [CoolSD(2), Lantern(5, 0.3, "paper")], ids=str)
 def test_a_step_compiles_as_one_graph(model, rule, monkeypatch):
     # Compiled code takes torch's own products, whose last bits differ from those of other routines.
-    monkeypatch.setattr(fp32, "applies", lambda layer, x: False)
+    monkeypatch.setattr(cpu, "few_fp32_rows", lambda layer, x: False)
     torch.compiler.reset()
     with torch.inference_mode():
         plain = passes(step, rule, model)

@@ -60,9 +60,9 @@ def test_every_pass_has_its_milliseconds(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: next(looks) / 4)
     trace = SJD(window=3).sample(asked).trace
     passes = trace.totals["target_passes"]
-    # The clock is read after the prompt's pass, twice after every other, and at the end.
-    assert trace.rounds["milliseconds"].tolist() == [250.0] + [500.0] * (passes - 1)
-    assert trace.totals["seconds"] == passes / 2
+    # The clock is read after every pass, and at the end.
+    assert trace.rounds["milliseconds"].tolist() == [250.0] * passes
+    assert trace.totals["seconds"] == (passes + 1) / 4
 
 
 def test_a_round_too_many_is_written_past_the_others():

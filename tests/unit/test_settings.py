@@ -226,7 +226,7 @@ def test_sigma_is_that_of_the_paper_or_upside_down_as_in_the_official_code():
 
 def test_how_long_a_batch_waits_stays():
     """As its --help and documents say; without a reason, a server that cannot be reached has not ended."""
-    assert (dispatch.PATIENCE, dispatch.FIRST_PATIENCE, dispatch.UNEXPECTED) == (300, 10, 2)
+    assert (dispatch.GIVE_UP_SECONDS, dispatch.NEVER_ANSWERED_SECONDS, dispatch.MAX_UNEXPECTED) == (300, 10, 2)
     away = ServerAwayError("away")
     assert not away.gone and not away.unexpected
 

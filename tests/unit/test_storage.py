@@ -137,7 +137,7 @@ def test_the_bytes_that_widening_moves_are_those_of_its_operations(storage, dtyp
         given = [None if each is None else fake.from_tensor(each).to("cuda:0") for each in (weight, scale)]
         x = torch.zeros(1, columns, dtype=dtype, device="cuda:0")
         with Traffic() as traffic:
-            linear.few_rows.__wrapped__(x, *given)
+            linear.few_rows.reference(x, *given)
     assert traffic.bytes == pytest.approx(Way(dtype, storage, size, 0).moved(), rel=0.06)
 
 

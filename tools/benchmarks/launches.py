@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -93,20 +92,6 @@ class CountedGraphs(graphs.Graphs):
             return Mock(), run()
 
 
-class Chosen(dict):
-    """In place of the dispatcher's choices: every Triton kernel is taken."""
-
-    def __contains__(self, case: object) -> bool:
-        return True
-
-    def __getitem__(self, case: tuple) -> Callable[..., Any]:
-        reference = case[0]
-        return getattr(import_module(f"{reference.__module__}_triton"), reference.__name__)
-
-    def get(self, case: tuple, default: Any = None) -> Callable[..., Any]:
-        return self[case]
-
-
 class Prompt(nn.Module):
     """A prompt without words: what stands before the image is not part of a pass."""
 
@@ -134,7 +119,6 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
         for where, name, instead in (
             (JITFunction, "run", launch),
             (dispatch, "runs_triton", lambda device: True),
-            (dispatch, "_chosen", Chosen()),
             (torch.cuda, "current_device", lambda: 0),
             (FakeTensorMode, "avoid_device_init", True),  # whatever other kinds of devices there are
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there

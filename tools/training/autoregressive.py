@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.attention import added
+from ...kernels.attention import additive
 from ...models.backbone import Backbone, BackboneConfig
 from ...models.positions import GridPositions, rotation_of
 from ...models.prefix import CaptionPrefix
@@ -57,7 +57,7 @@ class TextToImage(nn.Module):
         rotation = rotation_of(
             GridPositions(), slots, tokens.shape[1] - 1, (self.side, self.side), self.backbone.config.head_dim, x.device
         )
-        hidden = self.backbone(x, rotation, mask=added(mask[:, None], x.dtype))
+        hidden = self.backbone(x, rotation, mask=additive(mask[:, None], x.dtype))
         return self.backbone.logits(hidden[:, slots - 1 :]).float()
 
 

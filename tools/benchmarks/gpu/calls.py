@@ -22,7 +22,7 @@ PACK = kernels.__name__.rpartition(".")[0]
 Look = Callable[[str, Callable[..., Any], tuple], Any]  # name, torch reference, arguments -> result
 
 
-def accelerated() -> dict[str, Callable[..., Any]]:
+def accelerated() -> dict[str, dispatch.Accelerated]:
     """The functions that may have a Triton kernel, by ``module.function``, as they are called."""
     found = {}
     for path in sorted(Path(kernels.__path__[0]).glob("[!_]*.py")):
@@ -32,10 +32,7 @@ def accelerated() -> dict[str, Callable[..., Any]]:
         found |= {
             f"{path.stem}.{name}": value
             for name, value in vars(module).items()
-            if inspect.isfunction(value)
-            and value.__code__.co_filename == dispatch.__file__
-            and value.__module__ == module.__name__
-            and hasattr(value, "__wrapped__")
+            if isinstance(value, dispatch.Accelerated) and value.reference.__module__ == module.__name__
         }
     return found
 
@@ -59,12 +56,12 @@ def copied(tree: Any) -> Any:
 @contextmanager
 def watched(look: Look) -> Iterator[None]:
     """Meanwhile ``look`` is called in place of every accelerated function, wherever the pack has imported it."""
-    inside = {function: _watch(name, inspect.unwrap(function), look) for name, function in accelerated().items()}
+    inside = {function: _watch(name, function.reference, look) for name, function in accelerated().items()}
     modules = [module for name, module in sys.modules.items() if name == PACK or name.startswith(f"{PACK}.")]
     with ExitStack() as stack:
         for module in modules:
             for name, value in list(vars(module).items()):
-                if inspect.isfunction(value) and value in inside:
+                if isinstance(value, dispatch.Accelerated) and value in inside:
                     stack.enter_context(patch.object(module, name, inside[value]))
         yield
 
@@ -78,4 +75,5 @@ def _watch(name: str, reference: Callable[..., Any], look: Look) -> Callable[...
         bound.apply_defaults()
         return look(name, reference, bound.args)
 
+    call.reference = reference  # type: ignore[attr-defined]  # as Accelerated has one
     return call

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_specar.kernels.dispatch import OLDEST
+from comfyui_specar.kernels.dispatch import MIN_CAPABILITY
 
 from ..report import grid, plain_command
 
@@ -161,10 +161,9 @@ def page(table: dict[str, Any]) -> str:
             "Compiled without a GPU and run on none; written by `python -m tools.benchmarks.gpu.compile_table`. A case "
             "is a kernel with the arguments of a model (tools/benchmarks/gpu/compile_cases.py). Registers of a thread, "
             "bytes that it spills to its stack, and bytes of shared memory are the most of all cases. From compute "
-            "capability "
-            f"{'.'.join(map(str, OLDEST))} on no case may fail or spill more than {SPILLED} bytes. GPUs before that "
-            "run the torch versions of the kernels (kernels/dispatch.py): the rows of sm_75 show why. Triton 3.1 does "
-            "not know sm_120, nor does torch 2.5.",
+            f"capability {'.'.join(map(str, MIN_CAPABILITY))} on no case may fail or spill more than {SPILLED} bytes. "
+            "GPUs before that run the torch versions of the kernels (kernels/dispatch.py): the rows of sm_75 show why. "
+            "Triton 3.1 does not know sm_120, nor does torch 2.5.",
             "",
             grid(("Triton", "GPU", "cases", "failures", *COLUMNS), rows),
             "",

@@ -15,7 +15,6 @@ from typing import Any
 
 import comfyui_specar as specar
 import torch
-from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import capturing, leaves
 from torch import Tensor
 
@@ -77,7 +76,7 @@ class Comparison:
                 found = self.kernel(name, copies)
             pairs = list(zip(leaves((result, given)), leaves((found, copies)), strict=True))
             row["largest"] = max([row["largest"], *(difference(a, b) for a, b in pairs)])
-            agree, why = all(dispatch.alike(a, b) for a, b in pairs), f"differs from its reference by {row['largest']}"
+            agree, why = all(alike(a, b) for a, b in pairs), f"differs from its reference by {row['largest']}"
         except Exception as error:  # whatever a compiler or driver may raise: it is what is looked for
             agree, why = False, f"{type(error).__name__}: {str(error)[:300]}"
         self.tries[kind] = 0 if agree else self.tries.get(kind, 0) + 1
@@ -114,6 +113,24 @@ def difference(a: Tensor, b: Tensor) -> float:
     a, b = a.double(), b.double()
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs() / a.abs().clamp(min=1))
     return float(apart.nan_to_num(nan=torch.inf).max())
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Equal up to round-off, which may change one decision in a hundred.
+
+    A sum that nearly cancels has the absolute error of its terms, so errors are also compared with the size of all
+    numbers.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_floating_point():
+        step = torch.finfo(a.dtype).eps  # large for 16-bit floats
+        size = float(a.float().nan_to_num(posinf=0, neginf=0).square().mean().sqrt()) if a.numel() else 0.0
+        least = max(1e-5, 2 * step) * max(1.0, size)
+        different = ~torch.isclose(a, b, rtol=max(1e-3, 8 * step), atol=least, equal_nan=True)
+    else:
+        different = a != b
+    return int(different.sum()) <= a.numel() // 100
 
 
 def models(dry: bool) -> dict[str, sizes.Size]:

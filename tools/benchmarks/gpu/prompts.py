@@ -39,9 +39,9 @@ def run(findings: Findings, **_options: object) -> None:
 async def draw(findings: Findings, url: str, pid: int) -> None:
     """The steps one after the other; images of one workflow must be the same each time."""
     import aiohttp
-    from comfyui_specar.batch.client import get_json
 
     from tests.support import prompts
+    from tools.comfy_client import get_json
 
     known, seen = prompts.workflows([FIRST, OTHER]), prompts.Seen()
     for number, (step, name) in enumerate(STEPS):

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import aiohttp
-
-from ..common.limits import ANSWER_BYTES, FILE_BYTES
-from .answers import UnexpectedAnswerError, excerpt, get, parse, parse_object, read_body
+from comfyui_specar.batch.answers import UnexpectedAnswerError, excerpt, get, parse_object, read_body
+from comfyui_specar.common.limits import ANSWER_BYTES
 
 PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded image
 FINAL_EVENTS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
@@ -123,7 +122,7 @@ async def interrupt(url: str, prompt_id: str) -> None:
 async def get_json(url: str, path: str):
     async with aiohttp.ClientSession() as session, session.get(url + path) as reply:
         reply.raise_for_status()
-        return parse(await read_body(reply, ANSWER_BYTES))
+        return await reply.json()
 
 
 async def view(url: str, file: dict) -> bytes:
@@ -131,4 +130,4 @@ async def view(url: str, file: dict) -> bytes:
     query = {key: file[key] for key in ("filename", "subfolder", "type")}
     async with aiohttp.ClientSession() as session, session.get(f"{url}/view", params=query) as reply:
         reply.raise_for_status()
-        return await read_body(reply, FILE_BYTES)
+        return await reply.read()

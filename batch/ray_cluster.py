@@ -16,7 +16,7 @@ from .copies import write_whole
 from .jobs import Job, JobsError, counted
 from .journal import Journal
 from .maps import map_of
-from .studio import ModelOptions, ModelWorker
+from .model_worker import ModelOptions, ModelWorker
 
 LOCAL = "local"
 PROBE_SECONDS = 5.0

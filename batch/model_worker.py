@@ -1,10 +1,11 @@
-"""A model that runs jobs without ComfyUI: what the actors of a Ray cluster hold (see fleet.py)."""
+"""A model that runs jobs without ComfyUI: what the actors of a Ray cluster hold (see ray_cluster.py)."""
 
 import io
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ class Recipe:
     needs_drafter: bool = True
 
     def columns(self) -> dict[str, str]:
+        """Setting -> its type, a name of EXAMPLES."""
         own = (field for field in fields(self.settings) if field.init and field.name != "name")
         return {field.name: str(field.type) for field in own if str(field.type) in EXAMPLES}
 
 
 def recipe_of(method: type[Method]) -> Recipe:
-    if "drafter" in {field.name for field in fields(method)}:
+    """The recipe of a method that is made of its own settings."""
+    if "drafter" in signature(method).parameters:
         return Recipe(method, method)
     return Recipe(lambda _drafter, **settings: method(**settings), method, needs_drafter=False)
 
@@ -173,6 +176,7 @@ def find(name: str) -> Path:
 
 
 def png(pixels: np.ndarray, about: dict[str, Any]) -> bytes:
+    """An image [H, W, 3] of uint8 as a PNG, with `about` in JSON under `specar`."""
     texts, out = PngInfo(), io.BytesIO()
     texts.add_text("specar", json.dumps(about))
     Image.fromarray(pixels).save(out, format="PNG", pnginfo=texts)
