@@ -1,4 +1,7 @@
-"""Steps as CUDA graphs: one launch instead of a thousand. On other devices a step is simply called.
+"""Steps as CUDA graphs: one launch instead of a thousand. On other devices a step runs eagerly.
+
+Whether a run captures its steps is decided here (``capturable``: device, user, an earlier failure), in
+samplers/engine/session.py (are all weights on the GPU), and by the method (``Method.one_shape``).
 
 A graph replays the captured launches on the memory they used. So a step is a function from one state to the next, both
 nests of tensors: what changes from call to call is in the state, or in memory with a fixed address (key/value caches).
@@ -102,7 +105,7 @@ def allow(allowed: bool) -> None:
 
 
 @contextmanager
-def called() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """In this context no new run captures steps."""
     before = _allowed
     allow(False)
@@ -120,7 +123,7 @@ def give_up(why: str) -> None:
     _failed = True
 
 
-def captures(device: torch.device) -> bool:
+def supports_graphs(device: torch.device) -> bool:
     """Can steps be captured on this device? Only on NVIDIA GPUs.
 
     HIP, which ROCm reports as ``cuda``, may end the process on a capture that CUDA refuses with an error.
@@ -130,7 +133,7 @@ def captures(device: torch.device) -> bool:
 
 def capturable(device: torch.device) -> bool:
     """Are steps captured on this device: can they be, is it allowed, and has it not failed before?"""
-    return captures(device) and _allowed and not _failed and not switches.on(switches.NO_GRAPHS)
+    return supports_graphs(device) and _allowed and not _failed and not switches.on(switches.NO_GRAPHS)
 
 
 _recording = False
@@ -166,12 +169,12 @@ class Graphs:
     own: a graph reads it, and at its end overwrites it with the next one. So nothing that a capture allocates outlives
     it, and all graphs can share one pool of memory, whatever the allocator.
 
-    one_shape: should all steps of a run have the same shapes? Every other shape is another capture. True on devices
+    pads: are all steps of a run padded to the same shapes? Every other shape is another capture. True on devices
     that can capture, even without graphs: sums of other lengths round differently, which may change the image.
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.active, self.one_shape = device, self.allowed(device), captures(device)
+        self.device, self.active, self.pads = device, self.allowed(device), supports_graphs(device)
         self._graphs: dict[Hashable, _Graph] = {}
         self._called: set[Hashable] = set()
         self._pool: Any = None
@@ -268,7 +271,7 @@ def end_allocation(device: torch.device, pool: Any) -> None:
 def return_memory(device: torch.device) -> None:
     """Give the GPU back what dropped graphs used. With cudaMallocAsync it stays in the driver's pool for graphs, which
     torch does not trim."""
-    if captures(device) and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+    if supports_graphs(device) and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
         torch.cuda.synchronize(device)
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
         driver.cuDeviceGraphMemTrim(device.index)

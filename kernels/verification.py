@@ -106,29 +106,29 @@ def recursive_rejection_sampling(
 
     From the root down: accept child c with the rule's f(c). On rejection p becomes the rule's residual and, where
     children were sampled without replacement, q loses c and is renormalised (Li et al., EAGLE, ICML 2024; Jeon et al.,
-    "Recursive speculative decoding", 2024). The q of a child proposed for certain is the point mass on it. The token
+    "Recursive speculative decoding", 2024). The q of a deterministic child is the point mass on it. The token
     after the path is sampled from the p that is left. With the exact rule the output distribution is exactly p.
 
     probs_after(slot [B]) -> target probabilities [B, V] after a slot of every image; token [B, M + 1]; children
     [B, M + 1, W]: slots in the order they were sampled, -1 for none; draft_probs [B, E, V] and draft_row [M + 1]: slot
-    s's children were sampled from row draft_row[s], None if proposed for certain; u [B, L, W], v [B, L + 1]: uniform
+    s's children were sampled from row draft_row[s], None if deterministic; u [B, L, W], v [B, L + 1]: uniform
     numbers for the test of a child and for the token after a path of that length; strength [B, L or more]: see
     AcceptanceRule.
     """
     batch, levels, width = u.shape
     node = torch.zeros_like(token[:, 0])
-    growing = node == 0
+    alive = node == 0
     p = probs_after(node)
     untested = _untested(batch, token.device)
     path, records = [], []
     for level in range(levels):
-        if nobody(growing):
+        if nobody(alive):
             break
         siblings = row_of(children, node)
         q = None if draft_probs is None or draft_row is None else row_of(draft_probs, draft_row[node])
-        found, record = torch.zeros_like(growing), untested
+        found, record = torch.zeros_like(alive), untested
         for rank in range(width):
-            testing = growing & ~found & (siblings[:, rank] >= 0)
+            testing = alive & ~found & (siblings[:, rank] >= 0)
             if nobody(testing):
                 break
             child = siblings[:, rank].clamp(min=0)
@@ -138,10 +138,10 @@ def recursive_rejection_sampling(
             p, q = test.after_rejection(testing & ~accepted, rule)
             node = torch.where(accepted, child, node)
             found = found | accepted
-        growing = found
-        if not nobody(growing):
-            p = chosen(growing, probs_after(node), p)
-        path.append(torch.where(growing, node, 0))
+        alive = found
+        if not nobody(alive):
+            p = chosen(alive, probs_after(node), p)
+        path.append(torch.where(alive, node, 0))
         records.append(record)
     return _outcome(token, path, records, untested, levels, lambda a: categorical(p, v.gather(1, a)[:, 0]))
 
@@ -150,7 +150,7 @@ def recursive_rejection_sampling(
 class _SiblingTest:
     """A test of one draft x [B] per image, of q [B, V] against p [B, V], at depth [B] with uniform numbers u [B].
 
-    certain: was x proposed for certain; then q is the point mass on it.
+    certain: is x deterministic; then q is the point mass on it.
     """
 
     p: Tensor
@@ -163,7 +163,7 @@ class _SiblingTest:
 
     @classmethod
     def of(cls, p: Tensor, q: Tensor | None, draft: Tensor, level: int, strength: Tensor, u: Tensor) -> _SiblingTest:
-        """The test of drafts of a level; without q they were proposed for certain."""
+        """The test of drafts of a level; without q they are deterministic."""
         depth, certain = torch.full_like(draft, level + 1), q is None
         q = point_mass(draft, p.shape[-1]) if certain else q
         return cls(p, q, certain, draft, depth, strength[:, level], u)
@@ -178,7 +178,7 @@ class _SiblingTest:
         return self.u < rule.accept_probability(*self.case)
 
     def after_rejection(self, rejected: Tensor, rule: Any) -> tuple[Tensor, Tensor | None]:
-        """p and q for the next sibling, changed in the images ``rejected`` [B]; no q if proposed for certain."""
+        """p and q for the next sibling, changed in the images ``rejected`` [B]; no q if they are deterministic."""
         p, q = self.p, None if self.certain else self.q
         if nobody(rejected):
             return p, q
@@ -227,7 +227,8 @@ def relaxed_rejection_sampling(
     strength: Tensor,
     rule: Any,
 ) -> Verified:
-    """recursive_rejection_sampling() with target probabilities p [B, M + 1, V] and a rule with an acceptance_budget."""
+    """recursive_rejection_sampling() with target probabilities p [B, M + 1, V] and a rule with an acceptance_budget,
+    whose Triton kernel differs from that of the exact rule."""
     given = token, children, draft_probs, draft_row, u, v, strength, rule
     return recursive_rejection_sampling(partial(row_of, p), *given)
 
@@ -235,33 +236,33 @@ def relaxed_rejection_sampling(
 def sample_and_match(
     probs_after: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, levels: int, u: Tensor
 ) -> Verified:
-    """Exact verification of children proposed for certain: sample after the root, and go on while that is a child.
+    """Exact verification of deterministic children: sample after the root, and go on while that is a child.
 
     The distribution is that of recursive rejection sampling with point masses. probs_after, token, children: see
     recursive_rejection_sampling(); u [B, M + 1]: uniform numbers for the token after every slot.
     """
     node = torch.zeros_like(token[:, 0])
-    growing = node == 0
+    alive = node == 0
     untested = _untested(len(token), token.device)
     p = probs_after(node)
     sampled = categorical(p, row_of(u, node))
     path, records = [], []
     for _ in range(levels):
-        if nobody(growing):
+        if nobody(alive):
             break
         siblings = row_of(children, node)
         exists = siblings >= 0
         sibling_token = token.gather(1, siblings.clamp(min=0))
-        matches = growing[:, None] & exists & (sibling_token == sampled[:, None])
+        matches = alive[:, None] & exists & (sibling_token == sampled[:, None])
         matched = matches.any(1)
         rank = torch.where(matched, matches.long().argmax(1), exists.sum(1) - 1).clamp(min=0)  # else the last sibling
-        records.append(_matched(untested, growing & exists.any(1), matched, rank, p, row_of(sibling_token, rank)))
+        records.append(_matched(untested, alive & exists.any(1), matched, rank, p, row_of(sibling_token, rank)))
         node = torch.where(matched, row_of(siblings, rank), node)
-        growing = matched
-        if not nobody(growing):
-            p = chosen(growing, probs_after(node), p)
-            sampled = torch.where(growing, categorical(p, row_of(u, node)), sampled)
-        path.append(torch.where(growing, node, 0))
+        alive = matched
+        if not nobody(alive):
+            p = chosen(alive, probs_after(node), p)
+            sampled = torch.where(alive, categorical(p, row_of(u, node)), sampled)
+        path.append(torch.where(alive, node, 0))
     return _outcome(token, path, records, untested, levels, lambda a: sampled)
 
 

@@ -81,7 +81,7 @@ class DiscreteModel(Prompted):
         grids: Sequence[tuple[int, int]] = (),
         row_ends: bool = False,
         endings: int = 0,
-        longest: float | None = None,
+        longest: int | None = None,
         word_ids: Sequence[int] = (),
         preview: Callable[[tuple[int, int]], tuple[int, int]] | None = None,
         guidance: bool = True,

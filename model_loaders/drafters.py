@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from ..samplers.layout import TokenLayout
 from .branches import repeated
 from .files.errors import CheckpointError
 from .text.prompts import Conditioning, EncodedPrompt, prompt_text
-
-if TYPE_CHECKING:
-    from .ar_model import DiscreteModel
 
 
 @dataclass
@@ -39,7 +36,7 @@ class ModelDrafter:
 
     kind = "model"
 
-    def __init__(self, module: DiscreteModel, own_words: bool = False):
+    def __init__(self, module: Any, own_words: bool = False):
         self.module, self.own_words = module, own_words
         self.family, self.dtype = module.family, module.dtype
 
@@ -104,8 +101,8 @@ class ModelDrafter:
         self.module.commit(state.own, -count)
 
 
-def pair(small: DiscreteModel, target: DiscreteModel, path: Path) -> ModelDrafter:
-    """One DiscreteModel as the drafter of another. Raises CheckpointError unless both use the same image tokens and
+def pair(small: Any, target: Any, path: Path) -> ModelDrafter:
+    """One Any as the drafter of another. Raises CheckpointError unless both use the same image tokens and
     prompts."""
     other = next((grid for grid in target.grids if grid not in small.grids), small.grid)
     check_alike(

@@ -338,7 +338,7 @@ def check_predicted(p: Tensor) -> None:
         )
 
 
-def _filled(value: Tensor | float, like: Tensor) -> Tensor:
+def _filled(value: Any, like: Tensor) -> Tensor:
     """A tensor or scalar, spread to the shape of ``like``."""
     if isinstance(value, int | float):
         kind = torch.float32 if isinstance(value, float) else torch.int64

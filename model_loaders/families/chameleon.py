@@ -251,11 +251,11 @@ def anole_grid(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> tupl
     return legal_grid((side, side))
 
 
-def longest(settings: Mapping[str, Any], grids: Sequence[tuple[int, int]]) -> float | None:
+def longest(settings: Mapping[str, Any], grids: Sequence[tuple[int, int]]) -> int | None:
     """Maximum tokens of prompt and image by config.json; None if that is less than an image, as in configs that were
     copied from smaller models."""
     most = positive(settings, "max_position_embeddings", None)
-    return most if most and most > max(rows * (cols + 1) for rows, cols in grids) else None
+    return int(most) if most and most > max(rows * (cols + 1) for rows, cols in grids) else None
 
 
 _VQGAN = "leloy/Anole-7b-v0.1-vqvae-hf"

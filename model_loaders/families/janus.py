@@ -121,7 +121,7 @@ def load(
         TextEncoder(partial(written, tokenizer), own),
         meta.get("pixels_per_token", 16),
         positions=SequencePositions(rope_theta(settings)),
-        longest=positive(settings, "max_position_embeddings", 16384),
+        longest=int(positive(settings, "max_position_embeddings", 16384)),
     )
     model.dtype = dtype
     return load_weights(model, named, checkpoint, dtype)

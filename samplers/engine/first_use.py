@@ -63,7 +63,7 @@ def first_passes(method: Method, request: Request | ContinuousRequest, captured:
         if progress.passes >= PASSES:
             raise _StoppedError
 
-    with nullcontext() if captured else graphs.called(), suppress(_StoppedError):
+    with nullcontext() if captured else graphs.eager(), suppress(_StoppedError):
         method.sample(replace(request, callback=stop))
     return found[0]
 

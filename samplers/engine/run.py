@@ -113,7 +113,7 @@ class Run:
 
     cache: the target's state; memory: the drafter's, or without one what the method itself remembers; forcing: does the
     layout force any token; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request; codebook [V, C];
-    one_shape: see Graphs; ends: by kind of call, when each of its calls ended (see ``call``).
+    pads: see Graphs; ends: by kind of call, when each of its calls ended (see ``call``).
     """
 
     method: Any
@@ -123,7 +123,7 @@ class Run:
     memory: Any
     params: SamplingParams
     codebook: Tensor | None
-    one_shape: bool
+    pads: bool
     record: Record
     forcing: bool
     stream: Stream
@@ -204,7 +204,7 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, 
         memory,
         session.params(params, device),
         None if model.codebook is None else model.codebook.to(device),
-        session.graphs.one_shape,
+        session.graphs.pads,
         session.record,
         layout.forces,
         Stream.of(request.seed, batch, device),
@@ -238,10 +238,10 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
         extent = () if state.extent is None else tuple(state.extent.tolist())  # waits for a GPU where trees vary
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
-        longest = None if run.one_shape else min(length + past_end, decided + width)
+        longest = None if run.pads else min(length + past_end, decided + width)
         shape = [run.params.switches, model.set_attention_length(run.cache, longest)]
         if run.drafter is not None:
-            longest = None if run.one_shape else decided + method.draft_width + 1
+            longest = None if run.pads else decided + method.draft_width + 1
             shape.append(run.drafter.set_attention_length(run.memory, longest))
         if graphs.active and method.one_shape:
             inputs = graphs(tuple(shape), step, inputs)

@@ -43,7 +43,7 @@ class Session:
         self.state, self.draft_state = state, draft_state
 
     @property
-    def capturing(self) -> Graphs | None:
+    def active_graphs(self) -> Graphs | None:
         """The graphs, if steps are captured."""
         return self.graphs if self.graphs.active else None
 

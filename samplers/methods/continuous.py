@@ -225,7 +225,7 @@ class ContinuousRun:
         self.stream = Stream.of(request.seed, batch, model.device)
         self.canvas = Canvas(request, self.stream)
         self.record = self.canvas.record()
-        prompts = (request.conditioning, request.negative, batch, request.grid, request.guided, session.capturing)
+        prompts = (request.conditioning, request.negative, batch, request.grid, request.guided, session.active_graphs)
         self.state, self.draft_state = model.start(*prompts), method.drafter.start(*prompts)
         self.lowest, self.highest = self.canvas.extent()
         self.passes = self.rounds = self.draft_passes = 0

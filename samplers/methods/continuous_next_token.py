@@ -85,7 +85,7 @@ class ContinuousNextToken(Method):
         canvas = Canvas(request, stream)
         record = canvas.record()
         prompts = request.conditioning, request.negative, batch, request.grid, request.guided
-        state = model.start(*prompts, session.capturing)
+        state = model.start(*prompts, session.active_graphs)
         passes, highest = 0, canvas.extent()[1]
         for counts in self.counts(request):
             width = max(counts)

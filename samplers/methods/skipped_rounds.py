@@ -121,7 +121,7 @@ def commit(
     history = method.structure.learn(state.history, plan, tree, before, before + decided.count, accepted, verifying)
     uncached = next_uncached(uncached, decided, q, skip, 1 + skips * method.structure.size()[1])
     observed = decided.observed
-    if run.one_shape:
+    if run.pads:
         observed = observed.padded(method.max_drafter_inputs)
     state = replace(state, history=history, uncached=uncached, skipped=skip, observed=observed)
     return method.advance(run, state, decided.token, decided.count)

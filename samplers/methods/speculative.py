@@ -100,7 +100,7 @@ class DraftTree(DiscreteMethod):
         run.record.write(first, first >= 0, token, p, source=Source.PREFILL, finalised_at=0)
         run.record.round(accepted=0, committed=committed + 1, width=1, nodes=0, depth=0, skipped=0)
         observed = Observed(token, committed, one, out.hidden)
-        if run.one_shape:
+        if run.pads:
             observed = observed.padded(self.max_drafter_inputs if self.skipping else 1 + self.structure.size()[1])
         history = self.structure.start(len(one), run.layout, one.device)
         state = Round(committed, token[:, 0], observed, history, None, None, passes=one, index=torch.zeros_like(one[0]))

@@ -1,8 +1,9 @@
 """Acceptance rules: the probability of accepting a draft, and the residual distribution to sample from otherwise.
 
-Notation: p target probabilities, q the draft probabilities that the draft was sampled from (rows [..., V+], fp32),
-token [...] the draft (int64), depth [...] its place in the draft, from 1, strength [...] (fp32, 0..1) how far the rule
-may depart from the exact one (0: not at all). The q of a draft proposed for certain is the point mass on it.
+Notation: p target probabilities, after guidance, temperature and filters; q the draft probabilities that the draft was
+sampled from (rows [..., V+], fp32); token [...] the draft (int64); depth [...] its place in the draft, from 1; strength
+[...] (fp32, 0..1) how far the rule may depart from the exact one (0: not at all). The q of a deterministic draft is the
+point mass on it.
 
 With acceptance probability f and residual distribution G, a token is distributed as K = q f + (1 - sum q f) G. The
 total variation of K and p is least, sum [q f - p]+, for G ~ [p - q f]+ (Li et al., "Annealed relaxation of speculative

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import at, entropy, unless_empty
+from ...kernels.sampling import entropy, unless_empty
 from ...kernels.verification import EPS
 from ..contract import ARModel
 from ..settings import setting
-from .acceptance import AcceptanceRule
+from .acceptance import AcceptanceRule, exact_probability
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Entropy(AcceptanceRule):
         return self
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        ratio = (at(p, token) / at(q, token).clamp(min=EPS)).clamp(max=1)
+        ratio = exact_probability(p, q, token)
         return torch.lerp(ratio, self._relaxed(ratio, entropy(p)), strength)
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def recursive_rejection(
 
 
 def sample_and_match(tree: Tree, p: TargetProbs, random: RoundRandom) -> Verified:
-    """Exact verification of children proposed for certain: sample after the root, and go on while that is a child.
+    """Exact verification of deterministic children: sample after the root, and go on while that is a child.
 
     The distribution is that of recursive rejection sampling with point masses, at the cost of one sample per level.
     """

@@ -120,7 +120,7 @@ class TapeGraphs(graphs.Graphs):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.one_shape = True
+        self.pads = True
         self.captured = self.replayed = 0
 
     @staticmethod

@@ -70,7 +70,7 @@ def test_it_is_checked_once_per_model(name, on_tape, caplog):
     made = len(on_tape)
     generate(SJD(4), asked)
     assert len(on_tape) == made + 1, "another method is not tried"
-    with graphs.called():
+    with graphs.eager():
         wanted = generate(method, asked).tokens
     assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted)
     assert "CUDA graphs" not in caplog.text and sum(each.replayed for each in on_tape) > 4
@@ -89,7 +89,7 @@ def test_a_method_that_is_not_captured_leaves_the_check_to_the_next(on_tape):
 def test_steps_that_replay_something_else_are_not_captured(name, on_tape, monkeypatch, caplog):
     model = toy()
     method, asked = METHODS[name](ToyDrafter(model)), request(model, LAYOUT, seed=5, batch=2)
-    with graphs.called():
+    with graphs.eager():
         wanted = generate(method, asked).tokens
     monkeypatch.setattr(TapeGraphs, "tape", Flatter)
     try:

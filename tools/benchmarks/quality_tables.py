@@ -35,15 +35,14 @@ HELP_PAGES = {  # node -> the cases that its help page shows, the default first
 HELP = {  # language -> a line, what the lines show, and that there are none
     "en": (
         "* {}: {} forward passes, log p {} per token, {} as asked",
-        "Bundled model, {images} images each at guidance 2 and temperature 1: how a token's mean log-probability "
-        "(nats) differs from next token's, and the fraction of images that show all that was asked for, ± half a "
-        "95 % interval. Another model may lose more or less.",
+        "Bundled model, {images} images each at guidance 2, temperature 1. log p: nats relative to next token. ±: half "
+        "a 95 % interval. Other models may differ.",
         "Not measured yet.",
     ),
     "zh": (
         "* {}：前向 {} 次，每个 token 的 log p {}，{} 符合提示词",
-        "内置模型，每项 {images} 张图像，引导 2，温度 1：每个 token 的平均对数概率（nat）与逐 token 的差，"
-        "以及完全符合提示词的图像所占的比例，± 为 95 % 区间的一半。其他模型的损失可能更大或更小。",
+        "自带模型，每项 {images} 张图像，引导 2，温度 1。log p：与逐 token 的差（nat）。±：95 % 区间的一半。"
+        "其他模型可能不同。",
         "尚未测量。",
     ),
 }

@@ -155,7 +155,7 @@ def sharpen(
     setting: Setting,
     cfg: AutoencoderSetting,
     images: Images,
-    model: Model,
+    model: VQModel | KLModel,
     latents: Callable[[Tensor], Tensor],
     file: Path,
     minutes: float | None,
