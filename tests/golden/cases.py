@@ -124,7 +124,7 @@ ONES = dict(
         tree("blocks", drafter="small"),
         tree("static", "cool-sd"),
         tree("dynamic", "lantern", "every other"),
-        tree("adt horizontal top_k", "metered", drafter="small"),
+        tree("adt horizontal", "metered", drafter="small"),
     ]
 )
 PRODUCT = dict(tree(*names) for names in product(STRUCTURES, RULES, SKIPS))
