@@ -34,6 +34,8 @@ def schema(
     """
     words = english()[node_id]
     for field in (field for field in inputs if not field.extra_dict.get("hidden")):
+        if field.id not in words["inputs"]:
+            raise KeyError(f"{node_id}.{field.id} has no words in {ENGLISH}")
         text = words["inputs"][field.id]
         field.tooltip = text["tooltip"]
         field.display_name = text["name"] if text["name"] != field.id else None
