@@ -1,4 +1,4 @@
-"""Jacobi decoding: the target drafts for itself, a window of guesses past the committed tokens.
+"""Jacobi decoding: the target drafts for itself, a window of guesses (draft tokens) past the committed ones.
 
 Jacobi   Song et al., ICML 2021; Santilli et al., ACL 2023 (greedy: equality test)
 SJD      Teng et al., "Accelerating auto-regressive text-to-image generation with training-free speculative Jacobi

@@ -109,6 +109,7 @@ class DraftTree(DiscreteMethod):
         return self.advance(run, state, token, one)
 
     def step(self, run: Run, state: Round, extent: Extent = ()) -> Round:
+        """A round that is captured; ``launch`` calls its two halves where it is not."""
         return self.verify(run, state, self.draft(run, state, extent))
 
     def draft(self, run: Run, state: Round, extent: Extent) -> Tree:

@@ -83,7 +83,10 @@ class AcceptanceRule:
 
 @dataclass(frozen=True)
 class Exact(AcceptanceRule):
-    """min(1, p/q) and [p - q]+: the output distribution is exactly p (Leviathan et al., ICML 2023, appendix A.1)."""
+    """min(1, p/q) and [p - q]+: the output distribution is exactly p (Leviathan et al., ICML 2023, appendix A.1).
+
+    Windows take kernels.verification.maximal_coupling instead, which does the same and refines in one go.
+    """
 
     name = label = "exact"
     paper = "Leviathan et al., ICML 2023"
