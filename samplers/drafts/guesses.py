@@ -56,7 +56,8 @@ class Memory:
 
     Mostly target_probs and draft_probs are one ring, as the q of the next pass is the p of this one; only
     reuse="threshold_exact" has two. target_probs: the target's latest probabilities p at a position; before its first
-    forward pass, those its guess was sampled from. draft_probs: the q that the guess was sampled from. noise: the fixed Gumbel noise of each position, for reuse="gumbel" only.
+    forward pass, those its guess was sampled from. draft_probs: the q that the guess was sampled from. noise: the fixed
+    Gumbel noise of each position, for reuse="gumbel" only.
 
     A window of W positions follows one row of the image, whose probabilities it may need, and is followed by up to W
     new positions.
