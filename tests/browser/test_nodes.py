@@ -106,6 +106,23 @@ def test_a_report_leaves_the_room_to_the_chart_below_it(page, renderer):
     screenshot(page, f"find-fastest-{renderer}")
 
 
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_a_removed_widget_keeps_its_place_unseen(page, renderer):
+    """Workflows store widgets by position."""
+    open_template(page, SJD)
+    number, every, drawn, saved = page.evaluate("""() => {
+        const node = app.graph._nodes.find(node => node.type === 'SpecARSJDSampler'), name = widget => widget.name;
+        return [node.id, node.widgets.map(name), node.widgets.filter(widget => node.isWidgetVisible(widget)).map(name),
+            node.serialize().widgets_values];
+    }""")
+    assert "front_drafts" in every and "front_drafts" not in drawn and "window" in drawn
+    assert saved[every.index("front_drafts")] == 1
+    if renderer == "vue":
+        node = page.locator(f'[data-node-id="{number}"]')
+        node.get_by_text("window").first.wait_for()
+        assert not node.get_by_text("front_drafts").count()
+
+
 @pytest.mark.parametrize("renderer", ["vue"], indirect=True)
 def test_sockets_and_reports_stand_out(page, renderer):
     """The colours of the new renderer: of a socket of ours, and of the text of a report on its ground."""

@@ -114,6 +114,12 @@ app.registerExtension({
     listenToResults(app.api);
   },
   nodeCreated(node) {
+    if (node.comfyClass?.startsWith("SpecAR")) {
+      // Removed widgets, which keep their place in saved workflows: on the canvas the option alone does not hide them.
+      for (const widget of node.widgets?.filter((each) => each.options?.hidden) ?? []) {
+        Object.assign(widget, { hidden: true, computeSize: () => [0, -4] }); // 4 pixels are between widgets
+      }
+    }
     if (String(node.constructor.nodeData?.output) === SAMPLED) addResult(node);
   },
   async beforeRegisterNodeDef(nodeType, nodeData) {
