@@ -97,15 +97,15 @@ def _softmax(heated: Tensor, z: Tensor, lowest: Tensor | None) -> Tensor:
 
 def _lowest_kept(z: Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None, order: tuple[str, str]) -> Tensor:
     """The smallest logit [..., 1] of each row z [..., V] that passes both filters, one of which may be None."""
-    if top_p is None and isinstance(top_k, int):
+    if top_p is None and top_k is not None and not isinstance(top_k, Tensor):
         return z.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
     ordered = z.sort(descending=True).values
     if top_k is None:
         kth = None
-    elif isinstance(top_k, int):
-        kth = ordered[..., top_k - 1 : top_k]
-    else:
+    elif isinstance(top_k, Tensor):
         kth = ordered.gather(-1, (top_k.long() - 1).expand(*z.shape[:-1], 1))
+    else:  # also a number of numpy
+        kth = ordered[..., top_k - 1 : top_k]
     if top_p is None:
         return kth
     weights = ordered.softmax(-1)
