@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -95,8 +97,11 @@ def _softmax(heated: Tensor, z: Tensor, lowest: Tensor | None) -> Tensor:
     return p.div_(p.sum(-1, keepdim=True))
 
 
-def _lowest_kept(z: Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None, order: tuple[str, str]) -> Tensor:
-    """The smallest logit [..., 1] of each row z [..., V] that passes both filters, one of which may be None."""
+def _lowest_kept(z: Tensor, top_k: Any, top_p: float | Tensor | None, order: tuple[str, str]) -> Tensor:
+    """The smallest logit [..., 1] of each row z [..., V] that passes both filters, one of which may be None.
+
+    top_k: an int, or a Tensor where steps are captured.
+    """
     if top_p is None and top_k is not None and not isinstance(top_k, Tensor):
         return z.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
     ordered = z.sort(descending=True).values
