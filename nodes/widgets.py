@@ -27,7 +27,7 @@ def check_removed(name: str, value: Any, default: Any, why: str) -> None:
     """Raises ValueError where a workflow sets a removed widget to anything but its default."""
     if value != default:
         raise ValueError(
-            f"{name} is {value!r}, but was removed: {why}. Add the node anew, or set {name} to {default!r}."
+            f"{name} is {value!r}, but was removed: {why}. Recreate the node, or set {name} to {default!r}."
         )
 
 

@@ -123,7 +123,7 @@ def test_negative_prompt_counts_and_an_empty_one_does_not(sample, tiny):
         ({"top_p": 0.0}, "top_p.* 0"),
         ({"temperature": -0.5}, "temperature.* -0.5"),
         ({"window": 17}, "window.*17.*2 to 16"),
-        ({"front_drafts": 2}, "front_drafts is 2.*removed.*anew"),
+        ({"front_drafts": 2}, "front_drafts is 2.*removed.*Recreate"),
         ({"settling": 0.1, "refinement": "redraw (SJD, exact)"}, "settle.* 0.1.*settling.*coupled"),
         ({"refinement": "magic"}, "refinement.*'magic'"),
         ({"initialisation": "magic"}, "initialisation.*'magic'"),

@@ -104,7 +104,7 @@ def test_absurd_numbers_show_on_the_rule_s_own_node(rule, name, widgets, message
 @pytest.mark.parametrize(
     ("method", "inputs", "message"),
     [
-        ("ADTTree", {"children": "drawn at random"}, "children.*removed.*anew"),
+        ("ADTTree", {"children": "drawn at random"}, "children.*removed.*Recreate"),
         ("DraftTree", {"structure": "magic"}, "structure.*'magic'"),
         ("DraftTree", {"structure": "own tree", "tree_paths": "0; x"}, "tree_paths.*'0; x'"),
         ("DraftTree", {"structure": "own tree", "tree_paths": ""}, "tree.*list"),
@@ -116,7 +116,7 @@ def test_absurd_numbers_show_on_the_rule_s_own_node(rule, name, widgets, message
         ("CoolSD", {"structure": "own tree"}, "structure.*'own tree'"),
         ("ADTTree", {"preset": "magic"}, "preset.*'magic'"),
         ("ADTTree", {"initialisation": "magic"}, "initialisation.*'magic'"),
-        ("ADTTree", {"children": "drawn at random"}, "children.*removed.*anew"),
+        ("ADTTree", {"children": "drawn at random"}, "children.*removed.*Recreate"),
         ("ADTTree", {"preset": "own values", "depth_min": 9, "depth_max": 2}, "depth"),
         ("VVS", {"schedule": "magic"}, "schedule.*'magic'"),
         ("VVS", {"interval": 1}, "interval.* 1"),

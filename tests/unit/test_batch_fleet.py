@@ -105,14 +105,14 @@ def test_an_actor_has_one_job_at_a_time(ray):
 
 @pytest.mark.parametrize(("retries", "attempts"), [(0, "1 attempt:"), (1, "2 attempts:"), (3, "4 attempts:")])
 def test_a_job_that_no_actor_survives_says_how_often_it_was_tried(ray, tmp_path, retries, attempts):
-    path, jobs, told = tmp_path / "r.jsonl", [Job("a", {"seed": 1}, 1)], []
+    path, jobs, results = tmp_path / "r.jsonl", [Job("a", {"seed": 1}, 1)], []
     with Journal(path) as journal:
         ray_cluster.generate_all(
-            journal, None, RayOptions(retries=retries), jobs, {"a": {}}, {"a": "f"}, tmp_path, told.append, False
+            journal, None, RayOptions(retries=retries), jobs, {"a": {}}, {"a": "f"}, tmp_path, results.append, False
         )
         assert journal.submitted["a"].items() >= {"attempt": 1, "server": "ray", "fingerprint": "f"}.items()
-    assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == told
-    [record] = told
+    assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == results
+    [record] = results
     assert (record["id"], record["status"], record["overrides"]) == ("a", "lost", {"seed": 1})
     assert attempts in record["error"] and record["seconds"] == 0 and ray.asked["shutdown"]
 
