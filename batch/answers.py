@@ -1,5 +1,5 @@
-"""Reading the answers of servers, which may be any program. Sizes are bounded and types are checked: every function
-here raises UnexpectedAnswerError, with a printable message, for what is not an answer of ComfyUI."""
+"""Reading the answers of servers, which may be any program. Sizes are bounded and types are checked: what is not an
+answer of ComfyUI raises UnexpectedAnswerError, with a printable message."""
 
 import json
 import math

@@ -301,7 +301,7 @@ def results_of(options: argparse.Namespace) -> Path:
 
 
 def unfinished(journal: Journal, jobs: list[Job], prints: dict[str, str], options: argparse.Namespace) -> list[Job]:
-    """The jobs that are still to do. Raises JournalError where their files would replace others."""
+    """The jobs that are still to do; reports missing maps. Raises JournalError where files would replace others."""
     journal.check(prints)
     found = [job for job in jobs if not journal.ended(job.id, prints[job.id], options.retry_failed)]
     if options.out and options.out.is_dir():

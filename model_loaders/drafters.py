@@ -29,7 +29,7 @@ class ModelState:
 class ModelDrafter:
     """A small model as a Drafter (samplers/contract.py). It does not use the target's hidden states.
 
-    module: the small model.
+    module: the small model, a DiscreteModel (ar_model.py).
     own_words: prompts are tokenized again with the small model's tokenizer, whose special tokens may have other ids
     than the target's (as in Janus-Pro).
     """
@@ -102,8 +102,10 @@ class ModelDrafter:
 
 
 def pair(small: Any, target: Any, path: Path) -> ModelDrafter:
-    """One Any as the drafter of another. Raises CheckpointError unless both use the same image tokens and
-    prompts."""
+    """One DiscreteModel (ar_model.py) as the drafter of another.
+
+    Raises CheckpointError unless both use the same image tokens and prompts.
+    """
     other = next((grid for grid in target.grids if grid not in small.grids), small.grid)
     check_alike(
         path,

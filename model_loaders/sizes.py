@@ -34,10 +34,11 @@ def chosen_grid(path: Path, wanted: Sequence[int] | None, default: Sequence[int]
     names the nearest supported ones, unless it is one of ``grids``."""
     grid = legal_grid(wanted or default)
     if grid not in grids:
-        near = " or ".join(f"{rows} x {cols}" for rows, cols in nearest(grid, grids))
+        near = [f"{rows} x {cols}" for rows, cols in nearest(grid, grids)]
+        are = "grids are" if near[1:] else "grid is"
         raise CheckpointError(
             f"{title(path)} does not generate {grid[0]} x {grid[1]} tokens (rows x columns). Set grid to auto; the "
-            f"nearest supported grids are {near}."
+            f"nearest supported {are} {' or '.join(near)}."
         )
     return grid
 

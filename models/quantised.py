@@ -53,7 +53,9 @@ class NarrowLinear(nn.Module):
     @property
     def format(self) -> str:
         """Of its numbers: int8, float8_e4m3fn or int4."""
-        return stored_as(self.weight) or str(self.weight.dtype)
+        format = stored_as(self.weight)
+        assert format is not None, "the weight is stored in few bits"
+        return format
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x."""

@@ -43,7 +43,8 @@ def checked(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
 
 def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs, without optional ones that are None (as API clients may send), and with numpy scalars, which other
-    packs' nodes may output, converted to Python's. Raises ValueError."""
+    packs' nodes may output, converted to Python's, and without removed widgets (see ``removed`` of
+    widgets.py). Raises ValueError."""
     known = {i.id: i for i in schema.inputs}
     for name in inputs:
         if name not in known:
@@ -55,6 +56,11 @@ def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, An
             problem = problem_of(wanted, given[name])
             if problem:
                 raise ValueError(f"{name} {problem}")
+            if wanted.extra_dict.get("hidden") and given.pop(name) != wanted.default:
+                raise ValueError(
+                    f"{name} is {show(inputs[name])}, but was removed, as no measurement recommended it. Recreate the "
+                    f"node, or set {name} to {wanted.default!r}."
+                )
         elif not wanted.optional:
             raise ValueError(f"{name} is missing: {schema.display_name} needs it. Connect or set it.")
     return given
@@ -119,7 +125,7 @@ def _latent(wanted: io.Input, value: Any) -> str | None:
     samples = value.get("samples") if isinstance(value, dict) else None
     if getattr(samples, "is_nested", False):
         return "holds several latents (for example video and audio). Use Empty AR Latent or VAE Encode."
-    if samples is None or not isinstance(samples, Tensor):
+    if samples is None or not isinstance(samples, Tensor):  # the first half is for the checker of types
         return f"is {show(value)}, but must be a LATENT (Empty AR Latent or VAE Encode)."
     problem = flaw(samples, (4,)) or (None if samples.is_floating_point() else f"holds {show(samples)}, not floats.")
     if problem:

@@ -25,7 +25,6 @@ from .schema import schema
 from .search import FAMILIES, SAMPLER
 from .widgets import (
     advanced,
-    check_removed,
     choose,
     common_inputs,
     given,
@@ -206,12 +205,10 @@ class SJDSampler(io.ComfyNode):
         threshold: float,
         initialisation: str,
         rule: ChosenRule = EXACT,
-        front_drafts: int = 1,
         settling: float = SJD.settle,
         **inputs: Any,
     ) -> io.NodeOutput:
         reuse = choose("refinement", refinement, REFINEMENTS)
         initial = choose("initialisation", initialisation, INITIAL)
-        check_removed("front_drafts", front_drafts, 1, "front drafts took longer than they saved")
         method = SJD(window or None, reuse, initial, threshold, rule.rule, settling)
         return sample(method, Inputs(**inputs), where=rule.where)

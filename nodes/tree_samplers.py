@@ -22,7 +22,6 @@ from .schema import schema
 from .search import WITH_DRAFTER
 from .widgets import (
     advanced,
-    check_removed,
     choose,
     common_inputs,
     drafter_input,
@@ -233,7 +232,6 @@ class ADTTreeSampler(io.ComfyNode):
         drafter: LoadedDrafter,
         preset: str,
         initialisation: str,
-        children: str,
         beta: float,
         depth_step: int,
         width_step: int,
@@ -245,7 +243,6 @@ class ADTTreeSampler(io.ComfyNode):
         rule: ChosenRule = EXACT,
         **inputs: Any,
     ) -> io.NodeOutput:
-        check_removed("children", children, MOST_LIKELY, "drafts drawn at random were accepted less often")
         own = ADTTree(
             beta=beta,
             depth_step=depth_step,

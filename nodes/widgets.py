@@ -17,18 +17,11 @@ def advanced(widget: io.WidgetInput) -> io.WidgetInput:
     return widget
 
 
-def removed(field: io.Input) -> io.Input:
-    """A widget without effect. It keeps its place, unseen, because workflows store widgets by position."""
+def removed(field: io.WidgetInput) -> io.WidgetInput:
+    """A widget that a node no longer has. It keeps its place, unseen, because workflows store widgets by position; the
+    check of inputs (checks.py) refuses every value but the default, and does not pass it on."""
     field.extra_dict["hidden"] = True
     return field
-
-
-def check_removed(name: str, value: Any, default: Any, why: str) -> None:
-    """Raises ValueError where a workflow sets a removed widget to anything but its default."""
-    if value != default:
-        raise ValueError(
-            f"{name} is {value!r}, but was removed: {why}. Recreate the node, or set {name} to {default!r}."
-        )
 
 
 def prompt_inputs() -> list[io.Input]:

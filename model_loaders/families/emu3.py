@@ -129,6 +129,7 @@ def load(
         patch,
         {"cfg": 3.0, "top_k": 2048},
         longest=9216,
+        known_heads=_HEADS,
     )
 
 
@@ -152,12 +153,14 @@ def assembled(
     patch: int,
     params: Mapping[str, Any],
     longest: int,
+    known_heads: Mapping[int, int],
 ) -> DiscreteModel:
     """A model with Emu3's vocabulary.
 
     specials: the end of a row, then the tokens after the last row. templates: of a prompt and of a negative one, with
     {} for the user's words, and the default negative prompt. patch: pixels of a token along each side. params: the
-    authors' SamplingParams; longest: maximum number of tokens, unless config.json tells it.
+    authors' SamplingParams; longest: maximum number of tokens, unless config.json tells it;
+    known_heads: see backbone_config.
     """
     text, names = text_settings(checkpoint), names_of(checkpoint)
     prompt, negative, null = templates
@@ -174,7 +177,7 @@ def assembled(
         family,
         names,
         Ids(words.images, words.first, specials, row_ends=True),
-        backbone_config(checkpoint, names.root, words.codes + len(specials), _HEADS, norm_eps=1e-5),
+        backbone_config(checkpoint, names.root, words.codes + len(specials), known_heads, norm_eps=1e-5),
         lambda features, size: encoder.encode(null, size, negative=True),
         grid=default,
         grids=grids,

@@ -75,6 +75,7 @@ def load(
         _PATCH,
         {"cfg": meaning(name, _CFG) or _CFG["emu35image"], "top_k": 5120},
         longest=32768,
+        known_heads={},
     )
 
 

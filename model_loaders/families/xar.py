@@ -58,11 +58,11 @@ class CellModel(ContinuousBase):
     """
 
     group = CELL
-    order: Tensor = cell_order()
+    order: Tensor
 
     def __init__(self, backbone: XAR, defaults: ContinuousParams, prompt_encoder: PromptEncoder):
         super().__init__("xar", (GRID, GRID), backbone.config.channels, SCALE, defaults, prompt_encoder)
-        self.backbone = backbone
+        self.backbone, self.order = backbone, cell_order()
 
     def schedule(self, params: ContinuousParams) -> Flow:
         """The denoising schedule. Raises ValueError for an invalid number of steps or kind."""

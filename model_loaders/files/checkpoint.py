@@ -277,7 +277,7 @@ def _open_pickle(path: Path, data: Data) -> Checkpoint:
         raise_if_out_of_memory(error, path)
         raise CheckpointError(
             f"{path.name} ({path.stat().st_size} bytes) cannot be read as plain weights: it is damaged or contains "
-            f"code, which is never run. If you trust it, convert it to .safetensors. {error}"
+            f"code, which is never run. If you trust it, convert it to .safetensors ({error})."
         ) from error
     if not tensors:
         parts = content if isinstance(content, dict) else {}

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import PICKLE, SPREAD, FileError
+from ...common.limits import PICKLE, SPREAD, FileError, shown
 from .archives import members_of, pickle_in
-from .unpickler import Call, TensorUnpickler, check_keys, file_errors, rebuild_tensor, tensor_view
+from .unpickler import DTYPES, Call, TensorUnpickler, check_keys, file_errors, rebuild_tensor, tensor_view
 
 _ZIP = b"PK\3\4"
 _OLD = b"\nl\xfc\x9cF\xf9 j\xa8P\x19"  # start of files in PyTorch's format before zip files
@@ -46,6 +46,11 @@ _UNUSED_NAMES = {
     "builtins": {"bool", "bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
 }
 _UNUSED_NAMES["__builtin__"] = _UNUSED_NAMES["builtins"]
+_STORAGES = DTYPES | {  # those that TorchScript does not have
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
 
 
 def read_pickle(path: Path, mapped: bool, data: bool = True) -> Any:
@@ -68,7 +73,7 @@ def _is_zip(path: Path) -> bool:
         raise FileError("PyTorch did not write it")
     members = members_of(path)
     if "constants.pkl" in members:
-        raise FileError("It is a TorchScript archive: give its name the ending .jit.")
+        raise FileError("it is a TorchScript archive: give its name the ending .jit")
     if any(member.compress_type != zipfile.ZIP_STORED for member in members.values()):
         raise FileError("it is compressed, which PyTorch's files are not")
     return True
@@ -143,10 +148,12 @@ class _PickleUnpickler(TensorUnpickler):
             return Call(_FUNCTIONS[module, name])
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
         if module.partition(".")[0] in _UNUSED_PACKAGES or name in _UNUSED_NAMES.get(module, ()):
             return _Unused
         if module == "torch._utils" and name.startswith("_rebuild") and name != "_rebuild_tensor_v2":
-            raise FileError(f"One of its tensors is not a plain tensor ({name}).")
+            raise FileError(f"one of its tensors is not a plain tensor ({shown(name)})")
         return super().find_class(module, name)
 
 

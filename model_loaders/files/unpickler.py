@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from math import prod
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import CODES, DIMENSIONS, LARGEST, FileError, bounded_int, legal_name, legal_sizes
+from ...common.limits import CODES, DIMENSIONS, LARGEST, FileError, bounded_int, legal_name, legal_sizes, shown
 
 # The instructions that PyTorch writes, in Python (of protocols 2 to 5) and in C++.
 _NAMES = (
@@ -38,9 +39,6 @@ DTYPES = {  # name of a class of storages -> dtype of its elements
     "CharStorage": torch.int8,
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-    "UntypedStorage": torch.uint8,
 }
 _PythonUnpickler: Any = pickle._Unpickler  # whose methods typeshed does not list
 
@@ -58,7 +56,7 @@ class TensorUnpickler(_PythonUnpickler):
     def __init__(self, file: io.BytesIO, limit: int):
         """limit: the bytes that all storages together may have."""
         super().__init__(file, encoding="utf-8")
-        self.dispatch = _Dispatch(self)
+        self.dispatch = _Dispatch()
         self.bytes_left = limit
         self.storages: dict[str, Tensor] = {}
 
@@ -66,9 +64,9 @@ class TensorUnpickler(_PythonUnpickler):
         """What stands for a name in the pickle. Readers allow a few more; raises FileError for all others."""
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return Call(rebuild_tensor)
-        if module in ("torch", "torch.storage") and name in DTYPES:
+        if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        raise FileError(f"it asks for {module}.{name}, which weights do not need and which is never run")
+        raise FileError(f"it asks for {shown(f'{module}.{name}')}, which weights do not need and which is never run")
 
     def persistent_load(self, pid: Any) -> Tensor:
         """A storage as a flat tensor. Raises FileError if the file does not hold it."""
@@ -111,26 +109,6 @@ class Call:
         return self._function(*arguments)
 
 
-class _Dispatch(dict[int, Callable[..., None]]):
-    """The unpickler's methods by instruction: INSTRUCTIONS only, each after its check, and CODES of them in all."""
-
-    limit = CODES
-
-    def __init__(self, reader: TensorUnpickler):
-        super().__init__(_PythonUnpickler.dispatch)
-        self.reader, self.left = reader, self.limit
-
-    def __getitem__(self, code: int) -> Callable[..., None]:
-        self.left -= 1
-        if not self.left:
-            raise FileError(f"its description has more than {self.limit} instructions")
-        if code not in INSTRUCTIONS:
-            raise FileError(f"its description has the instruction {code}, which weights do not need")
-        if check := _CHECKS.get(code):
-            check(self.reader)
-        return super().__getitem__(code)
-
-
 def _check_item(reader: TensorUnpickler) -> None:
     reader.may_change(reader.stack[-3], dict)
     check_keys(reader.stack[-2:-1])
@@ -150,6 +128,41 @@ _CHECKS: dict[int, Callable[[TensorUnpickler], None]] = {
     pickle.ADDITEMS[0]: lambda reader: check_keys(reader.stack),
     pickle.FROZENSET[0]: lambda reader: check_keys(reader.stack),
 }
+
+
+def _checked(code: int) -> Callable[[TensorUnpickler], None]:
+    """The unpickler's method for an instruction, after its check."""
+    check, run = _CHECKS.get(code), _PythonUnpickler.dispatch[code]
+    if check is None:
+        return run
+
+    def checked(reader: TensorUnpickler) -> None:
+        check(reader)
+        run(reader)
+
+    return checked
+
+
+_METHODS = {code: _checked(code) for code in INSTRUCTIONS}
+
+
+class _Dispatch(dict[int, Callable[..., None]]):
+    """The methods by instruction: INSTRUCTIONS only, and CODES of them in all. It does not hold the reader: that would
+    keep a file's tensors in memory until a garbage collection."""
+
+    limit = CODES
+
+    def __init__(self) -> None:
+        super().__init__(_METHODS)
+        self.left = self.limit
+
+    def __getitem__(self, code: int) -> Callable[..., None]:
+        self.left -= 1
+        if not self.left:
+            raise FileError(f"its description has more than {self.limit} instructions")
+        if code not in self:
+            raise FileError(f"its description has the instruction {code}, which weights do not need")
+        return super().__getitem__(code)
 
 
 def check_keys(keys: Iterable[Any]) -> None:
@@ -195,9 +208,9 @@ def rebuild_tensor(
     metadata: Any = None,
 ) -> Tensor:
     """A tensor as torch._utils._rebuild_tensor_v2 makes it. Raises FileError for one that is not what its storage
-    holds (metadata: it is negated or conjugated)."""
+    holds, as ``metadata`` says."""
     if metadata:
-        raise FileError("one of its tensors is invalid")
+        raise FileError("one of its tensors is conjugated or negated, which weights are not")
     return tensor_view(storage, offset, size, stride)
 
 
@@ -208,6 +221,8 @@ def file_errors():
         yield
     except FileError:
         raise
+    except (OSError, zipfile.BadZipFile) as error:
+        raise FileError(str(error)[:200]) from error
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise FileError(f"its description of the tensors cannot be read ({reason})") from error

@@ -87,9 +87,10 @@ class WordEncoder(PromptEncoder):
         colours = "|".join(map(re.escape, self.backgrounds))
         text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
         known, unknown = [], []
-        for word in re.findall(r"[a-z0-9_'-]+", text):
-            forms: tuple[str, ...] = (word, word.rstrip("s"), word.removesuffix("es"))
-            form = next((each for each in forms if each in self.index or each in self.synonyms), str(word))
+        words: list[str] = re.findall(r"[a-z0-9_'-]+", text)
+        for word in words:
+            forms = (word, word.rstrip("s"), word.removesuffix("es"))
+            form = next((each for each in forms if each in self.index or each in self.synonyms), word)
             for part in self.synonyms.get(form, form).split():
                 if part in self.index:
                     known.append(part)

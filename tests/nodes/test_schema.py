@@ -9,6 +9,7 @@ import comfyui_specar.nodes
 import pytest
 from comfy.cli_args import args
 from comfy_api.latest import io
+from comfyui_specar.model_loaders.families import CONTINUOUS_NAMES
 from comfyui_specar.nodes import extension
 from comfyui_specar.samplers.registry import RULES
 from comfyui_specar.samplers.settings import settings_of
@@ -97,8 +98,8 @@ def test_every_node_has_a_help_page():
     assert {p.parent.name for p in ROOT.glob("web/docs/*/en.md")} == IDS
 
 
-def test_english_names_are_those_of_the_nodes(nodes):
-    """Other languages are translated from this file, so it must not lag behind."""
+def test_there_are_words_of_nothing_that_is_gone(nodes):
+    """Nodes read their words from this file, which fails where one is missing; here, whether it has any besides."""
     expected = {}
     for name, node in nodes.items():
         schema = node.GET_SCHEMA()
@@ -111,6 +112,11 @@ def test_english_names_are_those_of_the_nodes(nodes):
             outputs = enumerate(schema.outputs)
             expected[name]["outputs"] = {str(i): {"name": o.display_name, "tooltip": o.tooltip} for i, o in outputs}
     assert json.loads((ROOT / "locales/en/nodeDefs.json").read_text(encoding="utf-8")) == expected
+
+
+def test_words_that_list_the_continuous_families_list_all():
+    texts = [text for text in (ROOT / "locales/en/nodeDefs.json").read_text("utf-8").splitlines() if "(MAR" in text]
+    assert len(texts) >= 3 and all(CONTINUOUS_NAMES in text for text in texts)
 
 
 def test_samplers_begin_alike(nodes):

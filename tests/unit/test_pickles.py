@@ -1,5 +1,6 @@
 """Files of torch.save: read as torch reads them, the same whatever else runs in the process, and answered in words."""
 
+import gc
 import logging
 import sys
 from argparse import Namespace
@@ -13,6 +14,7 @@ import torch
 from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, tensor_names
 from comfyui_specar.model_loaders.files.pickles import read_pickle
+from comfyui_specar.model_loaders.files.unpickler import TensorUnpickler
 
 from ..support.bad_files import refused
 from ..support.tiny import vq_weights
@@ -63,6 +65,18 @@ def test_everything_is_read_as_torch_reads_it(tmp_path, zipped, mapped, protocol
         assert found["content"][name].dtype == tensor.dtype and found["content"][name].shape == tensor.shape
         assert found["content"][name].tolist() == tensor.tolist(), name
     assert torch.equal(found["state"]["0.weight"], module[0].weight) and found["number"] == 2**70
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_that_was_read_stays_in_memory_no_longer_than_its_tensors(tmp_path, zipped):
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    gc.collect()
+    gc.disable()
+    try:
+        read_pickle(tmp_path / "a.pt", mapped=False)
+        assert not [each for each in gc.get_objects() if isinstance(each, TensorUnpickler)]
+    finally:
+        gc.enable()
 
 
 # Containers
