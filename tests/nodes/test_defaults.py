@@ -37,9 +37,10 @@ def python(text: str, **names):
 
 
 def widgets(node) -> dict:
-    """What a node's widgets are set to when it is new."""
-    fields = {field.id: getattr(field, "default", None) for field in node.define_schema().inputs}
-    return {name: value for name, value in fields.items() if value is not None}
+    """What a node's widgets are set to when it is new, without removed ones."""
+    fields = [field for field in node.define_schema().inputs if not field.extra_dict.get("hidden")]
+    values = {field.id: getattr(field, "default", None) for field in fields}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def made(node, monkeypatch, **changed):
