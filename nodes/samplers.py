@@ -41,6 +41,8 @@ REFINEMENTS = {  # option -> SJD.reuse
     "SJD++ reuse (exact)": "threshold_exact",
     "redraw (SJD, exact)": "resample",
     "same seed, same picture (Gumbel, exact)": "gumbel",
+    "equality with a new sample (Jacobi, exact)": "equality",
+    "none (exact)": "none",
 }
 INITIAL = {words: initial for initial, words in FIRST_DRAFTS.items()}  # option -> SJD.initial
 

@@ -27,6 +27,7 @@ FIRST_DRAFTS = {  # SJD.initial -> in words
     "upper": "upper neighbour",
     "uniform": "uniform",
     "repeat": "repeat the last token",
+    "repeat_upper": "repeat the upper token",
 }
 SIGMA = {"off": "", "paper": ", Sigma as in the paper", "official": ", Sigma as in the official code"}
 

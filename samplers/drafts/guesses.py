@@ -15,7 +15,7 @@ from ...kernels.sampling import categorical, point_mass
 from ..constants import counting, uniform_probs
 from ..layout import TokenLayout
 
-INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
+INITIAL = ("mixed", "left", "upper", "uniform", "repeat", "repeat_upper")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Memory:
     Mostly target_probs and draft_probs are one ring, as the q of the next pass is the p of this one; only
     reuse="threshold_exact" has two. target_probs: the target's latest probabilities p at a position; before its first
     forward pass, those its guess was sampled from. draft_probs: the q that the guess was sampled from. noise: the fixed
-    Gumbel noise of each position, for reuse="gumbel" only.
+    Gumbel noise of each position, for reuse="gumbel" only. tokens: the token or guess there, for initial="repeat_upper"
+    only (exact in fp32, as ids are below 2^24).
 
     A window of W positions follows one row of the image, whose probabilities it may need, and is followed by up to W
     new positions.
@@ -66,15 +67,19 @@ class Memory:
     target_probs: Ring
     draft_probs: Ring
     noise: Ring | None
+    tokens: Ring | None
 
     @classmethod
-    def empty(cls, reuse: str, batch: int, stride: int, width: int, total: int, device: torch.device) -> Memory:
-        def ring() -> Ring:
-            return Ring.empty(batch, max(stride, width) + width, total, device)
+    def empty(
+        cls, reuse: str, initial: str, batch: int, stride: int, width: int, total: int, device: torch.device
+    ) -> Memory:
+        def ring(numbers: int = total) -> Ring:
+            return Ring.empty(batch, max(stride, width) + width, numbers, device)
 
         target_probs = ring()
         draft_probs = ring() if reuse == "threshold_exact" else target_probs
-        return cls(target_probs, draft_probs, ring() if reuse == "gumbel" else None)
+        noise = ring() if reuse == "gumbel" else None
+        return cls(target_probs, draft_probs, noise, ring(1) if initial == "repeat_upper" else None)
 
 
 def neighbour_probs(
@@ -89,7 +94,7 @@ def neighbour_probs(
     neighbour that is a forced token.
     """
     stride, total = layout.stride, target_probs.rows.shape[-1]
-    if initial in ("uniform", "repeat"):
+    if initial in ("uniform", "repeat", "repeat_upper"):
         return uniform_probs(vocab, total, position.device).expand(*position.shape, -1)
     if initial == "mixed" and not forcing:
         return mean_probs(target_probs.rows, known, position, stride)
@@ -111,7 +116,7 @@ def neighbour_probs(
 
 def first_guesses(
     initial: str,
-    target_probs: Ring,
+    memory: Memory,
     known: Tensor,
     last: Tensor,
     position: Tensor,
@@ -124,11 +129,16 @@ def first_guesses(
     """Guesses [B, T] at positions [B, T] that no forward pass has seen, and the q [B, T, V+] they are sampled from.
 
     last [B, 1]: the token at position ``known`` [B, 1]; u [B, T]: uniform numbers. initial: see neighbour_probs();
-    repeat copies the last token along its row (q is a point mass) and is uniform past the row. With Gumbel decoding a
-    guess uses the ``noise`` [B, T, V+] of its own position, which makes it equal the final token more often.
+    repeat copies the last token along its row (q is a point mass) and is uniform past the row; repeat_upper copies the
+    token one row up, and in the first row the last token. With Gumbel decoding a guess uses the ``noise`` [B, T, V+] of
+    its own position, which makes it equal the final token more often.
     """
-    q = neighbour_probs(initial, target_probs, known, position, layout, vocab, forcing)
-    if initial == "repeat":
+    q = neighbour_probs(initial, memory.target_probs, known, position, layout, vocab, forcing)
+    if memory.tokens is not None:
+        _, above = neighbours_of(known, position, layout.stride)
+        token = memory.tokens.at(above).squeeze(-1).long()
+        q = point_mass(token, q.shape[-1])
+    elif initial == "repeat":
         same_row = known // layout.stride == position // layout.stride
         token = torch.where(same_row, last, categorical(q, u))
         q = torch.where(same_row.unsqueeze(-1), point_mass(token, q.shape[-1]), q)

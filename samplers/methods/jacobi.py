@@ -8,6 +8,9 @@ MC-SJD   So et al., "MC-SJD: maximal coupling speculative Jacobi decoding for au
          acceleration", 2025 (arXiv:2510.24211): guesses are coupled from pass to pass     reuse="coupled"
 SJD++    Teng et al., 2025 (arXiv:2512.07503): guesses of high confidence are reused
          (section 4.1); biased                                                             reuse="threshold_paper"
+         Jacobi decoding with sampling (table 6): every token is sampled anew, a guess is
+         accepted if it is the token sampled                                               reuse="equality"
+         no refinement (section 5.6): new first guesses in every pass                      reuse="none"
 ours     a lossless variant of that reuse                                                  reuse="threshold_exact"
          Gumbel-Jacobi: fixed noise, the test is equality, the image is next-token's       reuse="gumbel"
 
@@ -55,7 +58,10 @@ REUSE = {  # SJD.reuse -> in words, after the options of the SJD++ Sampler
     "threshold_paper": "SJD++ reuse (paper)",
     "threshold_exact": "SJD++ reuse (exact)",
     "resample": "SJD, redraw",
+    "equality": "Jacobi, sampling",
+    "none": "SJD, no refinement",
 }
+COMPARED = ("gumbel", "equality")  # the test is equality with a sample, without a probability of acceptance
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,8 @@ class SJD(DiscreteMethod):
 
     window: tokens W per forward pass, the root included (2 to S). Default: 32 (16 on a CPU in fp32, where wider passes
     cost more than they save), at most S.
-    reuse: one of REUSE, see SJD.refine. "coupled", "gumbel", "threshold_exact" and "resample" sample exactly from the
-    model's distribution, "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL, see first_guesses().
+    reuse: one of REUSE, see SJD.refine. All sample exactly from the model's distribution but "threshold_paper"
+    (SJD++ as printed). initial: one of INITIAL, see first_guesses().
     threshold: SJD++'s tau (> 0). rule: how a guess is verified; its depth is its place in the window, from 1.
     settle: guesses whose distribution changed by less than this (0 to 1, 0: exact) are accepted without a test (see
     settling.py); for reuse="coupled" only.
@@ -125,17 +131,28 @@ class SJD(DiscreteMethod):
         # The window moves by at most ``max_count`` positions. It is, with the first guesses behind it,
         #   root | decided tokens | refined guesses | first guesses, and a placeholder
         #          0 .. count-1     count .. W-1      W .. W+max_count-1
-        # and the next one begins at the last decided token, its root.
-        new = window.committed[:, None] + counting(self.columns + max_count, device)[columns:]
+        # and the next one begins at the last decided token, its root. Without refinement, first guesses follow that.
+        root = placeholder = window.token[:, :1]
+        if self.reuse == "none":
+            known = window.committed[:, None] + count[:, None] - 1
+            last = torch.cat((root, guess), dim=1).gather(1, count[:, None])
+            new = known + counting(self.columns + 1, device)[1:]
+        else:
+            known, last = position[:, -1:], guess[:, -1:]
+            new = window.committed[:, None] + counting(self.columns + max_count, device)[columns:]
+        if guess is not tested.token:
+            guess = torch.where(decided, tested.token, guess)
+        if memory.tokens is not None:
+            memory.tokens.put(position, guess.unsqueeze(-1).float())
         noise = None
         if memory.noise is not None:
             memory.noise.put(new, noise := run.stream.gumbel(new, p.shape[-1]))
             noise = noise[:, :-1]
         first, first_q = first_guesses(
             self.initial,
-            memory.target_probs,
-            position[:, -1:],
-            guess[:, -1:],
+            memory,
+            known,
+            last,
             new[:, :-1],
             window.initial.gather(1, new[:, :-1]),
             noise,
@@ -144,11 +161,11 @@ class SJD(DiscreteMethod):
             run.forcing,
         )
         memory.draft_probs.put(new[:, :-1], first_q)
-        if guess is not tested.token:
-            guess = torch.where(decided, tested.token, guess)
-        root = placeholder = window.token[:, :1]
-        token = torch.cat((root, guess, first, placeholder), dim=1)
-        token = token.gather(1, count[:, None] + counting(self.columns + 1, device))
+        if self.reuse == "none":
+            token = torch.cat((last, first, placeholder), dim=1)
+        else:
+            token = torch.cat((root, guess, first, placeholder), dim=1)
+            token = token.gather(1, count[:, None] + counting(self.columns + 1, device))
         settled_count = None
         if window.settled_count is not None:
             settled_count = count_settled(tested.tv_change, self.settle * run.strength_at(position), exists, count)
@@ -157,12 +174,15 @@ class SJD(DiscreteMethod):
     def test(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
         """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD, eq. 3).
 
-        A relaxed rule has its own probability and residual. With Gumbel noise the guess must be the sample.
+        A relaxed rule has its own probability and residual. With "gumbel" and "equality" the guess must be the sample.
         """
         rule, guess, drafts = self.rule, window.guess, run.memory.draft_probs
         u = v = relaxed = tv_bound = None
-        if self.reuse == "gumbel":
-            token = perturbed_argmax(p, run.memory.noise.at(position))
+        if self.reuse in COMPARED:
+            if self.reuse == "gumbel":
+                token = perturbed_argmax(p, run.memory.noise.at(position))
+            else:
+                token = categorical(p, run.stream.uniform(position, Purpose.TARGET, window.passes))
             accepted = exists & (token == guess)
         else:
             u, v = run.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), window.passes)
@@ -183,14 +203,15 @@ class SJD(DiscreteMethod):
     ) -> tuple[Tensor, Tensor]:
         """New guesses [B, W], and the q [B, W, V+] that the next pass tests them with.
 
+        gumbel, equality: the sample of the test. none: nothing, as first guesses follow the decided tokens.
         coupled: keep x_k with min(1, p_k/q_k), else sample from [p_k - q_k]+ (MC-SJD); q is p_k.
         resample: sample from p_k (SJD); q is p_k.
         threshold_*: keep x_k if its confidence C_k = p_k(x_k) / q_k(x_k) > threshold, else sample from p_k. As q,
         threshold_paper states p_k (SJD++, eq. 2; biased), threshold_exact the true distribution of the new guess,
         q_k 1[p_k/q_k > threshold] + (sum q_k 1[p_k/q_k <= threshold]) p_k.
         """
-        if self.reuse == "gumbel" or (self.reuse == "coupled" and self.rule.exact):
-            return tested.token, p  # the test has done it
+        if self.reuse in (*COMPARED, "none") or (self.reuse == "coupled" and self.rule.exact):
+            return tested.token, p  # the test has done it, or nothing does
         if self.reuse == "coupled":
             drafts = run.memory.draft_probs.rows
             return maximal_coupling(p, drafts, position, window.guess, exists, tested.u, tested.v)[0], p
@@ -272,10 +293,11 @@ class SJD(DiscreteMethod):
                 f"settle is {self.settle}, but reuse={self.reuse!r} does not settle. Use settle=0 (settling), or "
                 "reuse='coupled' (refinement)."
             )
-        if self.reuse == "gumbel" and not self.rule.lossless:
+        if self.reuse in COMPARED and not self.rule.lossless:
             raise ValueError(
-                f"The same-seed refinement (reuse='gumbel') compares tokens, so the rule {self.rule.name!r} has "
-                "nothing to relax. Use the exact rule, or the coupled refinement (reuse='coupled')."
+                f"The refinement {REUSE[self.reuse]!r} (reuse={self.reuse!r}) compares tokens, so the rule "
+                f"{self.rule.name!r} has nothing to relax. Use the exact rule, or the coupled refinement "
+                "(reuse='coupled')."
             )
 
     def width(self, request: Request) -> int:
@@ -309,7 +331,7 @@ class SJD(DiscreteMethod):
     def memory(self, request: Request, into: Memory | None) -> Memory:
         model, layout = request.model, request.layout
         memory = into or Memory.empty(
-            self.reuse, request.batch, layout.stride, self.columns, model.vocab_total, model.device
+            self.reuse, self.initial, request.batch, layout.stride, self.columns, model.vocab_total, model.device
         )
         mapped(Tensor.zero_, memory)
         return memory

@@ -18,7 +18,7 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     layout, forcing = (layout or model.layout()).to(model.device), (layout or model.layout()).forces
     method = replace(method, window=SIZE, rule=method.rule.bind(model))
     cache = model.start(prompt, None, 2, layout, slack=SIZE, guided=params.cfg != 1)
-    memory = Memory.empty(method.reuse, 2, layout.stride, SIZE, model.vocab_total, model.device)
+    memory = Memory.empty(method.reuse, method.initial, 2, layout.stride, SIZE, model.vocab_total, model.device)
     record = Record.empty(layout.length, 2, model.device, round_fields=())
     codebook = None if model.codebook is None else model.codebook.to(model.device)
     stream = Stream.of(3, 2, model.device)

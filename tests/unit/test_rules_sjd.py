@@ -150,7 +150,7 @@ def test_refinement_stays_exact(reuse):
     seen, refined = [], []
     for rule in (Exact(), UniformRSD(20)):
         method = SJD(window=width, reuse=reuse, rule=rule)
-        memory = Memory.empty(reuse, 50, layout.stride, width, 3, torch.device("cpu"))
+        memory = Memory.empty(reuse, "mixed", 50, layout.stride, width, 3, torch.device("cpu"))
         memory.draft_probs.put(position, q)
         stream = Stream.of(0, 50, "cpu")
         run = Run(

@@ -13,17 +13,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from comfyui_specar.samplers.methods.jacobi import REUSE
+
 from .report import grid
 
 RESULTS = Path(__file__).parent / "results"
-REUSE = {
-    "coupled": "SJD, coupled",
-    "gumbel": "SJD, same seed",
-    "resample": "SJD, redraw",
-    "threshold_exact": "SJD++ reuse (exact)",
-    "threshold_paper": "SJD++ reuse (paper)",
-}
-
 PAIRED = (
     "EAGLE-1, 57 drafts",
     "EAGLE-2",
