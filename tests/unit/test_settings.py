@@ -74,6 +74,7 @@ DECLARED = {
     },
 }
 # Defaults of what declares no legal values.
+REQUEST = {"negative": None, "seed": 0, "batch": 1, "callback": None, "notices": ()}
 PLAIN = {
     "Lantern": {"table": None},
     "LanternPP": {"table": None},
@@ -102,24 +103,8 @@ PLAIN = {
         "kind": "ddpm",
         "iterations": None,
     },
-    "Request": {
-        "negative": None,
-        "seed": 0,
-        "batch": 1,
-        "callback": None,
-        "strength": None,
-        "skippable": None,
-        "notices": (),
-    },
-    "ContinuousRequest": {
-        "negative": None,
-        "seed": 0,
-        "batch": 1,
-        "callback": None,
-        "tokens": None,
-        "kept": None,
-        "notices": (),
-    },
+    "Request": REQUEST | {"strength": None, "skippable": None},
+    "ContinuousRequest": REQUEST | {"tokens": None, "kept": None},
 }
 OWNERS = {
     owner.__name__: owner
