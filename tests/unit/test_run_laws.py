@@ -128,12 +128,6 @@ def the_image(asked: Request, i: int) -> Request:
     return replace(asked, layout=layout, strength=strength, skippable=skippable, seed=asked.seed + i, batch=1)
 
 
-def another(asked: Request) -> Request:
-    """A run of the same kind: what is kept, how much of it at the beginning, and the strength are another's."""
-    strength = None if asked.strength is None else asked.strength.flip(1)
-    return replace(asked, layout=replace(asked.layout, forced=asked.layout.forced.flip(1)), strength=strength, seed=50)
-
-
 def assert_adds_up(method, asked: Request, decoded: Result) -> None:
     layout, batch, trace, tokens = asked.layout, asked.batch, decoded.trace, decoded.tokens
     at, rounds, summary = trace.positions, trace.rounds, trace.summary()
@@ -196,25 +190,71 @@ def assert_row_is_single_run(method, asked: Request, together: Result, i: int) -
         torch.testing.assert_close(together.trace.positions[name][i], values[0], msg=name)
 
 
-def assert_laws(method, asked: Request, others: list[Request], same=assert_same_tree_run) -> None:
-    """The laws of a request; others: what earlier runs of the same captured steps are asked."""
+def assert_laws(method, asked: Request, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "CHUNK", chunk)  # prefix tokens are read in passes of any size
+        decoded = method.sample(asked)
+        assert_adds_up(method, asked, decoded)
+        assert_row_is_single_run(method, asked, decoded, asked.batch - 1)
+    if asked.params.temperature == 0 and getattr(method, "skipping", None) is None:
+        assert torch.equal(decoded.tokens, NextToken().sample(asked).tokens)
+
+
+def assert_captured_is_plain(method, asked: Request, same) -> None:
+    """Also after a run of the same kind, of which other tokens are kept with another strength."""
+    strength = None if asked.strength is None else asked.strength.flip(1)
+    layout = replace(asked.layout, forced=asked.layout.forced.flip(1))
     wanted = method.sample(asked)
-    assert_adds_up(method, asked, wanted)
-    assert_row_is_single_run(method, asked, wanted, asked.batch - 1)
     with captured():
-        *_, found = [method.sample(each) for each in (*others, asked)]
+        method.sample(replace(asked, layout=layout, strength=strength, seed=50))
+        found = method.sample(asked)
     asked.model.sessions.clear()
     same(found, wanted)
-    if asked.params.temperature == 0 and (isinstance(method, SJD) or method.skipping is None):
-        assert torch.equal(wanted.tokens, NextToken().sample(asked).tokens)
+
+
+CHUNKS = st.sampled_from([1, 2, 256])
 
 
 @settings(max_examples=20)
-@given(requests(), windows(), st.sampled_from([1, 2, 256]))
+@given(requests(), windows(), CHUNKS)
 def test_of_windows(asked, method, chunk):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "CHUNK", chunk)  # prefix tokens are read in passes of any size
-        assert_laws(method, asked, [another(asked)], assert_same_run)
+    assert_laws(method, asked, chunk)
+
+
+@settings(max_examples=20)
+@given(requests(), st.data(), CHUNKS)
+def test_of_trees(asked, data, chunk):
+    assert_laws(data.draw(trees(asked)), asked, chunk)
+
+
+@settings(max_examples=20)
+@given(requests(), SKIPPING, st.data(), CHUNKS)
+def test_of_skipping(asked, skipping, data, chunk):
+    generator = torch.Generator().manual_seed(asked.seed)
+    masks = torch.rand(data.draw(st.sampled_from([1, asked.batch])), asked.layout.length, generator=generator) < 0.7
+    masked = replace(asked, skippable=data.draw(st.sampled_from([None, masks, masks])))
+    assert_laws(data.draw(trees(asked, skipping)), masked, chunk)
+
+
+@settings(max_examples=10)
+@given(requests(), SKIPPING, st.data())
+def test_a_mask_of_nothing_verifies_all_and_one_of_everything_is_none(asked, skipping, data):
+    method, every = data.draw(trees(asked, skipping)), torch.ones(1, asked.layout.length, dtype=torch.bool)
+    everywhere, nowhere = (method.sample(replace(asked, skippable=mask)).tokens for mask in (every, ~every))
+    assert torch.equal(everywhere, method.sample(asked).tokens)
+    assert torch.equal(nowhere, replace(method, skipping=None).sample(asked).tokens)
+
+
+@settings(max_examples=10)
+@given(requests(), windows())
+def test_captured_windows_are_plain_ones(asked, method):
+    assert_captured_is_plain(method, asked, assert_same_run)
+
+
+@settings(max_examples=10)
+@given(requests(), st.data())
+def test_captured_trees_are_plain_ones(asked, data):
+    assert_captured_is_plain(data.draw(trees(asked)), asked, assert_same_tree_run)
 
 
 @settings(max_examples=20)
@@ -222,31 +262,6 @@ def test_of_windows(asked, method, chunk):
 def test_fixed_noise_gives_the_next_token_image(asked, window, initial):
     found = SJD(window, "gumbel", initial).sample(asked)
     assert torch.equal(found.tokens, NextToken().sample(asked).tokens)
-
-
-@settings(max_examples=20)
-@given(requests(), st.data(), st.sampled_from([1, 2, 256]))
-def test_of_trees(asked, data, chunk):
-    method = data.draw(trees(asked))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "CHUNK", chunk)
-        assert_laws(method, asked, [another(asked)])
-
-
-@settings(max_examples=20)
-@given(requests(), SKIPPING, st.data())
-def test_of_skipping(asked, skipping, data):
-    method = data.draw(trees(asked, skipping))
-    generator = torch.Generator().manual_seed(asked.seed)
-    masks = torch.rand(data.draw(st.sampled_from([1, asked.batch])), asked.layout.length, generator=generator) < 0.7
-    asked = replace(asked, skippable=data.draw(st.sampled_from([None, masks, masks])))
-    assert_laws(method, asked, [])
-    if asked.skippable is not None:
-        never = replace(asked, skippable=torch.zeros_like(masks))
-        verified = replace(method, skipping=None).sample(replace(asked, skippable=None))
-        assert torch.equal(method.sample(never).tokens, verified.tokens)
-        everywhere, anywhere = (replace(asked, skippable=mask) for mask in (torch.ones_like(masks), None))
-        assert torch.equal(method.sample(everywhere).tokens, method.sample(anywhere).tokens)
 
 
 @settings(max_examples=10)
