@@ -101,6 +101,8 @@ def test_similarity_by_hand(seed, decay):
     for b in range(len(found)):
         assert found[b].item() == pytest.approx(similar_by_hand(tree, b, codebook, decay), abs=1e-5)
         assert similarity(row(tree, b), codebook, decay).item() == pytest.approx(found[b].item(), abs=1e-6)
+    tree.token.fill_(1)
+    assert (similarity(tree, codebook, decay) <= 1).all(), "a threshold above 1 never skips"
 
 
 # When.
@@ -177,6 +179,8 @@ def test_a_model_without_codes_is_refused_before_anything_runs():
     method.check(asked)
     with pytest.raises(ValueError, match="codebook"):
         method.check(replace(asked, model=bare))
+    with pytest.raises(ValueError, match="codebook"):
+        run_of(Skipping("dynamic"), tree_of_paths(1), 1)
 
 
 @given(seeds, st.booleans(), st.sampled_from(PATHS))
