@@ -82,6 +82,14 @@ def test_fixed_noise_gives_what_reading_one_by_one_would(method, chunk, monkeypa
             )  # a row's end comes for free
 
 
+def test_a_pass_reaches_as_far_as_the_image_of_which_most_is_decided():
+    """The model refuses a shorter reach."""
+    layout = begun(plain(2, 3), [2, 0, 1, 1, 0], [-1] * 5)
+    for method in (NextToken(), SJD(2)):
+        tokens = method.sample(request(MODELS["row"], layout, batch=2)).tokens
+        assert tokens[0, :5].tolist() == [2, 0, 1, 1, 0]
+
+
 # A tiny backbone with caches, and drafters of both kinds
 
 
