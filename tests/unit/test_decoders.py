@@ -22,7 +22,7 @@ from ..support import tiny_chameleon, tiny_emu3, tiny_emu35, tiny_mar
 from ..support.bad_files import refused
 from ..support.closeness import fp64
 from ..support.tiny import fill, vq_weights, write_llamagen
-from ..support.tiny_simplear import CODES, COSMOS, DECODER, cosmos_weights, write_cosmos
+from ..support.tiny_simplear import COSMOS, DECODER, cosmos_weights, write_cosmos
 
 
 def saved(path, tensors, **metadata):
@@ -258,6 +258,8 @@ def test_codes_of_unit_length_are_compared_by_their_direction(files):
         torch.testing.assert_close(model.codebook().norm(dim=1), torch.ones(32))
     tokens = torch.arange(32).view(1, 4, 8)
     assert torch.equal(model.quantize_latent(model.dequantize(tokens) * 3.7), tokens)
+    with pytest.raises(ValueError, match="17 x 16 pixels.*multiples of 2"):
+        model.encode(torch.zeros(1, 3, 16, 17))
 
 
 @pytest.mark.parametrize("config", [COSMOS, CosmosConfig(levels=(8, 5, 3), widths=(32,), z_channels=4)])
@@ -274,8 +276,10 @@ def test_codes_of_cosmos_are_digits_and_quantise_to_themselves(config):
     assert torch.equal(module.quantize_latent(raw.T[None, :, None]), tokens)
 
 
-def test_log_variance_is_clamped():
+def test_log_variance_is_clamped_and_sides_are_whole_tokens():
     model = KLModel(tiny_mar.KL).eval()
+    with pytest.raises(ValueError, match="17 x 16 pixels.*multiples of 2"):
+        model.encode_moments(torch.zeros(1, 3, 16, 17))
     torch.nn.init.constant_(model.quant_conv.bias, 50.0)
     assert model.encode_moments(torch.zeros(1, 3, 4, 4))[1].unique().tolist() == [20.0]
 
@@ -338,4 +342,5 @@ def test_files_of_other_sizes(tmp_path, file, changes, words):
 
 
 def test_without_the_buffers_codes_have_the_released_levels():
-    assert cosmos._levels({}, Checkpoint({})) == (8, 8, 8, 5, 5, 5) and COSMOS.codebook_size == CODES
+    assert cosmos._levels({}, Checkpoint({})) == (8, 8, 8, 5, 5, 5)
+    assert (CosmosConfig().codebook_size, CosmosConfig().base_channels, COSMOS.base_channels) == (64_000, 32, 4)
