@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.families import xar
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError
-from comfyui_specar.models.xar import CELL, CELLS, Flow, cell_order
+from comfyui_specar.models.xar import CELL, CELLS, Flow, FlowNumbers, cell_order
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
@@ -259,3 +259,17 @@ def test_a_smaller_model_drafts_and_the_target_judges(model, smaller, plain):
         assert out.trace.totals["target_passes"] == 2 and out.tokens.isfinite().all()
     assert torch.allclose(strict.tokens[:, rest], plain.tokens[:, rest], atol=1e-4)
     assert (loose.tokens[:, rest] - plain.tokens[:, rest]).abs().mean() > 0.1
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("ddpm", 500), ("ddim", 100)])
+def test_the_flow_of_gaussian_data_ends_in_its_distribution(kind, steps):
+    """For data N(m, s^2) the best velocity is known: E[noise - x | x_t] = (t - (1 - t) s^2)/var (x_t - (1-t) m) - m."""
+    m, s, flow = 1.5, 0.5, Flow.of(steps, kind)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20000, generator=generator)
+    for index, (t, numbers) in enumerate(zip(flow.times, flow.numbers(1.0, "cpu"), strict=False)):
+        gain = (t - (1 - t) * s**2) / ((1 - t) ** 2 * s**2 + t**2)
+        x = FlowNumbers(*numbers).mean(kind, x, gain * (x - (1 - t) * m) - m)
+        if kind == "ddpm" and index < flow.steps - 1:
+            x = x + flow.width(index) * torch.randn(x.shape, generator=generator)
+    assert abs(x.mean() - m) < 0.02 and abs(x.std() - s) < 0.02
