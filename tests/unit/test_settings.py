@@ -216,11 +216,6 @@ def test_a_tree_has_fewer_drafts_than_a_round_has_random_numbers():
         Static(tuple((n,) for n in range(DRAWS))).check()
 
 
-def test_other_trees_are_refused_by_name():
-    with pytest.raises(ValueError, match="eagle_25, lantern_57"):
-        published("eagle_63")
-
-
 def test_sigma_is_that_of_the_paper_or_upside_down_as_in_the_official_code():
     assert PATHS == {"off": 0, "paper": 1, "official": -1}
 
