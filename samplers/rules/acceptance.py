@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import at, categorical, redraw, residual
+from ...kernels.sampling import at, categorical, redraw, residual, unless_empty
 from ...kernels.verification import EPS, AcceptanceBudget, maximal_coupling
 from ..contract import ARModel
 from ..settings import check_settings, settings_of
@@ -63,15 +63,21 @@ class AcceptanceRule:
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """Probability f(token) [...] in [0, 1] of accepting ``token``."""
+        return at(self.accepted_mass(p, q, depth, strength), token) / at(q, token).clamp(min=EPS)
+
+    def accepted_mass(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        """q f of every token [..., V+]. Not needed of a rule that defines the other three methods itself."""
         raise NotImplementedError
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        """Unnormalised distribution [..., V+] to sample from after a rejection. No row is all zero."""
-        raise NotImplementedError
+        """Unnormalised distribution [..., V+] to sample from after a rejection, here G. No row is all zero."""
+        if self.plain:
+            return residual(p, q)
+        return unless_empty((p - self.accepted_mass(p, q, depth, strength)).clamp(min=0), p)
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """Total variation [...] of the output of this test and p: its value, or an unbiased estimate of a bound."""
-        raise NotImplementedError
+        return (self.accepted_mass(p, q, depth, strength) - p).clamp(min=0).sum(-1)
 
     def acceptance_budget(self, depth: Tensor, strength: Tensor) -> AcceptanceBudget:
         """The budget of drafts at depth [L] (int64), with strength [B, L]: f(x) = min(1, budget / q(x)).
@@ -95,9 +101,6 @@ class Exact(AcceptanceRule):
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return exact_probability(p, q, token)
-
-    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return residual(p, q)
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return torch.zeros_like(strength)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import at, residual, unless_empty
+from ...kernels.sampling import at
 from ...kernels.verification import EPS, AcceptanceBudget
 from ..settings import setting
 from .acceptance import AcceptanceRule
@@ -49,16 +49,7 @@ class ScaledRatio(AcceptanceRule):
         scaled = self.omega(p, q, depth, strength) * at(p, token)
         return (scaled / at(q, token).clamp(min=EPS)).clamp(max=1)
 
-    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        if self.plain:
-            return residual(p, q)
-        return unless_empty((p - self._accepted_mass(p, q, depth, strength)).clamp(min=0), p)
-
-    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return (self._accepted_mass(p, q, depth, strength) - p).clamp(min=0).sum(-1)
-
-    def _accepted_mass(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        """q f of every token [..., V+]."""
+    def accepted_mass(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return torch.minimum(q, self.omega(p, q, depth, strength).unsqueeze(-1) * p)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import entropy, unless_empty
+from ...kernels.sampling import entropy
 from ...kernels.verification import EPS
 from ..contract import ARModel
 from ..settings import setting
@@ -52,14 +52,7 @@ class Entropy(AcceptanceRule):
         ratio = exact_probability(p, q, token)
         return torch.lerp(ratio, self._relaxed(ratio, entropy(p)), strength)
 
-    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return unless_empty((p - self._accepted(p, q, strength)).clamp(min=0), p)
-
-    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return (self._accepted(p, q, strength) - p).clamp(min=0).sum(-1)
-
-    def _accepted(self, p: Tensor, q: Tensor, strength: Tensor) -> Tensor:
-        """q f of every token [..., V+]."""
+    def accepted_mass(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         ratio = (p / q.clamp(min=EPS)).clamp(max=1)
         relaxed = q * self._relaxed(ratio, entropy(p).unsqueeze(-1))
         return torch.lerp(torch.minimum(p, q), relaxed, strength.unsqueeze(-1))  # exact to the last bit at strength 0

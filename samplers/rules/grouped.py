@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import at, unless_empty
 from ...kernels.verification import EPS
 from ..contract import ARModel
 from ..settings import setting
@@ -55,17 +54,8 @@ class Grouped(AcceptanceRule):
             )
         return replace(self, codes=model.codebook.to(model.device, torch.float32))
 
-    def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return at(self._accepted_mass(p, q, strength), token) / at(q, token).clamp(min=EPS)
-
-    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return unless_empty((p - self._accepted_mass(p, q, strength)).clamp(min=0), p)
-
-    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return (self._accepted_mass(p, q, strength) - p).clamp(min=0).sum(-1)
-
-    def _accepted_mass(self, p: Tensor, q: Tensor, strength: Tensor) -> Tensor:
-        """q f of every token [..., V+], from one sort of p, in which members of a group are near each other."""
+    def accepted_mass(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        """From one sort of p, in which members of a group are near each other."""
         sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
         sorted_q = q.gather(-1, order)
         group_p, group_q = sorted_p.clone(), sorted_q.clone()
