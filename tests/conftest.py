@@ -1,12 +1,15 @@
 """Fixtures shared by the tests that need a running ComfyUI (tests/e2e and tests/browser): one server per session."""
 
 import asyncio
+import io
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.support.patience import PATIENCE
 from tools import comfy_client
@@ -42,6 +45,20 @@ class Comfy:
     def view(self, file: dict) -> bytes:
         return asyncio.run(comfy_client.view(self.url, file))
 
+    def drawn(self, prompt: dict) -> list[np.ndarray]:
+        """Runs a prompt and returns the images that it saves of what was decoded, without maps."""
+        run = self.run(prompt)
+        assert run.outcome == "success", run.message()
+        decoded = {key for key, node in prompt.items() if node["class_type"] == "VAEDecode"}
+        files = [
+            file
+            for key, node in prompt.items()
+            if node["class_type"] == "SaveImage" and node["inputs"]["images"][0] in decoded
+            for file in run.outputs[key]["images"]
+        ]
+        assert files
+        return [np.asarray(Image.open(io.BytesIO(self.view(file)))) for file in files]
+
     @staticmethod
     def workflow(name: str, **inputs) -> dict:
         """A shipped API workflow; every node input named in `inputs` is set to the given value."""
@@ -69,13 +86,5 @@ def comfyui() -> Path:
 @pytest.fixture(scope="session")
 def comfy(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     log = tmp_path_factory.mktemp("comfyui") / "server.log"
-    with ComfyServer(comfyui, log, more_nodes=[DYNAMIC_VRAM]) as server:
-        yield Comfy(server)
-
-
-@pytest.fixture(scope="session")
-def another(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
-    """A second server. It must be left as it was found, and alive."""
-    log = tmp_path_factory.mktemp("another") / "server.log"
     with ComfyServer(comfyui, log, more_nodes=[DYNAMIC_VRAM]) as server:
         yield Comfy(server)

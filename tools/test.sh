@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests: bash tools/test.sh [pytest arguments]
 # Without arguments: everything on the ComfyUI that this fetches (or on COMFYUI_PATH), then what touches ComfyUI on every
-# tree of SPECAR_COMFYUI_TREES (folders or archives, separated by colons).
+# tree of SPECAR_COMFYUI_TREES (folders or archives, separated by colons), without tests that are marked "once".
 # Chromium (for the browser tests) comes from Debian's packages when this runs as root.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -18,17 +18,17 @@ install_chromium() {
         >"$SPECAR_CACHE/chromium.log" 2>&1 || return 1
 }
 
-selection=()
+markers=""
 if find_chromium >/dev/null || install_chromium; then
     SPECAR_CHROMIUM="$(find_chromium)"
     export SPECAR_CHROMIUM
 else
     echo "BROWSER TESTS LEFT OUT: no Chromium here, and it could not be installed (Debian: apt-get install chromium, as root)"
-    selection=(-m "not browser")
+    markers="not browser"
 fi
 
 if [ $# -gt 0 ]; then
-    exec "$PYTHON" -m pytest "${selection[@]}" "$@"
+    exec "$PYTHON" -m pytest -m "$markers" "$@"
 fi
 
 # Everything: what computes beside what waits for ComfyUI and the browser, each on half of the processors.
@@ -42,14 +42,14 @@ computing=$!
 test_with_comfyui() {
     echo "ComfyUI in $COMFYUI_PATH, front end $("$PYTHON" -c \
         'from importlib.metadata import version; print(version("comfyui-frontend-package"))')"
-    "$PYTHON" -m pytest "${selection[@]}" tests/nodes tests/e2e tests/browser || status=1
+    "$PYTHON" -m pytest -m "$1" tests/nodes tests/e2e tests/browser || status=1
 }
 
-test_with_comfyui
+test_with_comfyui "$markers"
 IFS=: read -ra trees <<<"${SPECAR_COMFYUI_TREES:-}"
 for tree in "${trees[@]}"; do
     use_tree "$tree"
-    test_with_comfyui
+    test_with_comfyui "${markers:+$markers and }not once" # the marker is explained in pyproject.toml
 done
 
 wait "$computing" || status=1

@@ -32,6 +32,6 @@ use_ttsem_locked() {
 
 BASE_PYTHON="$(find_python)"
 locked use_ttsem_locked
-[ $# -gt 0 ] || set -- tests/ttsem tests/unit/test_kernels_*.py
+[ $# -gt 0 ] || set -- tests/ttsem tests/unit/test_kernels*.py
 # The fixtures of other tests need packages that are not in this environment.
 exec "$PYTHON" -m pytest --noconftest --hypothesis-profile=ci -k "not compile" "$@"

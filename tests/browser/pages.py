@@ -103,7 +103,7 @@ def load(page: Page, template: Path, missing_models: bool = False, name: str = "
         "([graph, name, options]) => app.loadGraphData(graph, true, true, name, options)",
         [json.loads(template.read_text("utf-8")), name, options],
     )
-    page.wait_for_timeout(500)  # for what should not follow: nodes that are marked, messages
+    still(page, "() => app.graph._nodes.map(node => [node.id, node.has_errors])")  # some nodes are marked later
 
 
 def missing_models(page: Page, name: str, some: bool = True) -> dict[str, bool]:

@@ -42,25 +42,16 @@ def test_words_that_the_model_ignores_stand_on_the_prompt_and_on_the_sampler(pag
     assert page.evaluate(REPORTS, "CLIPTextEncode") == page.evaluate(REPORTS, "SpecARSampler") == [None]
 
 
-def test_a_sampler_says_how_many_passes_it_took(page):
-    open_template(page, SJD)
-    page.evaluate("""() => {
-        window.texts = [];
-        app.api.addEventListener('progress_text', event => window.texts.push(event.detail));
-    }""")
-    sampler = page.evaluate("() => app.graph._nodes.find(node => node.type === 'SpecARSJDSampler').id")
-    run(page)
-    texts = page.evaluate("() => window.texts")
-    assert {int(text["nodeId"]) for text in texts} == {int(sampler)}
-    assert re.match(r"\d+ forward passes instead of 256\n\d\.\d tokens per pass, .+ in all$", texts[-1]["text"])
-
-
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 def test_what_a_run_took_stays_on_its_sampler(page, renderer):
     open_template(page, SJD)
     sampler = "app.graph._nodes.find(node => node.type === 'SpecARSJDSampler')"
     saved = f"() => {sampler.replace('_nodes', 'serialize().nodes')}.widgets_values.slice(1)"  # without the seed
     before = page.evaluate(saved)
+    page.evaluate("""() => {
+        window.texts = [];
+        app.api.addEventListener('progress_text', event => window.texts.push(event.detail));
+    }""")
     for seed in (11, 12):  # the second run's text replaces the first one's
         page.evaluate(f"seed => {{ {sampler}.widgets.find(widget => widget.name === 'seed').value = seed; }}", seed)
         run(page)
@@ -70,6 +61,8 @@ def test_what_a_run_took_stays_on_its_sampler(page, renderer):
         names = page.evaluate(f"() => {sampler}.widgets.map(widget => widget.name)")
         assert names.count("specar_result") == 1 and "$$node-text-preview" not in names
     assert page.evaluate(saved) == before, "it is not part of the workflow"
+    number, texts = page.evaluate(f"() => [{sampler}.id, window.texts]")
+    assert {int(text["nodeId"]) for text in texts} == {int(number)} and texts[-1]["text"] == text
     screenshot(page, f"result-{renderer}")
 
 
@@ -93,20 +86,6 @@ def test_a_model_dropped_on_the_canvas_is_offered_the_sampler(page):
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
-def test_a_report_leaves_the_room_to_the_chart_below_it(page, renderer):
-    open_template(page, "07 Find the fastest method")
-    finder = "app.graph._nodes.find(node => node.type === 'SpecARFindFastest')"
-    page.evaluate(f"() => {{ {finder}.widgets.find(widget => widget.name === 'seconds').value = 1; }}")
-    run(page)
-    height = """() => {
-        const report = [...document.querySelectorAll('textarea')].find(each => each.value.includes('By hand: '));
-        return report?.checkVisibility() ? report.getBoundingClientRect().height / app.canvas.ds.scale : null;
-    }"""
-    page.wait_for_function(f"() => {{ const height = ({height})(); return height > 60 && height <= 140; }}")
-    screenshot(page, f"find-fastest-{renderer}")
-
-
-@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 def test_a_removed_widget_keeps_its_place_unseen(page, renderer):
     """Workflows store widgets by position."""
     open_template(page, SJD)
@@ -121,28 +100,3 @@ def test_a_removed_widget_keeps_its_place_unseen(page, renderer):
         node = page.locator(f'[data-node-id="{number}"]')
         node.get_by_text("window").first.wait_for()
         assert not node.get_by_text("front_drafts").count()
-
-
-@pytest.mark.parametrize("renderer", ["vue"], indirect=True)
-def test_sockets_and_reports_stand_out(page, renderer):
-    """The colours of the new renderer: of a socket of ours, and of the text of a report on its ground."""
-    open_template(page, SJD)
-    run(page)
-    find = """type => document.querySelector(
-        `[data-node-id="${app.graph._nodes.find(node => node.type === type).id}"]`)"""
-    page.wait_for_function(f"() => ({find})('SpecARSaveTrace')?.querySelector('textarea')")
-    model, image, text, ground = page.evaluate(f"""() => {{
-        const find = {find};
-        const dots = type => [...find(type).querySelectorAll('*')].filter(each => each.style.backgroundColor
-            .includes('color-datatype')).map(each => getComputedStyle(each).backgroundColor);
-        const {{ color, backgroundColor }} = getComputedStyle(find('SpecARSaveTrace').querySelector('textarea'));
-        return [dots('SpecARLoadCheckpoint')[0], dots('VAEDecode')[0], color, backgroundColor];
-    }}""")
-    assert brightness(model) > 0.4 and brightness(image) > 0.4
-    assert abs(brightness(text) - brightness(ground)) > 0.5
-
-
-def brightness(colour: str) -> float:
-    """Of a colour in CSS, "rgb(153, 170, 153)": 0 to 1."""
-    red, green, blue, *opacity = map(float, re.findall(r"[\d.]+", colour))
-    return (red + green + blue) / 765 * (opacity or [1])[0]

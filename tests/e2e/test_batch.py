@@ -1,4 +1,4 @@
-"""A batch on two real servers, one of which is killed while it generates."""
+"""Batches on real servers, and one that is killed while it generates: alone, and for a batch."""
 
 import json
 import os
@@ -7,32 +7,23 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-import comfyui_specar as specar
+import aiohttp
 import numpy as np
 import pytest
 from comfyui_specar.model_loaders.conditions import VERSION
 from comfyui_specar.model_loaders.files.trace_files import load_trace
 from PIL import Image
 
+from tests.conftest import Comfy
 from tests.support.patience import PATIENCE
 from tools.comfy_server import PACK, ComfyServer
 
 COLOURS = {"red": 0, "green": 1, "blue": 2}
-JOBS = [
-    (f"{thing}-{colour}", f"{thing}, 3d, on a {colour} background", seed)
-    for seed, (thing, colour) in enumerate(
-        [
-            ("heart", "green"),
-            ("apple", "blue"),
-            ("panda", "red"),
-            ("star", "blue"),
-            ("heart", "blue"),
-            ("penguin", "red"),
-        ]
-    )
-]
+THINGS = ("heart-green", "apple-blue", "panda-red", "star-blue", "heart-blue", "penguin-red")
+JOBS = [(name, "{}, 3d, on a {} background".format(*name.split("-")), seed) for seed, name in enumerate(THINGS)]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen:
@@ -56,24 +47,66 @@ def wait_for(condition, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
-def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp_path):
+@pytest.fixture(scope="module")
+def mortal(comfyui, tmp_path_factory) -> Iterator[ComfyServer]:
+    """A second server, to be killed."""
+    with ComfyServer(comfyui, tmp_path_factory.mktemp("mortal") / "server.log") as server:
+        yield server
+
+
+def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfy, mortal):
+    """Then it generates what another one does."""
+    name, other = "15 Exact inside a mask", Comfy(mortal)
+    prompt = comfy.workflow(name, seed=604)
+    sampler = comfy.node_id(prompt, "SpecARDraftTreeSampler")
+
+    async def kill(run, event, data):
+        state = data.get("nodes", {}).get(sampler) if event == "progress_state" else None
+        if state and 3 <= state["value"] < state["max"]:
+            os.killpg(mortal.process.pid, signal.SIGKILL)
+
+    assert other.run(prompt).outcome == "success"
+    with pytest.raises(aiohttp.ClientError):
+        other.run(comfy.workflow(name, seed=605, batch_size=16), kill)  # long enough to die during the run
+    mortal.process.wait(PATIENCE)
+    whole = files_are_whole(other.output)
+    mortal.start()
+    other = Comfy(mortal)
+    options = other.get("/object_info/SpecARLoadTrace")["SpecARLoadTrace"]["input"]["required"]["trace_name"]
+    assert whole["traces"] == 1 and "face_trace_00001_" in str(options)
+    prompt = comfy.workflow(name, seed=605)
+    assert all(np.array_equal(*both) for both in zip(other.drawn(prompt), comfy.drawn(prompt), strict=True))
+    assert files_are_whole(other.output) == {"traces": 2, "images": whole["images"] + 1}
+
+
+def files_are_whole(output: Path) -> dict[str, int]:
+    """How many traces and images there are; each can be read, and there is nothing else."""
+    files = [path for path in output.rglob("*") if path.is_file()]
+    traces, images = ([path for path in files if path.suffix == ending] for ending in (".safetensors", ".png"))
+    for path in traces:
+        assert load_trace(path).report() == json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    for path in images:
+        Image.open(path).load()
+    assert len(files) == 2 * len(traces) + len(images)
+    return {"traces": len(traces), "images": len(images)}
+
+
+@pytest.mark.once
+def test_every_job_has_one_image_although_a_server_is_killed(comfy, mortal, tmp_path):
     rows = [f'{job},"{prompt}",{seed}' for job, prompt, seed in JOBS]
     (tmp_path / "jobs.csv").write_text("\n".join(["id,prompt,seed", *rows]) + "\n", encoding="utf-8")
-    with ComfyServer(comfyui, tmp_path / "second.log") as second:
-        servers = ["--server", comfy.url, "--server", second.url]
-        batch = start(tmp_path, *servers)
-        wait_for(lambda: {record["server"] for record in results(tmp_path)} == {comfy.url, second.url}, batch)
-        batch.kill()  # the client first: what it handed out goes on without it
-        batch.communicate()
-        ended = {record["id"] for record in results(tmp_path)}  # the last of them may still be in a server's history
-        os.killpg(second.process.pid, signal.SIGKILL)
-        batch = start(tmp_path, *servers)
-        _, said = batch.communicate(timeout=PATIENCE)
+    servers = ["--server", comfy.url, "--server", mortal.url]
+    batch = start(tmp_path, *servers)
+    wait_for(lambda: {record["server"] for record in results(tmp_path)} == {comfy.url, mortal.url}, batch)
+    batch.kill()  # the client first: what it handed out goes on without it
+    batch.communicate()
+    ended = {record["id"] for record in results(tmp_path)}  # the last of them may still be in a server's history
+    os.killpg(mortal.process.pid, signal.SIGKILL)
+    batch = start(tmp_path, *servers)
+    _, said = batch.communicate(timeout=PATIENCE)
     assert batch.returncode == 0, said
-    assert "6 of 6 jobs done" in said
+    assert f"{len(JOBS)} of {len(JOBS)} jobs done" in said
 
-    model = specar.load_model(specar.bundled("default"))
-    rows, cols = model.grid
     found = {record["id"]: record for record in results(tmp_path)}
     assert Counter(record["id"] for record in results(tmp_path)) == Counter(job for job, _, _ in JOBS)
     for job, prompt, seed in JOBS:
@@ -85,7 +118,7 @@ def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp
         assert record["versions"]["comfyui"] and record["versions"]["torch"]
         assert record["seconds"] > 0 and (job in ended or comfy.get(f"/history/{record['prompt_id']}") == {})
         with Image.open(tmp_path / f"out/{job}.png") as image:
-            assert image.size == (cols * model.pixels_per_token, rows * model.pixels_per_token)
+            assert image.size == (256, 256)
             assert json.loads(image.text["prompt"])["5"]["inputs"]["seed"] == seed
             border = np.asarray(image.convert("RGB")).astype(int)[[0, -1]].reshape(-1, 3)
             assert np.median(border, axis=0).argmax() == COLOURS[job.split("-")[1]], f"look at {image.filename}"
@@ -180,6 +213,7 @@ def test_a_server_that_lacks_a_node_or_model_is_named_and_no_job_fails(comfy, tm
     assert f"{comfy.url} is set aside" in said and missing in said and results(tmp_path) == []
 
 
+@pytest.mark.once
 def test_maps_lie_beside_the_images_of_a_workflow_that_has_none(comfy, tmp_path):
     """Two images of one run: the text-to-image workflow shows no trace, and saves what it decodes."""
     (tmp_path / "jobs.csv").write_text("id,batch_size,seed\none,2,3\n", encoding="utf-8")

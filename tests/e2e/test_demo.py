@@ -23,10 +23,23 @@ def demo(comfyui: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def test_demo_leaves_images_map_and_traces_and_prints_the_passes(comfyui):
-    done = demo(comfyui, "--prompt", "yellow star", "--seed", "11")
-    assert done.returncode == 0, done.stderr
-    files = [ROOT / "output" / line.strip() for line in done.stdout.splitlines() if "_0" in line]
+def test_demo_leaves_images_map_and_traces_prints_the_passes_and_serves_until_it_is_ended(comfyui, tmp_path):
+    command = [sys.executable, str(ROOT / "tools/demo.py"), "--comfyui", str(comfyui), "--serve"]
+    run = subprocess.Popen(
+        [*command, "--prompt", "yellow star", "--seed", "11"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    said = []
+    while not said or not said[-1].startswith("ComfyUI is at"):
+        said.append(run.stdout.readline())
+        assert said[-1], said
+    assert list(tmp_path.glob("specar-comfyui-*"))
+    run.terminate()
+    assert run.wait(PATIENCE) == 143 and not list(tmp_path.glob("specar-comfyui-*")), "the server's folder goes"
+
+    files = [ROOT / "output" / line.strip() for line in said if "_0" in line]
     assert files and all(file.is_file() for file in files)
     names = " ".join(file.name for file in files)
     for word in ("same_image", "next_token", "map", "trace"):
@@ -34,18 +47,9 @@ def test_demo_leaves_images_map_and_traces_and_prints_the_passes(comfyui):
     reports = [json.loads(file.read_text("utf-8")) for file in files if file.suffix == ".json"]
     assert {report["totals"]["seed"] for report in reports} == {11}
     assert {report["settings"]["prompt"] for report in reports} == {"yellow star"}
-    passes = dict(re.findall(r"^  (.*): (\d+) forward passes", done.stdout, re.MULTILINE))
+    passes = dict(re.findall(r"^  (.*): (\d+) forward passes", "".join(said), re.MULTILINE))
     assert list(passes) == ["SJD, same seed, window 16", "next token"]
     assert int(passes["SJD, same seed, window 16"]) < int(passes["next token"]) == 256
-
-
-def test_a_terminated_demo_leaves_nothing_behind(comfyui, tmp_path):
-    command = [sys.executable, str(ROOT / "tools/demo.py"), "--comfyui", str(comfyui), "--serve"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert run.stdout.readline().startswith("Starting") and run.stdout.readline().startswith("Running")
-    assert list(tmp_path.iterdir())
-    run.terminate()
-    assert run.wait(PATIENCE) == 143 and not list(tmp_path.iterdir())
 
 
 def test_a_port_that_is_in_use_is_named_before_anything_starts(comfy, comfyui):
@@ -106,10 +110,11 @@ def test_demo_refuses_a_file_where_the_images_go(fail, demo_module, tmp_path, mo
     assert line.startswith(f"error: {tmp_path / 'output'} is a file: move it away")
 
 
-@pytest.mark.parametrize("port", ["0", "99999", "x"])
-def test_a_number_that_is_no_port_is_refused_with_those_that_are(comfyui, port):
-    done = demo(comfyui, "--port", port)
-    assert done.returncode == 2 and done.stderr.endswith("error: argument --port: a port is 1 to 65535\n")
+def test_a_number_that_is_no_port_is_refused_with_those_that_are(fail, capsys):
+    for port in ("0", "99999", "x"):
+        with pytest.raises(SystemExit, match="2"):
+            fail("--port", port)
+        assert capsys.readouterr().err.endswith("error: argument --port: a port is 1 to 65535\n")
 
 
 @pytest.mark.parametrize(

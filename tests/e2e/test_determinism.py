@@ -1,31 +1,11 @@
-"""The same seed generates the same image: on another server, after all models were unloaded, and after other
-prompts.
-"""
+"""The same seed generates the same image after all models were unloaded, and after other prompts. On another server:
+test_faults.py."""
 
 import asyncio
-import io
 
 import aiohttp
 import numpy as np
 import pytest
-from PIL import Image
-
-WORKFLOWS = ("01 Text to image", "05 Acceptance map", "21 Draft tree (EAGLE)", "26 VVS", "31 Continuous tokens")
-
-
-def drawn(comfy, name: str) -> list[np.ndarray]:
-    prompt = comfy.workflow(name, seed=41)
-    run = comfy.run(prompt)
-    assert run.outcome == "success", run.message()
-    decoders = [key for key, node in prompt.items() if node["class_type"] == "VAEDecode"]
-    savers = [
-        key
-        for key, node in prompt.items()
-        if node["class_type"] == "SaveImage" and node["inputs"]["images"][0] in decoders
-    ]
-    files = [file for saver in savers for file in run.outputs[saver]["images"]]
-    assert files
-    return [np.asarray(Image.open(io.BytesIO(comfy.view(file)))) for file in files]
 
 
 def unload(comfy) -> None:
@@ -40,9 +20,10 @@ def unload(comfy) -> None:
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
-def test_images_survive_unloading_and_moving_to_another_server(comfy, another, name):
-    first = drawn(comfy, name)
+@pytest.mark.parametrize("name", ["05 Acceptance map", "21 Draft tree (EAGLE)", "31 Continuous tokens"])
+def test_images_survive_unloading_and_other_seeds_differ(comfy, name):
+    first = comfy.drawn(comfy.workflow(name, seed=41))
     unload(comfy)
-    for again in (drawn(comfy, name), drawn(another, name)):
-        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    again, other = (comfy.drawn(comfy.workflow(name, seed=seed)) for seed in (41, 42))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(first, other, strict=True))

@@ -2,11 +2,14 @@
 
 import asyncio
 
+import pytest
+
 from tests.support.patience import PATIENCE
 from tools.benchmarks.gpu import prompts
 from tools.benchmarks.gpu.findings import Findings
 
 
+@pytest.mark.once
 def test_prompts_generate_the_same_after_unloading_and_after_another_model(comfy):
     findings = Findings(None, PATIENCE, dry=True)
     asyncio.run(prompts.draw(findings, comfy.url, comfy.pid))

@@ -1,10 +1,14 @@
-"""The interface of our nodes as ComfyUI publishes it. Saved workflows depend on it: it only ever grows at the end."""
+"""The interface of our nodes as ComfyUI publishes it, and their help pages, images and translations as it serves them.
+Saved workflows depend on the interface: it only ever grows at the end."""
 
 import json
+import re
 import urllib.request
 from pathlib import Path
 
 import pytest
+
+from tools.comfy_server import PACK, PACK_FOLDER
 
 CONTRACT = Path(__file__).with_name("object_info.json")
 FILE_CHOICES = ("model_name", "drafter_name", "decoder_name", "trace_name")  # depend on what lies in the folders
@@ -39,17 +43,18 @@ def test_interface_is_the_published_one(nodes, request):
     assert found == json.loads(CONTRACT.read_text(encoding="utf-8"))
 
 
-def test_every_input_has_a_tooltip(nodes):
-    for key, node in nodes.items():
-        for kind in ("required", "optional"):
-            for name, spec in node["input"].get(kind, {}).items():
-                options = spec[1] if len(spec) > 1 else {}
-                assert options.get("tooltip") or options.get("hidden"), f"{key}.{name} has no tooltip"
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_translations_and_help_pages_with_their_images_are_served(comfy, nodes, language):
+    offered = comfy.get("/i18n")[language]
+    for file in ("nodeDefs", "main"):
+        own = json.loads((PACK / f"locales/{language}/{file}.json").read_text("utf-8"))
+        given = offered["nodeDefs"] if file == "nodeDefs" else offered
+        assert own == {key: given[key] for key in own}
 
+    def fetch(path: str) -> bytes:  # from where the front end resolves what a page names
+        with urllib.request.urlopen(f"{comfy.url}/extensions/{PACK_FOLDER}/docs/{path}") as reply:
+            return reply.read()
 
-def test_every_node_has_a_description_and_a_help_page(comfy, nodes):
-    assert nodes
-    for key, node in nodes.items():
-        assert node["description"], f"{key} has no description"
-        with urllib.request.urlopen(f"{comfy.url}/extensions/ComfyUI-SpecAR/docs/{key}/en.md") as reply:
-            assert len(reply.read()) > 200, f"the help page of {key} is empty"
+    for node in nodes:
+        [image] = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", fetch(f"{node}/{language}.md").decode())
+        assert fetch(image)[8:12] == b"WEBP", node

@@ -23,6 +23,7 @@ from comfy.cli_args import args  # noqa: E402
 args.cpu = True
 args.base_directory = tempfile.mkdtemp(prefix="specar-nodes-")
 
+import comfy.model_management  # noqa: E402
 import comfy.utils  # noqa: E402
 import folder_paths  # noqa: E402
 from comfy_execution.utils import CurrentNodeContext  # noqa: E402
@@ -50,18 +51,9 @@ for _folder in ("input", "output", "temp", "models/ar_models", "models/ar_drafte
 CODES, GRID, FACTOR = 64, 4, 8
 BACKBONE = BackboneConfig(dim=32, layers=2, heads=2, ffn_dim=48, vocab=CODES)
 VQ = VQConfig(CODES, 8, (1, 1, 1, 1), base_channels=32, z_channels=32, num_res_blocks=1)
-MASKED = MARConfig(
-    dim=32,
-    encoder_layers=2,
-    decoder_layers=1,
-    heads=2,
-    rows=GRID,
-    cols=GRID,
-    channels=6,
-    slots=4,
-    conditions=8,
-    captions=True,
-)
+LAYERS = {"dim": 32, "encoder_layers": 2, "decoder_layers": 1, "heads": 2}
+MASKED = MARConfig(**LAYERS, rows=GRID, cols=GRID, channels=6, slots=4, conditions=8, captions=True)
+ABOUT = {"heads": 2, "grid": [GRID, GRID], "pixels_per_token": FACTOR}  # what a file says of itself
 KL = KLConfig(channels=6, ch_mult=(1, 1, 1, 1), base_channels=32, num_res_blocks=1)
 
 
@@ -88,13 +80,12 @@ def models() -> Path:
     root = Path(folder_paths.get_folder_paths("ar_models")[0])
     tiny = root / "tiny"
     tiny.mkdir(exist_ok=True)
-    about = {"heads": 2, "grid": [GRID, GRID], "pixels_per_token": FACTOR, "caption_slots": 4}
-    defaults = {"cfg": 2.0, "temperature": 0.9, "top_k": 0, "top_p": 1.0}
-    save_file(model_tensors(CaptionPrefix(8, 4, 32)), tiny / "model.safetensors", metadata(**about, defaults=defaults))
+    about = metadata(**ABOUT, caption_slots=4, defaults={"cfg": 2.0, "temperature": 0.9, "top_k": 0, "top_p": 1.0})
+    save_file(model_tensors(CaptionPrefix(8, 4, 32)), tiny / "model.safetensors", about)
     save_file(random_weights(VQModel(VQ), 3), tiny / "vq.safetensors")
     write_words(tiny)
     classes = model_tensors(ClassPrefix(10, 32))
-    save_file(classes, root / "classes.safetensors", metadata(heads=2, grid=[GRID, GRID], pixels_per_token=FACTOR))
+    save_file(classes, root / "classes.safetensors", metadata(**ABOUT))
     save_file(classes, root / "nogrid.safetensors", metadata(heads=2))
     return root
 
@@ -118,36 +109,29 @@ def vectors(models) -> Path:
     """models/ar_models/vectors, a continuous text model, and models/ar_drafters/vectors.safetensors, a smaller one."""
     folder, drafters = models / "vectors", Path(folder_paths.get_folder_paths("ar_drafters")[0])
     folder.mkdir(exist_ok=True)
-    about = {
-        "heads": 2,
-        "grid": [GRID, GRID],
-        "pixels_per_token": FACTOR,
-        "scale": 0.5,
-        "head_steps": 5,
-        "first_step": 500,
-    }  # from there on, an untrained head's tokens stay small
-    defaults = {"cfg": 2.0, "temperature": 0.9}
-    save_file(masked_tensors(), folder / "model.safetensors", metadata(**about, defaults=defaults))
+    steps = {"head_steps": 5, "first_step": 500}  # from there on, an untrained head's tokens stay small
+    about = metadata(**ABOUT, **steps, scale=0.5, defaults={"cfg": 2.0, "temperature": 0.9})
+    save_file(masked_tensors(), folder / "model.safetensors", about)
     save_file(random_weights(KLModel(KL), 7), folder / "vae.safetensors")
     write_words(folder)
     small = {name: tensor for name, tensor in masked_tensors().items() if "encoder_blocks.1." not in name}
-    save_file(small, drafters / "vectors.safetensors", metadata(**about, defaults=defaults))
+    save_file(small, drafters / "vectors.safetensors", about)
     return folder
 
 
 @pytest.fixture(scope="session")
-def continuous(vectors, nodes, run):
+def continuous(vectors, load):
     """(AR_MODEL, CLIP, VAE) of the continuous model."""
-    return run(nodes["SpecARLoadCheckpoint"], model_name="vectors", dtype="auto", grid="auto").result
+    return load("vectors")
 
 
 @pytest.fixture(scope="session")
-def small_vectors(continuous, nodes, run):
+def small_vectors(continuous, load_drafter):
     """AR_DRAFTER of the continuous model."""
-    return run(nodes["SpecARLoadDrafter"], model=continuous[0], drafter_name="vectors.safetensors").result[0]
+    return load_drafter(continuous[0], "vectors.safetensors")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def draw_vectors(continuous, small_vectors, nodes, run):
     """draw_vectors("" | "NextToken", **inputs) -> (latent, trace) of a continuous sampler, as ``sample``."""
 
@@ -195,11 +179,7 @@ def drafters(models) -> Path:
     save_file(eagle_tensors(), root / "eagle/model.safetensors")
     (root / "eagle/config.json").write_text(json.dumps({"num_attention_heads": 2, "rms_norm_eps": 1e-5}), "utf-8")
     small = {name: tensor for name, tensor in model_tensors(CaptionPrefix(8, 4, 32)).items() if "layers.1." not in name}
-    save_file(
-        small,
-        root / "small.safetensors",
-        metadata(heads=2, grid=[GRID, GRID], pixels_per_token=FACTOR, caption_slots=4),
-    )
+    save_file(small, root / "small.safetensors", metadata(**ABOUT, caption_slots=4))
     return root
 
 
@@ -226,29 +206,34 @@ def nodes() -> dict[str, type]:
 
 
 @pytest.fixture(scope="session")
-def tiny(models, nodes, run):
+def load(models, nodes, run):
+    """load(name) -> (AR_MODEL, CLIP, VAE) of Load AR Checkpoint."""
+
+    def load(name: str, dtype: str = "auto", grid: str = "auto"):
+        return run(nodes["SpecARLoadCheckpoint"], model_name=name, dtype=dtype, grid=grid).result
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def load_drafter(nodes, run):
+    """load_drafter(model, name) -> AR_DRAFTER of Load AR Drafter."""
+    return lambda model, name: run(nodes["SpecARLoadDrafter"], model=model, drafter_name=name).result[0]
+
+
+@pytest.fixture(scope="session")
+def tiny(load):
     """(AR_MODEL, CLIP, VAE) of the tiny text model."""
-    return run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="auto", grid="auto").result
+    return load("tiny")
 
 
 @pytest.fixture(scope="module")
-def glm_image(models, nodes, run):
+def glm_image(models, load):
     """(AR_MODEL, CLIP, VAE) of a tiny GLM-Image, whose files are there while the module's tests run."""
     placed = Placed(models.parent)
     tiny_glm_image.install(models.parent)
-    name = "GLM-Image/vision_language_encoder"
-    yield run(nodes["SpecARLoadCheckpoint"], model_name=name, dtype="auto", grid="auto").result
+    yield load("GLM-Image/vision_language_encoder")
     placed.remove()
-
-
-@pytest.fixture
-def tiny_again(models, nodes, run):
-    """tiny_again(dtype) -> AR_MODEL of the tiny text model, loaded once more."""
-
-    def load(dtype: str = "auto"):
-        return run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype=dtype, grid="auto").result[0]
-
-    return load
 
 
 @pytest.fixture(scope="session")
@@ -257,12 +242,26 @@ def positive(tiny):
 
 
 @pytest.fixture(scope="session")
-def drafter(tiny, drafters, nodes, run):
+def drafter(tiny, drafters, load_drafter):
     """AR_DRAFTER of the tiny text model."""
-    return run(nodes["SpecARLoadDrafter"], model=tiny[0], drafter_name="eagle").result[0]
+    return load_drafter(tiny[0], "eagle")
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Every (models, options) of which ComfyUI is asked to load the weights."""
+    asked, load = [], comfy.model_management.load_models_gpu
+
+    def noted(models, **options):
+        asked.append((models, options))
+        return load(models, **options)
+
+    monkeypatch.setattr(comfy.model_management, "load_models_gpu", noted)
+    return asked
 
 
 WITHOUT_DRAFTER = ("NextToken", "SJD")
+OF_MODEL = {"cfg": -1.0, "temperature": -1.0, "top_k": -1, "top_p": -1.0}  # widgets: as the model has it
 SMALL = {  # widgets for images of 16 tokens of 64 codes
     "SJD": {"window": 4},
     "Lantern": {"neighbours": 5},
@@ -277,22 +276,29 @@ def sample(tiny, drafter, nodes, positive, run):
 
     def sample(method: str, **inputs):
         latent = {"samples": torch.zeros(inputs.pop("batch", 1), 8, GRID, GRID)}
-        common = {
-            "model": tiny[0],
-            "positive": positive,
-            "latent_image": latent,
-            "seed": 7,
-            "cfg": -1.0,
-            "temperature": -1.0,
-            "top_k": -1,
-            "top_p": -1.0,
-        }
+        common = OF_MODEL | {"model": tiny[0], "positive": positive, "latent_image": latent, "seed": 7}
         if method not in WITHOUT_DRAFTER:
             common["drafter"] = drafter
         node = nodes[f"SpecAR{method}Sampler"]
         return run(node, **defaults(node) | common | SMALL.get(method, {}) | inputs).result
 
     return sample
+
+
+@pytest.fixture(scope="session")
+def show(nodes, run):
+    """show(trace) -> the output of Acceptance Map."""
+
+    def show(trace, metric: str = "source", **inputs):
+        return run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, **inputs)
+
+    return show
+
+
+@pytest.fixture(scope="session")
+def save(nodes, run):
+    """save(trace, prefix) -> what Save Trace shows."""
+    return lambda trace, prefix: run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=prefix).ui
 
 
 @pytest.fixture

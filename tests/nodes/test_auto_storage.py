@@ -3,13 +3,12 @@
 import logging
 import math
 import shutil
-from dataclasses import replace
 
 import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.kernels import dispatch
-from comfyui_specar.model_loaders.conditions import conditions, precision
+from comfyui_specar.model_loaders.conditions import precision
 from comfyui_specar.models.backbone import Backbone, BackboneConfig, split_gates
 from comfyui_specar.models.prefix import CaptionPrefix
 from comfyui_specar.nodes.comfy_runtime import memory
@@ -19,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ..support.simulated_gpu import CPU, GPU
-from .conftest import CODES, GRID, defaults, metadata, random_weights
+from .conftest import CODES, GRID, metadata, random_weights
 
 NAME = "wide enough"
 BACKBONE = BackboneConfig(dim=128, layers=12, heads=2, ffn_dim=256, vocab=CODES)
@@ -90,11 +89,11 @@ def stored(loaded) -> str:
 
 @pytest.mark.parametrize("storage", ORDER)
 @pytest.mark.parametrize("enough", [True, False])
-def test_the_widest_storage_that_fits_is_chosen(storage, enough, card, needed, nodes, run, caplog):
+def test_the_widest_storage_that_fits_is_chosen(storage, enough, card, needed, nodes, run, load, caplog):
     """To the byte; below it the next, and below the last the last."""
     card(to_fit(needed[storage]) - (not enough))
     with caplog.at_level(logging.INFO):
-        loaded = run(nodes["SpecARLoadCheckpoint"], model_name=NAME, dtype="auto", grid="auto").result[0]
+        loaded = load(NAME)[0]
     wanted = ORDER[min(ORDER.index(storage) + (not enough), 2)]
     assert stored(loaded) == PRECISIONS[wanted]
     assert loaded.choice.startswith(f"auto: {PRECISIONS[wanted].split(', ')[-1]}, as bf16 needs ")
@@ -115,24 +114,6 @@ def test_what_comfyui_keeps_free_is_not_for_weights(reserve, card, needed, monke
         assert stored(open_model(NAME, "auto", None)) == PRECISIONS[storage]
 
 
-def test_where_nothing_fits_the_narrowest_is_streamed(card, needed):
-    card(sum(needed[INT4]) - 1000)
-    loaded = open_model(NAME, "auto", None)
-    assert stored(loaded) == PRECISIONS[INT4] and "are copied from main memory in every forward pass" in loaded.choice
-
-
-def test_without_triton_bf16_is_copied_rather_than_int8_widened(card, needed):
-    """If little is missing. Of these weights, a byte in 8 bits moves 9 bytes, and a copied one costs 16."""
-    (wide, beside), (narrow, beside_narrow) = needed[NONE], needed[INT8]
-    worth = (9 * narrow - wide) / 16  # bytes copied in the time that int8 takes more
-    for copied, chosen in ((worth - 2, NONE), (worth + 2, INT8)):
-        free = wide + beside - copied
-        assert free > narrow + beside_narrow
-        card(free, triton=False)
-        loaded = open_model(NAME, "auto", None)
-        assert stored(loaded) == PRECISIONS[chosen] and ("without Triton" in loaded.choice) == (chosen is NONE)
-
-
 def test_a_gpu_without_bf16_computes_in_fp16(card, needed, monkeypatch):
     card(to_fit(needed[INT8]))
     monkeypatch.setattr(mm, "should_use_bf16", lambda device=None, **_: False)
@@ -147,14 +128,9 @@ def test_a_file_in_fp8_stays_in_fp8_where_it_fits_unless_it_would_be_widened_in_
     try:
         with safe_open(str(models / NAME / "model.safetensors"), "pt") as file:
             about = file.metadata()
-        save_file(
-            {
-                name: tensor.to(torch.float8_e4m3fn) if "layers." in name and tensor.ndim == 2 else tensor
-                for name, tensor in load_file(str(models / NAME / "model.safetensors")).items()
-            },
-            folder / "model.safetensors",
-            about,
-        )
+        tensors = load_file(models / NAME / "model.safetensors")
+        narrow = {n: t.to(torch.float8_e4m3fn) for n, t in tensors.items() if "layers." in n and t.ndim == 2}
+        save_file(tensors | narrow, folder / "model.safetensors", about)
         card(2**40)
         loaded = open_model("eight", "auto", None)
         assert stored(loaded) == "bf16, fp8 (storage)" and loaded.choice.startswith("auto: fp8 (storage), as fp8")
@@ -177,18 +153,13 @@ def test_cpus_and_apples_gpus_have_no_choice(device, card, monkeypatch, nodes, r
     assert "auto" not in text
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8 (storage)", "int4 (storage)"])
-def test_a_dtype_that_the_user_chose_is_used(dtype, card):
+@pytest.mark.parametrize("dtype", ["fp32", "int4 (storage)"])
+def test_a_dtype_that_the_user_chose_and_continuous_models_leave_no_choice(dtype, card, vectors):
     for free in (0, 2**40):
         card(free)
-        loaded = open_model(NAME, dtype, None)
+        loaded, other = open_model(NAME, dtype, None), open_model("vectors", "auto", None)
         assert stored(loaded).split(", ")[-1] == dtype and loaded.choice == ""
-
-
-def test_continuous_models_have_no_choice(vectors, card):
-    card(0)
-    loaded = open_model("vectors", "auto", None)
-    assert stored(loaded) == "bf16" and loaded.choice == ""
+        assert stored(other) == "bf16" and other.choice == ""
 
 
 def test_unknown_memory_is_enough(card, monkeypatch):
@@ -223,10 +194,10 @@ def test_weights_that_comfyui_unloads_count_as_free(card, needed, monkeypatch):
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_a_kept_session_is_no_obstacle(short, card, needed, monkeypatch, tiny_again):
+def test_a_kept_session_is_no_obstacle(short, card, needed, monkeypatch, load):
     """It is dropped only if the weights in bf16 do not fit beside it."""
     card(0)
-    patcher = Patcher(tiny_again("fp32").model, GPU, CPU, sessions={})
+    patcher = Patcher(load("tiny", dtype="fp32")[0].model, GPU, CPU, sessions={})
     patcher.sessions["kind"] = object()
     free = to_fit(needed[NONE]) - (HELD // 2 if short else 0)
 
@@ -257,22 +228,3 @@ def test_comfyui_then_loads_all_of_it(storage, enough, card, needed, monkeypatch
         card(sum(needed[storage]))
     mm.load_models_gpu([loaded.patcher], memory_required=needed[storage][1])
     assert (asked[0] > loaded.patcher.model_size()) == enough
-
-
-def test_a_runs_record_says_how_the_weights_were_stored(card, needed, nodes, run):
-    card(to_fit(needed[INT8]))
-    loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name=NAME, dtype="auto", grid="auto").result
-    here = replace(loaded, patcher=Patcher(loaded.model, CPU, CPU, sessions=loaded.model.sessions))
-    node = nodes["SpecARSJDSampler"]
-    _, trace = run(
-        node,
-        **defaults(node)
-        | {
-            "model": here,
-            "positive": clip.encode_from_tokens_scheduled(clip.tokenize("red apple")),
-            "window": 4,
-            "latent_image": {"samples": torch.zeros(1, loaded.model.latent_channels, GRID, GRID)},
-            "seed": 1,
-        },
-    ).result
-    assert trace.settings["dtype"] == conditions(loaded.model)["dtype"] == PRECISIONS[INT8]

@@ -75,11 +75,3 @@ def test_an_interrupted_run_leaves_nothing_behind_and_stops_within_a_pass(method
     assert not progress and not tiny[0].model.sessions, "its caches may be half written"
     after, _ = sample(method, **METHODS[method])
     assert torch.equal(before["ar_tokens"], after["ar_tokens"]) and len(taped) == 2
-
-
-def test_another_drafter_s_unloading_is_noticed_too(taped, sample, tiny, drafter):
-    sample("DraftTree", structure="chain")
-    assert tiny[0].model.sessions
-    drafter.patcher.detach()
-    assert not tiny[0].model.sessions
-    mm.unload_all_models()

@@ -31,9 +31,6 @@ def test_the_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
     assert [row[1].strip() for row in rows[2:]] == ["exact", "exact", "exact", "approximate"]
     assert float(rows[5][6]) > 0  # drift bound
     json.dumps(out.ui["specar"])
-
-
-def test_gaps_between_connected_traces_are_fine(run, nodes, runs):
     chart, table = run(nodes["SpecARCompareTraces"], trace_1=runs[0], trace_5=runs[2]).result
     assert len(table.splitlines()) == 4 and chart.shape[1] == len(comparison.chart([runs[0], runs[2]]))
 

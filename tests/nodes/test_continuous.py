@@ -1,15 +1,13 @@
 """Continuous models: loading, the two samplers, inpainting, their VAE, what does not go together."""
 
-import comfy.model_management as mm
 import numpy as np
 import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfyui_specar.nodes import continuous as samplers
 from comfyui_specar.nodes.comfy_runtime import runs
-from comfyui_specar.nodes.comfy_runtime.models import SERVER, LoadedDrafter
+from comfyui_specar.nodes.comfy_runtime.models import SERVER
 from comfyui_specar.samplers.trace import Source
-from safetensors.torch import load_file, save_file
 
 import nodes as core
 
@@ -30,14 +28,6 @@ def test_checkpoint_brings_model_text_encoder_and_decoder(continuous):
     assert hasattr(loaded.model.backbone.z_proj, "comfy_cast_weights")  # may be loaded in part
 
 
-@pytest.mark.parametrize("side", [0, 32])
-def test_empty_latent_has_the_model_s_shape(side, run, nodes, continuous):
-    inputs = {"model": continuous[0], "width": side, "height": side, "batch_size": 2}
-    assert run(nodes["SpecAREmptyLatent"], **inputs).result[0]["samples"].shape == (2, 6, 4, 4)
-    with pytest.raises(ValueError, match="32 x 32 pixels"):
-        run(nodes["SpecAREmptyLatent"], **inputs | {"width": 64})
-
-
 def test_vae_decodes_and_encodes_with_core_s_nodes(continuous):
     vae, latent = continuous[2], {"samples": torch.randn(2, 6, 4, 4)}
     (pixels,) = core.VAEDecode().decode(vae, latent)
@@ -47,12 +37,6 @@ def test_vae_decodes_and_encodes_with_core_s_nodes(continuous):
     assert encoded["samples"].shape == (2, 6, 4, 4) and encoded["samples"].dtype == torch.float32
     tiled = core.VAEEncodeTiled().encode(vae, pixels, 512, 64)[0]
     torch.testing.assert_close(encoded["samples"], tiled["samples"], atol=1e-4, rtol=1e-4)
-
-
-def test_image_decoder_alone_reads_a_kl_file(run, nodes, continuous):
-    (vae,) = run(nodes["SpecARLoadImageDecoder"], decoder_name="vectors/vae.safetensors").result
-    latent = torch.randn(1, 6, 4, 4)
-    assert torch.equal(vae.decode(latent), continuous[2].decode(latent))
 
 
 def test_latents_of_the_two_kinds_are_not_mixed_up(tiny, continuous):
@@ -103,17 +87,8 @@ def test_widgets_reach_the_method(draw_vectors):
     _, trace = draw_vectors(
         "", draft_length=3, prefill=0.25, mode=PREFIX, tolerance=0.5, sigma="as in the paper", alignment=False
     )
-    wanted = {
-        "length": 3,
-        "prefill": 0.25,
-        "mode": "prefix",
-        "condition": "drafts",
-        "tolerance": 0.5,
-        "path": "paper",
-        "aligned": False,
-        "lossless": False,
-    }
-    assert {name: trace.settings[name] for name in wanted} == wanted
+    wanted = {"length": 3, "prefill": 0.25, "mode": "prefix", "condition": "drafts", "tolerance": 0.5}
+    assert trace.settings.items() >= (wanted | {"path": "paper", "aligned": False, "lossless": False}).items()
     assert (trace.positions["source"] == Source.PREFILL).sum() == 4
     _, trace = draw_vectors("", mode=EXACT)
     assert trace.settings["mode"] == "exact" and trace.settings["lossless"] and "tolerance" not in trace.settings
@@ -121,25 +96,12 @@ def test_widgets_reach_the_method(draw_vectors):
     assert trace.settings["mode"] == "block" and trace.settings["condition"] == "drafts"
 
 
-def test_a_model_accepts_its_own_guesses_unless_there_is_no_tolerance(draw_vectors, continuous):
-    itself = LoadedDrafter(continuous[0].model, continuous[0].patcher, "itself", continuous[0])
-    seen = {"drafter": itself, "target_sees": "what is decided, and earlier guesses"}
-    assert draw_vectors("", **seen)[1].summary()["acceptance_rate"] == 1
-    assert draw_vectors("", tolerance=0.0)[1].summary()["accepted_drafts"] == 0
-    assert draw_vectors("", tolerance=10.0)[1].summary()["accepted_drafts"] > 12
-
-
 def test_negative_prompt_counts_and_an_empty_one_does_not(draw_vectors, continuous):
-    clip = continuous[1]
-    plain, empty, against = (
-        draw_vectors("NextToken", **more)[0]["samples"]
-        for more in (
-            {},
-            {"negative": clip.encode_from_tokens_scheduled(" ")},
-            {"negative": clip.encode_from_tokens_scheduled("apple")},
-        )
-    )
-    assert torch.equal(plain, empty) and not torch.equal(plain, against)
+    plain = draw_vectors("NextToken")[0]["samples"]
+    for text in (" ", "apple"):
+        negative = continuous[1].encode_from_tokens_scheduled(text)
+        drawn = draw_vectors("NextToken", negative=negative)[0]["samples"]
+        assert torch.equal(drawn, plain) == (text == " ")
 
 
 # Inpainting
@@ -153,18 +115,6 @@ def test_mask_keeps_the_tokens_outside_it(method, draw_vectors):
     assert (again["samples"] != first["samples"])[..., 2:, :].any(1).all()
     assert torch.equal(again["noise_mask"], LOWER) and trace.totals["tokens"] == 2 * 8
     assert (trace.grid("source")[:, :2] == Source.FORCED).all()
-
-
-def test_what_is_kept_below_is_seen_above(draw_vectors):
-    """Real inpainting: what is generated depends on all that is kept."""
-    first, _ = draw_vectors("NextToken")
-    changed = first["samples"].clone()
-    changed[..., 3, 3] += 1
-    drawn = [
-        draw_vectors("NextToken", latent_image={"samples": image, "noise_mask": 1 - LOWER})[0]["samples"]
-        for image in (first["samples"], changed)
-    ]
-    assert (drawn[0] != drawn[1])[..., :2, :].any()
 
 
 def test_an_encoded_image_is_kept(draw_vectors, continuous):
@@ -194,13 +144,10 @@ def test_mask_errors(draw_vectors):
     ("inputs", "message"),
     [
         ({"cfg": 0.5}, "cfg.* 0.5"),
-        ({"cfg": float("nan")}, "cfg.* nan"),
-        ({"temperature": -0.5}, "temperature.* -0.5"),
         ({"temperature": 0.0}, "temperature.* 0.*above 0"),
         ({"guidance": "magic"}, "guidance.*'magic'"),
         ({"head_sampler": "magic"}, "head_sampler.*'magic'"),
         ({"head_steps": 1}, "2 to 501 steps"),
-        ({"head_steps": 600}, "2 to 501 steps"),
         ({"head_steps": 5000}, "head_steps.*5000.*0 to 1000"),
         ({"draft_length": 0}, "draft_length.* 0"),
         ({"prefill": 1.5}, "prefill.* 1.5"),
@@ -220,50 +167,22 @@ def test_illegal_inputs_are_named(inputs, message, draw_vectors):
         draw_vectors("", **inputs)
 
 
-@BOTH
-def test_empty_prompt_and_negative_iterations_are_refused(method, draw_vectors, continuous):
+def test_empty_prompt_and_negative_iterations_are_refused(draw_vectors, continuous):
     with pytest.raises(ValueError, match="positive.*empty"):
-        draw_vectors(method, positive=continuous[1].encode_from_tokens_scheduled(""))
-    if method:
-        with pytest.raises(ValueError, match="iterations.* -3"):
-            draw_vectors(method, iterations=-3)
+        draw_vectors("", positive=continuous[1].encode_from_tokens_scheduled(""))
+    with pytest.raises(ValueError, match="iterations.* -3"):
+        draw_vectors("NextToken", iterations=-3)
 
 
-@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS"])
-def test_samplers_of_token_ids_name_the_right_node(method, sample, continuous, small_vectors):
-    with_drafter = {} if method in ("NextToken", "SJD") else {"drafter": small_vectors}
-    with pytest.raises(ValueError, match="vectors.*Continuous Speculative Sampler"):
-        sample(method, model=continuous[0], **with_drafter)
-
-
-@BOTH
-def test_samplers_of_vectors_name_the_right_node(method, draw_vectors, tiny, drafter):
-    with pytest.raises(ValueError, match="tiny.*SJD"):
-        draw_vectors(method, model=tiny[0], **({} if method else {"drafter": drafter}))
-
-
-def test_drafters_of_the_other_kind_are_refused(run, nodes, tiny, continuous, drafters, vectors, drafter, draw_vectors):
-    loader = nodes["SpecARLoadDrafter"]
-    for model, name, message in (
-        (continuous[0], "eagle", "token ids.*vectors"),
-        (continuous[0], "small.safetensors", "token ids.*vectors"),
-        (tiny[0], "vectors.safetensors", "vectors.*token ids"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(loader, model=model, drafter_name=name)
+def test_samplers_of_the_other_kind_name_the_right_node(sample, draw_vectors, tiny, continuous, small_vectors, drafter):
+    for method, more in (("SJD", {}), ("DraftTree", {"drafter": small_vectors})):
+        with pytest.raises(ValueError, match="vectors.*Continuous Speculative Sampler"):
+            sample(method, model=continuous[0], **more)
+    for method, more in (("NextToken", {}), ("", {"drafter": drafter})):
+        with pytest.raises(ValueError, match="tiny.*SJD"):
+            draw_vectors(method, model=tiny[0], **more)
     with pytest.raises(ValueError, match="Load AR Checkpoint"):
         draw_vectors("", drafter=drafter)
-
-
-def test_a_drafter_of_another_vae_is_refused(run, nodes, continuous, small_vectors, drafters):
-    tensors = load_file(drafters / "vectors.safetensors")
-    path = drafters / "other_scale.safetensors"
-    save_file(tensors, path, {"specar": '{"heads": 2, "grid": [4, 4], "pixels_per_token": 8, "scale": 0.7}'})
-    try:
-        with pytest.raises(ValueError, match="other_scale.safetensors.*scale"):
-            run(nodes["SpecARLoadDrafter"], model=continuous[0], drafter_name=path.name)
-    finally:
-        path.unlink()
 
 
 @BOTH
@@ -282,14 +201,6 @@ def test_tokens_that_are_no_numbers_are_reported(method, draw_vectors, continuou
 # Memory, progress, interruption
 
 
-@BOTH
-def test_progress_counts_tokens_once_per_pass(method, draw_vectors, progress, hurried):
-    _, trace = draw_vectors(method)
-    values = [value for value, _, _ in progress]
-    assert len(values) == trace.totals["target_passes"]
-    assert values == sorted(values) and values[-1] == 16 and {total for _, total, _ in progress} == {16}
-
-
 def test_previews_show_known_tokens_and_grey(draw_vectors, progress, hurried, monkeypatch):
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
     first, trace = draw_vectors("NextToken")
@@ -305,20 +216,14 @@ def test_previews_show_known_tokens_and_grey(draw_vectors, progress, hurried, mo
 
 
 def test_model_and_drafter_are_loaded_together_with_space_for_the_widest_pass(
-    draw_vectors, continuous, small_vectors, monkeypatch
+    draw_vectors, continuous, small_vectors, loads
 ):
-    asked, load_models = [], mm.load_models_gpu
-    monkeypatch.setattr(
-        mm,
-        "load_models_gpu",
-        lambda models, memory_required=0, **options: (
-            asked.append((models, memory_required)) or load_models(models, memory_required, **options)
-        ),
-    )
     draw_vectors("", batch=2)
     draw_vectors("", batch=2, target_sees="what is decided, and earlier guesses")
-    assert all(continuous[0].patcher in models and small_vectors.patcher in models for models, _ in asked)
-    assert asked[0][1] > continuous[0].model.run_bytes(4, 16, 4) and asked[1][1] > 2 * asked[0][1] > 0
+    (models, narrow), (_, wide) = loads
+    assert continuous[0].patcher in models and small_vectors.patcher in models
+    assert narrow["memory_required"] > continuous[0].model.run_bytes(4, 16, 4)
+    assert wide["memory_required"] > 2 * narrow["memory_required"]
 
 
 def test_what_comfyui_leaves_in_main_memory_is_moved_too(continuous):
@@ -337,28 +242,9 @@ def test_what_comfyui_leaves_in_main_memory_is_moved_too(continuous):
     assert moved.table.is_meta and moved.numbers.is_meta and not moved.inner.weight.is_meta
 
 
-@BOTH
-def test_layers_in_main_memory_are_cast_on_use(method, draw_vectors, continuous, small_vectors):
-    whole, _ = draw_vectors(method)
-    layers = [
-        m
-        for owner in (continuous[0], small_vectors)
-        for m in owner.patcher.model.modules()
-        if hasattr(m, "comfy_cast_weights")
-    ]
-    for layer in layers:
-        layer.comfy_cast_weights = True
-    try:
-        assert torch.equal(draw_vectors(method)[0]["samples"], whole["samples"])
-    finally:
-        for layer in layers:
-            layer.comfy_cast_weights = False
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_lower_precision(dtype, run, nodes, continuous, vectors, draw_vectors):
-    loaded = run(nodes["SpecARLoadCheckpoint"], model_name="vectors", dtype=dtype, grid="auto").result[0]
-    assert {p.dtype for p in loaded.model.backbone.parameters()} == {loaded.model.dtype} != {torch.float32}
-    small = run(nodes["SpecARLoadDrafter"], model=loaded, drafter_name="vectors.safetensors").result[0]
+def test_lower_precision(load, load_drafter, vectors, draw_vectors):
+    loaded = load("vectors", dtype="bf16")[0]
+    assert {p.dtype for p in loaded.model.backbone.parameters()} == {torch.bfloat16}
+    small = load_drafter(loaded, "vectors.safetensors")
     latent, _ = draw_vectors("", model=loaded, drafter=small)
     assert latent["samples"].dtype == torch.float32 and latent["samples"].isfinite().all()

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 from comfyui_specar import api
 from comfyui_specar.batch.model_worker import RECIPES
-from comfyui_specar.nodes import continuous, rules, samplers, simple_sampler, tree_samplers
+from comfyui_specar.nodes import continuous, samplers, simple_sampler, tree_samplers
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
-from comfyui_specar.samplers.registry import PUBLISHED, RULES
+from comfyui_specar.samplers.registry import PUBLISHED
+
+pytestmark = pytest.mark.once
 
 DRAFTER = object()
 METHODS = api.methods
@@ -80,15 +82,6 @@ def test_what_a_choice_on_a_node_stands_for_is_in_python_too(monkeypatch):
     assert made(tree_samplers.DraftTreeSampler, monkeypatch, structure=tree_samplers.DYNAMIC).structure == (
         api.structures.Dynamic()
     )
-
-
-def test_a_new_rule_is_the_rule_without_arguments():
-    found = []
-    for node in rules.NODES:
-        chosen = inspect.unwrap(node.execute.__func__)(node, **widgets(node)).args[0]
-        assert chosen.rule == type(chosen.rule)()
-        found.append(type(chosen.rule))
-    assert sorted(found, key=str) == sorted(RULES, key=str)
 
 
 def test_a_job_without_settings_is_the_method_without_arguments():

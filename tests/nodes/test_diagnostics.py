@@ -44,6 +44,7 @@ def made_trace(**grids) -> Trace:
 
 
 def test_sources_have_their_colours_and_a_counted_legend():
+    assert set(SOURCES) == set(Source)
     drawn = token_map(made_trace(), "source", 0)
     for cell, kind in zip([(0, 0), (0, 1), (1, 0), (1, 1)], made_trace().positions["source"][0].tolist(), strict=True):
         assert tuple(drawn.colours[cell]) == SOURCES[kind][1]
@@ -86,16 +87,6 @@ def test_marked_tokens(metric, kind):
     assert drawn.legend[0].text.endswith(": 2 (50%)")
 
 
-def test_ratio_colours_diverge_around_one():
-    drawn = token_map(made_trace(ratio=[8.0, 1 / 8, 0.0, 0.0]), "ratio p/q", 0)
-    assert tuple(drawn.colours[0, 0]) == RATIO[-1] and tuple(drawn.colours[0, 1]) == RATIO[0]
-    assert tuple(gradient(np.array(0.5), RATIO)) == RATIO[2]
-
-
-def test_every_source_can_be_drawn():
-    assert set(SOURCES) == set(Source)
-
-
 def vector_trace(**grids) -> Trace:
     """A 2 x 2 trace of a continuous model: accepted, replaced / generated alone, kept."""
     default = {
@@ -135,8 +126,12 @@ def test_continuous_words_in_legends():
     legend = [item.text for item in token_map(vector_trace(), "source", 0).legend]
     assert "accepted within the tolerance: 1 (25%)" in legend and "sampled by the model alone, first: 1 (25%)" in legend
     assert token_map(vector_trace(), "tries", 0).title.endswith("1 failed")
-    infinite = token_map(vector_trace(log_ratio=[np.inf, -np.inf, 0.0, 0.0]), "log ratio", 0)
-    assert tuple(infinite.colours[0, 0]) == RATIO[-1] and tuple(infinite.colours[0, 1]) == RATIO[0]
+    assert tuple(gradient(np.array(0.5), RATIO)) == RATIO[2], "ratios diverge around one"
+    for drawn in (
+        token_map(vector_trace(log_ratio=[np.inf, -np.inf, 0.0, 0.0]), "log ratio", 0),
+        token_map(made_trace(ratio=[8.0, 1 / 8, 0.0, 0.0]), "ratio p/q", 0),
+    ):
+        assert tuple(drawn.colours[0, 0]) == RATIO[-1] and tuple(drawn.colours[0, 1]) == RATIO[0]
 
 
 @pytest.mark.parametrize(
@@ -153,29 +148,18 @@ def test_metrics_of_the_other_kind_are_grey_and_say_why(trace, others, kind):
     assert set(offered) == set(METRICS) - set(others)
 
 
-@pytest.mark.parametrize("metric", ["source", "distance"])
-def test_acceptance_map_of_a_continuous_run(metric, run, nodes, draw_vectors, continuous):
-    latent, trace = draw_vectors("", batch=2, head_steps=2, tolerance=1.0)
-    image = continuous[2].decode(latent["samples"])
-    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=image)
-    overlay, colours, mask, report = out.result
-    assert overlay.shape[0] == 2 and overlay.shape[2] == 512 and colours.shape == (2, 32, 32, 3)
-    assert mask.min() >= 0 and mask.max() <= 1 and json.loads(report) == as_json(trace)
-
-
+@pytest.mark.once
 @pytest.mark.parametrize("kind", ["discrete", "continuous"])
-def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, sample, rule, draw_vectors):
+def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, save, show, sample, rule, draw_vectors):
     """Every image, mask, table and report, bit for bit."""
     made = sample("DraftTree", batch=2, rule=rule("TVMetered", epsilon=0.3)) if kind == "discrete" else draw_vectors("")
     trace = made[1]
-    [file, _] = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=f"specar/{kind}").ui["files"]
+    [file, _] = save(trace, f"specar/{kind}")["files"]
     choice = f"specar/{Path(file['filename']).with_suffix('.safetensors')} [output]"
     (loaded,) = run(nodes["SpecARLoadTrace"], trace_name=choice).result
     for metric in METRICS:
         if metric not in (CONTINUOUS if kind == "discrete" else DISCRETE):
-            ours, theirs = (
-                run(nodes["SpecARAcceptanceMap"], trace=t, metric=metric, opacity=0.5) for t in (trace, loaded)
-            )
+            ours, theirs = (show(each, metric) for each in (trace, loaded))
             assert all(torch.equal(one, other) for one, other in zip(ours.result[:3], theirs.result[:3], strict=True))
             assert ours.result[3] == theirs.result[3] and ours.ui["text"] == theirs.ui["text"]
             [one, other] = (json.dumps(out.ui["specar"]) for out in (ours, theirs))
@@ -185,11 +169,13 @@ def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, sample, rule
     assert torch.equal(ours.result[0], theirs.result[0]) and ours.result[1] == theirs.result[1]
 
 
-@pytest.mark.parametrize("metric", ["source", "entropy"])
-def test_acceptance_map_node(metric, run, nodes, sample, tiny):
-    latent, trace = sample("DraftTree", batch=2)
-    images = tiny[2].decode(latent["samples"])
-    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=images)
+@pytest.mark.parametrize(("kind", "metric"), [("discrete", "entropy"), ("continuous", "distance")])
+def test_acceptance_map_node(kind, metric, show, sample, tiny, draw_vectors, continuous):
+    if kind == "discrete":
+        (latent, trace), vae = sample("DraftTree", batch=2), tiny[2]
+    else:
+        (latent, trace), vae = draw_vectors("", batch=2, head_steps=2, tolerance=1.0), continuous[2]
+    out = show(trace, metric, image=vae.decode(latent["samples"]))
     overlay, colours, mask, report = out.result
     assert overlay.shape[0] == 2 and overlay.shape[2] == 512
     assert colours.shape == (2, 32, 32, 3) and mask.shape == (2, 32, 32)
@@ -199,8 +185,17 @@ def test_acceptance_map_node(metric, run, nodes, sample, tiny):
     assert out.ui["specar"] == [trace.report()] and len(out.ui["images"]) == 2
     for image in out.ui["images"]:
         assert (Path(folder_paths.get_temp_directory()) / image["subfolder"] / image["filename"]).is_file()
-    text = out.ui["text"][0]
-    assert f"{trace.totals['passes_per_image'][0]}, {trace.totals['passes_per_image'][1]} passes for 16 tokens" in text
+    first, second = trace.totals["passes_per_image"]
+    assert f"{first}, {second} passes for 16 tokens" in out.ui["text"][0]
+    assert len(out.ui["specar_tokens"]) == 2
+    for i, (file, preview) in enumerate(zip(out.ui["specar_tokens"], out.ui["images"], strict=True)):
+        assert (file["type"], file["subfolder"]) == (preview["type"], preview["subfolder"]) == ("temp", "")
+        data = json.loads((Path(folder_paths.get_temp_directory()) / file["filename"]).read_text("utf-8"))
+        assert_numbers_equal(data, trace, i)
+        assert data["map"] == [512, 512]  # above the legend, which the overlay has too
+        relaxed = "accepted within the tolerance" if kind == "continuous" else SOURCES[Source.RELAXED][0]
+        assert data["continuous"] == (kind == "continuous") and data["sources"][Source.RELAXED] == relaxed
+        assert data["sources"][Source.RESIDUAL] == SOURCES[Source.RESIDUAL][0]
 
 
 def numbers_of(trace: Trace, image: int = 0) -> dict:
@@ -219,28 +214,6 @@ def assert_numbers_equal(data: dict, trace: Trace, image: int) -> None:
         np.testing.assert_allclose(values, trace.grid(name)[image].flatten(), rtol=6e-4, err_msg=name)
 
 
-def test_acceptance_map_hands_on_the_numbers_of_every_token(run, nodes, sample, tiny):
-    latent, trace = sample("DraftTree", batch=2)
-    image = tiny[2].decode(latent["samples"])
-    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="entropy", opacity=0.5, image=image)
-    assert len(out.ui["specar_tokens"]) == 2
-    for i, (file, preview) in enumerate(zip(out.ui["specar_tokens"], out.ui["images"], strict=True)):
-        assert (file["type"], file["subfolder"]) == (preview["type"], preview["subfolder"]) == ("temp", "")
-        data = json.loads((Path(folder_paths.get_temp_directory()) / file["filename"]).read_text("utf-8"))
-        assert_numbers_equal(data, trace, i)
-        assert data["map"] == [512, 512] and not data["continuous"]  # above the legend, which the overlay has too
-        assert data["sources"] == [SOURCES[kind][0] for kind in Source]
-
-
-def test_numbers_of_continuous_runs(draw_vectors):
-    _, trace = draw_vectors("", batch=2, head_steps=2, tolerance=1.0)
-    for image in range(2):
-        data = numbers_of(trace, image)
-        assert_numbers_equal(data, trace, image)
-    assert data["continuous"] and data["sources"][Source.RELAXED] == "accepted within the tolerance"
-    assert data["sources"][Source.RESIDUAL] == SOURCES[Source.RESIDUAL][0]
-
-
 def test_numbers_are_strict_json_of_four_digits():
     data = numbers_of(made_trace(ratio=[float("inf"), float("nan"), 0.123456, 98765.4321]))
     assert data["fields"]["ratio"] == ["inf", "nan", 0.1235, 98770.0]
@@ -255,33 +228,25 @@ def test_numbers_leave_out_ends_of_lines_and_empty_records():
     assert numbers_of(trace)["fields"] == {"source": [1] * 6, "finalised_at": [0, 1, 2, 4, 5, 6]}
 
 
-@pytest.mark.parametrize("method", ["NextToken", "DraftTree", "continuous"])
-def test_every_choice_of_the_node_shows_something(method, run, nodes, sample, draw_vectors):
+@pytest.mark.once
+@pytest.mark.parametrize("method", ["NextToken", "continuous"])
+def test_every_choice_of_the_node_shows_something(method, show, nodes, sample, draw_vectors):
     """Those that the run lacks, too, so that nobody has to try which ones it has."""
     _, trace = draw_vectors("") if method == "continuous" else sample(method)
     [choice] = [i for i in nodes["SpecARAcceptanceMap"].GET_SCHEMA().inputs if i.id == "metric"]
     for metric in choice.options:
-        out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5)
+        out = show(trace, metric)
+        assert out.result[1].shape == (1, 64, 64, 3)
         assert out.result[0].isfinite().all() and out.ui["images"], metric
-
-
-def test_acceptance_map_without_image(run, nodes, sample):
-    _, trace = sample("NextToken")
-    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5)
-    assert out.result[1].shape == (1, 64, 64, 3)
-
-
-def test_acceptance_map_errors(run, nodes, sample):
-    _, trace = sample("NextToken")
     with pytest.raises(ValueError, match="metric.*'magic'"):
-        run(nodes["SpecARAcceptanceMap"], trace=trace, metric="magic", opacity=0.5)
+        show(trace, "magic")
     with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
-        run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5, image=torch.rand(2, 32, 32, 3))
+        show(trace, image=torch.rand(2, 32, 32, 3))
 
 
-def test_traces_survive_saving_and_loading(run, nodes, sample):
+def test_traces_survive_saving_and_loading(run, nodes, save, sample):
     _, trace = sample("SJD", batch=2)
-    files = [run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="specar/t").ui["files"] for _ in range(2)]
+    files = [save(trace, "specar/t")["files"] for _ in range(2)]
     names = [Path(f["filename"]).stem for pair in files for f in pair]
     assert names == ["t_00001_"] * 2 + ["t_00002_"] * 2
     choice = "specar/t_00002_.safetensors [output]"
@@ -290,8 +255,6 @@ def test_traces_survive_saving_and_loading(run, nodes, sample):
     assert re.fullmatch("[0-9a-f]+", loader.fingerprint_inputs(trace_name=choice)), "in every image: no folder's name"
     (loaded,) = run(loader, trace_name=choice).result
     assert as_json(loaded) == as_json(trace)
-    for name, values in trace.positions.items():
-        assert torch.equal(values, loaded.positions[name]), name
     written = json.loads((Path(folder_paths.get_output_directory()) / "specar/t_00001_.json").read_text("utf-8"))
     assert written == as_json(trace)
 

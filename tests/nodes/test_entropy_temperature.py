@@ -49,11 +49,6 @@ def test_the_same_seed_gives_the_image_of_next_token(sample, heated):
     assert torch.equal(plain["ar_tokens"], same["ar_tokens"])
 
 
-def test_a_drafter_of_the_model_serves_the_node_s_model_too(sample, heated):
-    _, trace = sample("DraftTree", model=heated())
-    assert trace.settings["lossless"] and trace.settings["entropy"] == (2.5, 3.0, 0.6)
-
-
 def test_continuous_models_are_refused_in_words(continuous, heated):
     with pytest.raises(ValueError, match="continuous model.*vectors.*Connect it to the sampler directly"):
         heated(continuous[0])

@@ -17,7 +17,9 @@ from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.methods.jacobi import SJD
 
 from ..support.tape import LatePoll, TapeGraphs
-from .conftest import GRID, defaults
+from .conftest import GRID, OF_MODEL, defaults
+
+pytestmark = pytest.mark.once  # the search asks ComfyUI for nothing but room; test_faults_inputs.py runs both nodes
 
 EXACT = [
     "next token",
@@ -101,10 +103,6 @@ def test_every_method_is_tried_and_the_result_is_all_of_a_piece(find, tiny, prog
     values = [value for value, _, _ in progress]
     assert values == sorted(values) and progress[-1][0] == progress[-1][1]
     assert not tiny[0].model.sessions
-
-
-def test_without_a_drafter_there_are_windows_only(find):
-    assert [t["method"] for t in trials(find(drafter=None))] == EXACT[:2]
 
 
 def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find):
@@ -204,31 +202,25 @@ def test_hopeless_methods_are_given_up(find, monkeypatch, clock):
     assert given_up == 33 < warm
 
 
-def test_memory_that_runs_out_costs_one_method(find, monkeypatch, tiny):
-    def sample(self, request):
-        raise torch.OutOfMemoryError("the device is full")
+def test_memory_that_runs_out_costs_one_method_and_other_errors_are_not_hidden(find, monkeypatch, tiny):
+    def fail_with(error):
+        def sample(self, request):
+            raise error
 
-    monkeypatch.setattr(SJD, "sample", sample)
+        monkeypatch.setattr(SJD, "sample", sample)
+
+    fail_with(ValueError("NaN"))
+    with pytest.raises(ValueError, match="NaN"):
+        find(drafter=None)
+    fail_with(torch.OutOfMemoryError("the device is full"))
     monkeypatch.setattr(fastest, "STOP_AFTER", 0.0)
     out = find()
     assert trials(out)[0]["note"] == "" and "memory" in trials(out)[1]["note"]
     assert sum("times as long" in t["note"] for t in trials(out)) == 5, "the search goes on"
     assert not tiny[0].model.sessions
-
-
-def test_a_method_larger_than_the_memory_costs_only_itself(find, monkeypatch):
-    monkeypatch.setattr(SJD, "run_bytes", lambda self, request: 2**60)
+    monkeypatch.setattr(SJD, "run_bytes", lambda self, request: 2**60)  # noticed before it runs
     plain, window = (t["note"] for t in trials(find(drafter=None)))
     assert plain == "" and "memory" in window
-
-
-def test_other_errors_are_not_hidden(find, monkeypatch):
-    def sample(self, request):
-        raise ValueError("NaN")
-
-    monkeypatch.setattr(SJD, "sample", sample)
-    with pytest.raises(ValueError, match="NaN"):
-        find()
 
 
 def test_runs_on_a_gpu_are_warm_when_they_count(find, monkeypatch, tiny):
@@ -323,16 +315,8 @@ def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rul
             assert widget not in widgets or f"{widget} {widgets[widget]}" in chosen.by_hand
         more = {} if relaxed is None else {"rule": rule(relaxed[0], **relaxed[1])}
         latent, trace = sample(node, **widgets, **more, batch=2)
-        common = {
-            "model": tiny[0],
-            "positive": positive,
-            "seed": 7,
-            "cfg": -1.0,
-            "temperature": -1.0,
-            "top_k": -1,
-            "top_p": -1.0,
-            "latent_image": {"samples": torch.zeros(2, 8, GRID, GRID)},
-        }
+        latent_image = {"samples": torch.zeros(2, 8, GRID, GRID)}
+        common = OF_MODEL | {"model": tiny[0], "positive": positive, "seed": 7, "latent_image": latent_image}
         found, same = run(nodes["SpecARMethodSampler"], method=chosen, **common).result
         assert torch.equal(found["ar_tokens"], latent["ar_tokens"])
         assert labels([same]) == [(chosen.name, chosen.acceptance)], "a run is called what was tried"
@@ -342,7 +326,7 @@ def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rul
         }
 
 
-def test_a_method_goes_with_its_model_only(run, nodes, tiny, tiny_again, positive, drafters):
+def test_a_method_goes_with_its_model_only(run, nodes, tiny, load, load_drafter, positive, drafters):
     node, latent = nodes["SpecARMethodSampler"], {"samples": torch.zeros(1, 8, GRID, GRID)}
 
     def drawn(method, model):
@@ -350,20 +334,20 @@ def test_a_method_goes_with_its_model_only(run, nodes, tiny, tiny_again, positiv
         return run(node, **inputs).result[0]["ar_tokens"]
 
     with pytest.raises(ValueError, match="tiny.*another loader"):
-        drawn(candidates.next_token(tiny[0], request_for(tiny[0], 16)), tiny_again("bf16"))
-    ours = run(nodes["SpecARLoadDrafter"], model=tiny[0], drafter_name="eagle").result[0]
+        drawn(candidates.next_token(tiny[0], request_for(tiny[0], 16)), load("tiny", dtype="bf16")[0])
+    ours = load_drafter(tiny[0], "eagle")
     request = request_for(tiny[0], 16)
     for method in (candidates.next_token(tiny[0], request), candidates.exact_methods(tiny[0], ours, request)[-1]):
-        wanted, again = drawn(method, tiny[0]), tiny_again()
+        wanted, again = drawn(method, tiny[0]), load("tiny")[0]
         assert torch.equal(drawn(method, again), wanted), "the same files, loaded again"
     assert ours.target is again
 
 
-def test_what_cannot_be_tried_is_refused(find, tiny_again, continuous, models, positive):
+def test_what_cannot_be_tried_is_refused(find, load, continuous):
     with pytest.raises(ValueError, match="Find Fastest.*token ids"):
         find(model=continuous[0], drafter=None)
     with pytest.raises(ValueError, match="eagle.*tiny"):
-        find(model=tiny_again("bf16"))
+        find(model=load("tiny", dtype="bf16")[0])
     image = {"samples": torch.ones(1, 8, GRID, GRID), "noise_mask": torch.zeros(1, 1, 32, 32)}
     with pytest.raises(ValueError, match="mask.*nothing"):
         find(latent_image=image)
@@ -384,12 +368,6 @@ def test_methods_for_which_trials_are_too_short_are_named(find, monkeypatch):
 def test_a_window_wider_than_a_warming_run_is_tried(find, monkeypatch):
     monkeypatch.setattr(fastest, "WARM", 4)
     assert trials(find(drafter=None))[1]["seconds_per_token"]
-
-
-def test_a_model_without_code_vectors_gets_no_rule_that_compares_them(find, monkeypatch, tiny):
-    monkeypatch.setattr(tiny[0].model, "codebook", None)
-    tried = trials(find(leak_budget=0.5, drafter=None, latent_image={"samples": torch.zeros(1, 1, GRID, GRID)}))
-    assert len(tried) == 5 and not any("LANTERN" in t["acceptance"] for t in tried)
 
 
 def test_windows_and_tables_are_those_that_fit(tiny, drafter):

@@ -8,9 +8,7 @@ import weakref
 from pathlib import Path
 
 import comfy.model_management as mm
-import comfy.utils
 import folder_paths
-import psutil
 import pytest
 import torch
 from comfy_api.latest import ui
@@ -22,24 +20,19 @@ from comfyui_specar.nodes.continuous import MODES
 
 from .conftest import GRID, defaults
 
-METHODS = {"NextToken": {}, "SJD": {}, "DraftTree": {}, "ADTTree": {}, "VVS": {"structure": "chain", "interval": 2}}
-VECTORS = {"": {"head_steps": 2}, "NextToken": {"head_steps": 2}}
+EVERY = ("NextToken", "SJD", "DraftTree", "vectors")  # every way to run; the other methods share them
 
 
 @pytest.fixture
 def draw(sample, draw_vectors):
-    """draw(name) -> what is generated; "vectors ..." with a continuous sampler."""
+    """draw(name) -> what is generated; "vectors" by the continuous sampler with a drafter."""
 
     def draw(name: str, batch: int = 2) -> torch.Tensor:
-        if name.startswith("vectors"):
-            method = name.removeprefix("vectors").strip()
-            return draw_vectors(method, batch=batch, **VECTORS[method])[0]["samples"]
-        return sample(name, batch=batch, **METHODS[name])[0]["ar_tokens"]
+        if name == "vectors":
+            return draw_vectors("", batch=batch, head_steps=2)[0]["samples"]
+        return sample(name, batch=batch)[0]["ar_tokens"]
 
     return draw
-
-
-EVERY = [*METHODS, *(f"vectors {name}".strip() for name in VECTORS)]
 
 
 @pytest.fixture
@@ -122,35 +115,6 @@ def test_find_fastest_can_be_interrupted_at_any_trial(tiny, positive, drafter, n
     assert torch.equal(draw("SJD"), whole)
 
 
-def test_many_interrupts_take_no_memory(draw, interrupt_at):
-    process, sizes = psutil.Process(), []
-    for n in range(30):
-        interrupt_at(1 + n % 2)
-        interrupted(draw, ("SJD", "DraftTree", "vectors")[n % 3])
-        if n in (8, 29):
-            gc.collect()
-            sizes.append(process.memory_info().rss)
-    assert sizes[1] - sizes[0] < 8 * 2**20
-
-
-def test_an_interrupt_between_tiles_of_decoding(tiny, draw, monkeypatch):
-    latent = tiny[0].model.dequantize(draw("NextToken", 1))
-    whole = tiny[2].decode_tiled(latent, tile_x=2, tile_y=2, overlap=1)
-    seen = []
-
-    def hook(*event, **_more):
-        seen.append(event)
-        if len(seen) == 2:
-            mm.interrupt_current_processing(True)
-        mm.throw_exception_if_processing_interrupted()
-
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
-    with pytest.raises(mm.InterruptProcessingException):
-        tiny[2].decode_tiled(latent, tile_x=2, tile_y=2, overlap=1)
-    assert len(seen) == 2
-    assert torch.equal(tiny[2].decode_tiled(latent, tile_x=2, tile_y=2, overlap=1), whole)
-
-
 # Memory
 
 
@@ -171,7 +135,7 @@ def out_of_memory_at(monkeypatch, kind: type, n: int) -> list:
 @pytest.mark.parametrize("name", EVERY)
 def test_too_little_memory_at_any_pass_ends_the_run_and_frees_its_caches(name, draw, tiny, monkeypatch, caches):
     """At the prompt, at a step, while drafting: EAGLE's layers are those of the model."""
-    kind = MAR if name.startswith("vectors") else backbone.Block
+    kind = MAR if name == "vectors" else backbone.Block
     with monkeypatch.context() as patch:
         calls = out_of_memory_at(patch, kind, 0)
         whole, count = draw(name), len(calls)
@@ -198,12 +162,6 @@ def test_too_little_memory_for_decoding_even_a_tile(tiny, draw, monkeypatch):
     assert torch.equal(tiny[2].decode(latent), whole)
 
 
-def test_without_free_memory_there_are_no_previews_and_the_same_image(draw, monkeypatch, hurried, progress):
-    whole = draw("SJD")
-    monkeypatch.setattr(mm, "get_free_memory", lambda *_device, torch_free_too=False: (0, 0) if torch_free_too else 0)
-    assert torch.equal(draw("SJD"), whole)
-
-
 def test_more_memory_than_there_is_is_refused(draw, monkeypatch):
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 10**4)
     for name in EVERY:
@@ -214,12 +172,13 @@ def test_more_memory_than_there_is_is_refused(draw, monkeypatch):
 # Predictions that are no numbers, through the nodes
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", EVERY)
 def test_a_layer_that_breaks_late_is_named_and_spoils_nothing(name, draw, tiny, continuous, monkeypatch, caches):
     """fp16 that overflows, or weights that are damaged: at first all is well."""
     whole = draw(name)
-    kind, after = (MAR, 2) if name.startswith("vectors") else (backbone.Block, 8)
-    mine = set((continuous if name.startswith("vectors") else tiny)[0].model.modules())
+    kind, after = (MAR, 2) if name == "vectors" else (backbone.Block, 8)
+    mine = set((continuous if name == "vectors" else tiny)[0].model.modules())
     calls, forward = [], kind.forward
 
     def breaking(self, *given, **more):
@@ -244,7 +203,7 @@ def full(*_given, **_more):
 
 
 @pytest.mark.parametrize("writes", [0, 1])
-def test_a_full_disk_leaves_no_half_of_a_trace_and_the_prompt_goes_on(writes, sample, nodes, run, monkeypatch, caplog):
+def test_a_full_disk_leaves_no_half_of_a_trace_and_the_prompt_goes_on(writes, sample, save, monkeypatch, caplog):
     _, trace = sample("SJD")
     output, written = Path(folder_paths.get_output_directory()), []
     write = Path.write_bytes
@@ -258,60 +217,43 @@ def test_a_full_disk_leaves_no_half_of_a_trace_and_the_prompt_goes_on(writes, sa
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full_later)
-        out = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=f"full_{writes}/t").ui
+        out = save(trace, f"full_{writes}/v1.5.run")
     [text] = out["text"]
-    assert text.startswith("NOT SAVED") and "t_00001_" in text and "The disk is full" in text
+    assert text.startswith("NOT SAVED") and "v1.5.run_00001_" in text and "The disk is full" in text
     assert "The disk is full" in caplog.text and out["files"] == [] and out["specar"] == [trace.report()]
     assert not list((output / f"full_{writes}").iterdir())
-    out = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=f"full_{writes}/t").ui
-    assert [file["filename"] for file in out["files"]] == ["t_00001_.json", "t_00001_.safetensors"]
-
-
-def test_names_with_dots_are_kept_apart(sample, nodes, run):
-    _, trace = sample("SJD")
-    names = [
-        file["filename"]
-        for _ in range(2)
-        for file in run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="dots/v1.5.run").ui["files"]
-    ]
+    names = [file["filename"] for _ in range(2) for file in save(trace, f"full_{writes}/v1.5.run")["files"]]
     assert names == [f"v1.5.run_0000{i}_{ending}" for i in (1, 2) for ending in (".json", ".safetensors")]
-    loaded = run(nodes["SpecARLoadTrace"], trace_name=f"dots/{names[1]} [output]").result[0]
-    assert loaded.report() == json.loads(json.dumps(trace.report()))
 
 
-def test_a_folder_that_cannot_be_made_does_not_end_the_prompt(sample, nodes, run):
+def test_a_folder_that_cannot_be_made_does_not_end_the_prompt(sample, save):
     _, trace = sample("SJD")
     (Path(folder_paths.get_output_directory()) / "a_file").write_text("in the way", encoding="utf-8")
     for prefix in ("a_file/t", "a_file/deeper/t", "n" * 300):
-        [text] = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=prefix).ui["text"]
+        [text] = save(trace, prefix)["text"]
         assert text.startswith("NOT SAVED")
 
 
 @pytest.mark.parametrize("prefix", ["../t", "/etc/t", "", ".", "..", "a/../../t", "a\0b"])
-def test_names_outside_the_output_folder_are_refused_before_anything_is_generated(prefix, sample, nodes, run):
-    node = nodes["SpecARSaveTrace"]
-    assert "filename_prefix" in node.validate_inputs(filename_prefix=prefix)
+def test_names_outside_the_output_folder_are_refused_before_anything_is_generated(prefix, sample, save, nodes):
+    assert "filename_prefix" in nodes["SpecARSaveTrace"].validate_inputs(filename_prefix=prefix)
     with pytest.raises(ValueError, match="filename_prefix"):
-        run(node, trace=sample("SJD")[1], filename_prefix=prefix)
+        save(sample("SJD")[1], prefix)
 
 
 def test_the_output_folder_may_be_the_root_of_a_drive(nodes, monkeypatch):
     monkeypatch.setattr(folder_paths, "get_output_directory", lambda: os.path.abspath(os.sep))
     validate = nodes["SpecARSaveTrace"].validate_inputs
     assert validate(filename_prefix="specar/trace") is True
+    assert validate(filename_prefix=None) is True, "a link, which is judged when it arrives"
     assert all("filename_prefix is" in validate(filename_prefix=prefix) for prefix in ("", ".", "..", "a\0b"))
 
 
-def test_links_in_place_of_names_are_judged_when_they_arrive(nodes):
-    validate = nodes["SpecARSaveTrace"].validate_inputs
-    assert validate(filename_prefix=None) is True and validate(filename_prefix="specar/trace") is True
-
-
-def test_no_memory_for_a_preview_costs_the_preview_only(sample, nodes, run, monkeypatch, caplog):
+def test_no_memory_for_a_preview_costs_the_preview_only(sample, nodes, run, show, monkeypatch, caplog):
     _, trace = sample("SJD")
-    expected = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5)
+    expected = show(trace)
     monkeypatch.setattr(ui, "PreviewImage", full)
-    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5)
+    out = show(trace)
     assert torch.equal(out.result[0], expected.result[0]) and out.ui["images"] == []
     chart = run(nodes["SpecARCompareTraces"], trace_1=trace)
     assert chart.ui["images"] == [] and "No space left" in caplog.text
@@ -320,9 +262,12 @@ def test_no_memory_for_a_preview_costs_the_preview_only(sample, nodes, run, monk
 # Drafters that guess garbage, through the nodes
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("mode", MODES)
-def test_a_drafter_of_vectors_that_computes_nan_costs_no_image(mode, continuous, nodes, run, draw_vectors, caplog):
-    drafter = run(nodes["SpecARLoadDrafter"], model=continuous[0], drafter_name="vectors.safetensors").result[0]
+def test_a_drafter_of_vectors_that_computes_nan_costs_no_image(
+    mode, continuous, load_drafter, show, draw_vectors, caplog
+):
+    drafter = load_drafter(continuous[0], "vectors.safetensors")
     with torch.inference_mode():
         for weight in drafter.patcher.model.parameters():
             weight.mul_(float("nan"))
@@ -330,19 +275,6 @@ def test_a_drafter_of_vectors_that_computes_nan_costs_no_image(mode, continuous,
     assert latent["samples"].isfinite().all() and trace.summary()["accepted_drafts"] == 0
     assert "drafter" in caplog.text
     for metric in ("source", "distance", "log ratio"):
-        shown = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5)
+        shown = show(trace, metric)
         json.dumps(shown.ui["specar"], allow_nan=False)
         assert all(values.isfinite().all() for values in shown.result[:3])
-
-
-def test_a_drafter_that_computes_nan_costs_passes_only(tiny, nodes, run, sample, drafters, caplog):
-    for name in ("eagle", "small.safetensors"):
-        drafter = run(nodes["SpecARLoadDrafter"], model=tiny[0], drafter_name=name).result[0]
-        with torch.inference_mode():
-            for weight in drafter.patcher.model.parameters():
-                weight.mul_(float("nan"))
-        for method in ("DraftTree", "ADTTree", "Lantern", "VVS"):
-            caplog.clear()
-            _, trace = sample(method, drafter=drafter)
-            assert trace.totals["target_passes"] == 16 and "drafter" in caplog.text, (name, method)
-            json.dumps(trace.report(), allow_nan=False)

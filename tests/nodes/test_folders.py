@@ -15,12 +15,12 @@ from ..support import tiny_janus, tiny_simplear
 from ..support.mapped_files import maps
 from ..support.tiny import llamagen_weights, vq_weights
 
-SHARDS = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+SHARDS = "config.json model-00001-of-00002.safetensors model-00002-of-00002.safetensors"
 
 
 @pytest.fixture
 def put(tmp_path, monkeypatch):
-    """put("vae", "folder/name", ...) writes empty files into model folders of the test's own."""
+    """put("vae", "folder/name other", ...) writes empty files into model folders of the test's own."""
     for key in ("ar_models", "ar_drafters", "vae", "text_encoders"):
         (tmp_path / key).mkdir()
         extensions = folder_paths.folder_names_and_paths[key][1]
@@ -28,7 +28,7 @@ def put(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_paths, "filename_list_cache", {})
 
     def put(key, *names):
-        for name in names:
+        for name in " ".join(names).split():
             (tmp_path / key / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / key / name).touch()
         return tmp_path / key
@@ -40,44 +40,34 @@ def own(choices):
     return [choice for choice in choices if "(bundled)" not in choice]
 
 
+def paths(names: str) -> list[str]:
+    return [name.replace("/", os.sep) for name in names.split()]
+
+
 @pytest.mark.parametrize(
     "files",
     [
-        {"config.json", "model.safetensors", "tokenizer.json"},
-        SHARDS | {"model.safetensors.index.json"},
-        {"config.json", "pytorch_model.bin"},
-        {"config.json", "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"},
+        "config.json model.safetensors tokenizer.json",
+        f"{SHARDS} model.safetensors.index.json",
+        "config.json pytorch_model.bin",
+        "config.json pytorch_model-00001-of-00001.bin pytorch_model.bin.index.json",
         SHARDS,
     ],
 )
 def test_a_hugging_face_folder_is_one_choice(put, files):
-    put("ar_models", *(f"maker/Some-Model/{name}" for name in files), "single.pt", "sub/other.safetensors", "notes.txt")
-    nested = os_path("maker/Some-Model")
-    assert own(folders.model_choices()) == [nested, "single.pt", os_path("sub/other.safetensors")]
-
-
-def os_path(name):
-    return name.replace("/", folders.os.sep)
+    put("ar_models", *(f"maker/Model/{name}" for name in files.split()), "single.pt sub/other.safetensors notes.txt")
+    assert own(folders.model_choices()) == paths("maker/Model single.pt sub/other.safetensors")
+    assert own(folders.drafter_choices()) == []
+    put("ar_drafters", *(f"eagle/{name}" for name in files.split()))
+    assert own(folders.drafter_choices()) == ["eagle"]
 
 
 def test_a_decoder_inside_a_model_s_folder_is_no_model(put):
-    root = put(
-        "ar_models",
-        "Model/config.json",
-        "Model/model.safetensors",
-        "Model/vqgan.ckpt",
-        "Model/tokenizer/vqgan.ckpt",
-        "Model/vq/model.safetensors",
-        "Model/model-00001-of-00002.safetensors",
-    )
+    inside = "config.json model.safetensors vqgan.ckpt tokenizer/vqgan.ckpt vq/model.safetensors"
+    root = put("ar_models", *(f"Model/{name}" for name in inside.split()), "Model/model-00001-of-00002.safetensors")
     save_file(vq_weights(), root / "Model/vq/model.safetensors")
-    assert own(folders.model_choices()) == ["Model", os_path("Model/vq")]
-    assert own(folders.decoder_choices()) == [
-        "Model",
-        os_path("Model/vq"),
-        os_path("Model/tokenizer/vqgan.ckpt"),
-        os_path("Model/vqgan.ckpt"),
-    ]
+    assert own(folders.model_choices()) == paths("Model Model/vq")
+    assert own(folders.decoder_choices()) == paths("Model Model/vq Model/tokenizer/vqgan.ckpt Model/vqgan.ckpt")
 
 
 def test_only_image_decoders_are_listed_as_such(put):
@@ -91,48 +81,30 @@ def test_only_image_decoders_are_listed_as_such(put):
     save_file(llamagen_weights(False), models / "c2i_B_256.safetensors")
     torch.save(vq_weights(), models / "training/mine.pth")
     torch.save({"ema": vq_weights()}, vae / "other.pt")
-    assert own(folders.decoder_choices()) == ["kl16.ckpt", "other.pt", os_path("training/mine.pth"), "vq_ds16_c2i.pt"]
+    assert own(folders.decoder_choices()) == paths("kl16.ckpt other.pt training/mine.pth vq_ds16_c2i.pt")
     torch.save({"model": llamagen_weights(False)}, vae / "other.pt")
     torch.save({"model": vq_weights()}, models / "text/vq_ds16_t2i.pt")
-    assert own(folders.decoder_choices()) == [
-        "text",
-        "kl16.ckpt",
-        os_path("text/vq_ds16_t2i.pt"),
-        os_path("training/mine.pth"),
-        "vq_ds16_c2i.pt",
-    ]
+    found = "text kl16.ckpt text/vq_ds16_t2i.pt training/mine.pth vq_ds16_c2i.pt"
+    assert own(folders.decoder_choices()) == paths(found)
 
 
 def test_a_name_of_another_system_is_answered_with_this_one_s(put):
     put("ar_models", "maker/Model/model.safetensors")
     with pytest.raises(FileNotFoundError, match="backslash.*write /" if folders.os.sep == "/" else "Model"):
         folders.resolve("maker\\Model2", folders.MODELS)
+    for name in ("a" * 5000, "ü" * 200, "a\0b"):  # which no file can have
+        with pytest.raises(FileNotFoundError):
+            folders.resolve(name, folders.MODELS)
+        with pytest.raises((FileNotFoundError, ValueError)):
+            folders.trace_path(name)
 
 
 def test_decoders_may_be_torchscript_and_folders(put):
-    put(
-        "vae",
-        "Cosmos/decoder.jit",
-        "Cosmos/encoder.jit",
-        "cosmos_decoder.jit",
-        "kl16.ckpt",
-        "Emu3-VisionTokenizer/config.json",
-        "Emu3-VisionTokenizer/model.safetensors",
-    )
-    assert own(folders.decoder_choices()) == [
-        "Cosmos",
-        "Emu3-VisionTokenizer",
-        os_path("Cosmos/encoder.jit"),
-        "cosmos_decoder.jit",
-        "kl16.ckpt",
-    ]
+    put("vae", "Cosmos/decoder.jit Cosmos/encoder.jit cosmos_decoder.jit kl16.ckpt")
+    put("vae", "Emu3-VisionTokenizer/config.json Emu3-VisionTokenizer/model.safetensors")
+    found = "Cosmos Emu3-VisionTokenizer Cosmos/encoder.jit cosmos_decoder.jit kl16.ckpt"
+    assert own(folders.decoder_choices()) == paths(found)
     assert "cosmos_decoder.jit" not in own(folders.model_choices())
-
-
-def test_lists_follow_the_folders(put):
-    assert own(folders.drafter_choices()) == []
-    put("ar_drafters", "eagle/config.json", "eagle/pytorch_model.bin")
-    assert own(folders.drafter_choices()) == ["eagle"]
 
 
 def test_a_folder_without_its_index_says_so(put):
@@ -153,7 +125,7 @@ def test_a_folder_without_its_index_says_so(put):
     ],
 )
 def test_fingerprints_follow_whatever_a_model_may_use(put, nodes, key, file):
-    put("ar_models", "Model/config.json", "Model/model.safetensors")
+    put("ar_models", "Model/config.json Model/model.safetensors")
     inputs = {"model_name": "Model", "dtype": "auto", "grid": "auto"}
     prints = nodes["SpecARLoadCheckpoint"].fingerprint_inputs
     before = prints(**inputs)
@@ -173,20 +145,20 @@ def test_a_folder_that_is_deleted_does_no_harm(put, nodes):
     prints = nodes["SpecARLoadCheckpoint"].fingerprint_inputs
     inputs = {"model_name": "single.safetensors", "dtype": "auto", "grid": "auto"}
     before = prints(**inputs)
-    assert os_path("sub/kl16.ckpt") in folders.decoder_choices()
+    assert paths("sub/kl16.ckpt")[0] in folders.decoder_choices()
     (root / "sub/kl16.ckpt").unlink(), (root / "sub").rmdir()
     after = prints(**inputs)
     assert before != after == prints(**inputs)
-    assert os_path("sub/kl16.ckpt") not in folders.decoder_choices()
+    assert paths("sub/kl16.ckpt")[0] not in folders.decoder_choices()
 
 
-def test_models_in_folders_and_shards_load_with_what_lies_beside_them(put, nodes, run):
+def test_models_in_folders_and_shards_load_with_what_lies_beside_them(put, nodes, run, load):
     tiny_janus.write(put("ar_models") / "Janus-Pro-tiny", shards=2)
     tiny_simplear.write(put("ar_models") / "nested/SimpleAR-tiny", decoder=False)
     tiny_simplear.write_cosmos(put("vae") / tiny_simplear.DECODER)
-    for name, family in (("Janus-Pro-tiny", "janus-pro"), (os_path("nested/SimpleAR-tiny"), "simplear")):
+    for name, family in (("Janus-Pro-tiny", "janus-pro"), (paths("nested/SimpleAR-tiny")[0], "simplear")):
         assert name in folders.model_choices()
-        loaded, clip, vae = run(nodes["SpecARLoadCheckpoint"], model_name=name, dtype="auto", grid="auto").result
+        loaded, clip, vae = load(name)
         assert loaded.model.family == family and loaded.decoder is not None
         (latent,) = run(nodes["SpecAREmptyLatent"], model=loaded, width=0, height=0, batch_size=1).result
         rows, cols = loaded.model.grid
@@ -207,21 +179,6 @@ def test_a_decoder_that_arrives_later_is_found_by_the_next_run(put, nodes, run):
     tiny_simplear.write_cosmos(put("vae") / tiny_simplear.DECODER)
     assert loader.fingerprint_inputs(**inputs) != before
     assert run(loader, **inputs).result[0].decoder is not None
-
-
-def test_quantised_files_are_refused_with_a_remedy(put):
-    folder = put("ar_models")
-    save_file({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, folder / "scaled.safetensors")
-    with pytest.raises(CheckpointError, match="scaled.safetensors.*scales.*plain fp8"):
-        open_model("scaled.safetensors", "auto", None)
-
-
-@pytest.mark.parametrize("name", ["a" * 5000, "ü" * 200, "a\0b"], ids=len)
-def test_names_that_no_file_can_have_are_not_there(name):
-    with pytest.raises(FileNotFoundError):
-        folders.resolve(name, folders.MODELS)
-    with pytest.raises((FileNotFoundError, ValueError)):
-        folders.trace_path(name)
 
 
 @pytest.mark.parametrize("linked", ["runs", ""])

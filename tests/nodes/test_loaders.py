@@ -1,17 +1,23 @@
-"""Load AR Checkpoint, Load AR Image Decoder, Empty AR Latent."""
+"""Load AR Checkpoint, Load AR Drafter, Load AR Image Decoder, Empty AR Latent: what they take, refuse and manage."""
 
+import os
 import re
+import shutil
 
 import comfy.model_management as mm
 import pytest
 import torch
+from comfyui_specar.kernels import batch_invariant, cpu
 from comfyui_specar.model_loaders.detect import missing_decoder
 from comfyui_specar.model_loaders.families import RELEASED_DECODERS
-from safetensors.torch import save_file
+from comfyui_specar.nodes.comfy_runtime import models as runtime
+from safetensors.torch import load_file, save_file
 
-
-def load(run, nodes, name, dtype="auto", grid="auto"):
-    return run(nodes["SpecARLoadCheckpoint"], model_name=name, dtype=dtype, grid=grid).result
+LOADERS = [  # node, widget, a file that is there
+    ("SpecARLoadCheckpoint", "model_name", "tiny"),
+    ("SpecARLoadDrafter", "drafter_name", "eagle"),
+    ("SpecARLoadImageDecoder", "decoder_name", "tiny/vq.safetensors"),
+]
 
 
 def test_checkpoint_brings_model_text_encoder_and_decoder(tiny):
@@ -24,45 +30,34 @@ def test_checkpoint_brings_model_text_encoder_and_decoder(tiny):
     assert hasattr(loaded.model.backbone.output, "comfy_cast_weights")  # may be loaded in part
 
 
-@pytest.mark.parametrize(
-    ("node", "widget", "good"),
-    [
-        ("SpecARLoadCheckpoint", "model_name", "tiny"),
-        ("SpecARLoadDrafter", "drafter_name", "eagle"),
-        ("SpecARLoadImageDecoder", "decoder_name", "default (bundled)"),
-        ("SpecARLoadTrace", "trace_name", None),
-    ],
-)
+@pytest.mark.parametrize(("node", "widget", "good"), [*LOADERS, ("SpecARLoadTrace", "trace_name", None)])
 def test_a_file_that_is_not_there_is_refused_before_the_prompt_is_queued(nodes, models, drafters, node, widget, good):
     """In our words: newer ComfyUIs would only say that the value is not in the list."""
     validate = nodes[node].validate_inputs
     assert validate(**{widget: good}) is True and validate(**{widget: None}) is True, "None: from a link"
-    for bad, named in (
-        ("gone.safetensors", "gone.safetensors"),
-        ("../../gone", "gone"),
-        ("gone\0", "gone"),
-        ("", ""),
-        (7, "7"),
-        (["gone"], "list"),
-    ):
+    for bad in ("gone.safetensors", "../../gone", "gone\0", "", 7, ["gone"]):
         answer = validate(**{widget: bad})
-        assert isinstance(answer, str) and named in answer, bad
+        assert isinstance(answer, str) and (not bad or re.search(r"gone|\b7\b|list", answer)), bad
 
 
-def test_dtype_widget(run, nodes, models):
-    loaded, _, _ = load(run, nodes, "tiny", dtype="bf16")
-    assert loaded.model.dtype == next(loaded.model.parameters()).dtype == torch.bfloat16
+@pytest.mark.parametrize(("node", "widget", "choice"), LOADERS)
+def test_fingerprints_follow_a_file_and_name_no_folder(nodes, models, drafters, node, widget, choice):
+    """ComfyUI writes them into every image that it saves."""
+    file = (drafters if choice == "eagle" else models) / choice
+    file = file / "model.safetensors" if file.is_dir() else file
+    before, again = (nodes[node].fingerprint_inputs(**{widget: choice}) for _ in range(2))
+    written = file.stat()
+    file.touch()
+    after = nodes[node].fingerprint_inputs(**{widget: choice})
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
+    assert before == again != after and re.fullmatch("[0-9a-f]+", before + after)
 
 
-def test_class_model_takes_a_number(run, nodes, models):
-    _, clip, _ = load(run, nodes, "classes.safetensors")
+def test_what_a_class_model_lacks_is_said_where_it_is_needed(load):
+    loaded, clip, vae = load("classes.safetensors")
     assert clip.encode_from_tokens_scheduled("3")[0][0].tolist() == [[[3.0]]]
     with pytest.raises(ValueError, match="0 to 9"):
         clip.encode_from_tokens_scheduled("10")
-
-
-def test_missing_decoder_does_not_prevent_loading_and_explains_itself(run, nodes, models):
-    loaded, _, vae = load(run, nodes, "classes.safetensors")
     assert loaded.decoder is None
     with pytest.raises(FileNotFoundError, match="vq_ds16_c2i.pt.*models/vae"):
         vae.decode(torch.zeros(1, 1, 4, 4))
@@ -77,87 +72,167 @@ def test_every_family_s_missing_decoder_is_named_as_it_is_looked_for():
             assert "my model" in message and "Download" in message, family
 
 
-def test_the_grid_widget_helps_a_file_that_does_not_state_its_grid(run, nodes, models):
+def test_the_grid_widget_helps_a_file_that_does_not_state_its_grid(load):
     with pytest.raises(ValueError, match=r"nogrid.*\bgrid\b"):
-        load(run, nodes, "nogrid.safetensors")
-    loaded, _, _ = load(run, nodes, "nogrid.safetensors", grid="16")
-    assert loaded.model.grid == (16, 16)
+        load("nogrid.safetensors")
+    assert load("nogrid.safetensors", grid="16")[0].model.grid == (16, 16)
 
 
-@pytest.mark.parametrize("widget", [{"dtype": "fp8"}, {"grid": "17"}])
-def test_values_outside_a_combo_are_refused(run, nodes, models, widget):
-    with pytest.raises(ValueError, match=next(iter(widget))):
-        load(run, nodes, "tiny", **widget)
-
-
-@pytest.mark.parametrize("name", ["nothing.safetensors", "../../../etc/passwd"])
-def test_files_outside_the_model_folders_are_not_found(run, nodes, models, name):
-    with pytest.raises(FileNotFoundError, match="ar_models"):
-        load(run, nodes, name)
-
-
-def test_truncated_and_foreign_files_are_named(run, nodes, models):
-    broken, foreign = models / "broken.safetensors", models / "foreign.safetensors"
-    broken.write_bytes((models / "tiny/model.safetensors").read_bytes()[:1000])
-    save_file({"conv.weight": torch.zeros(2)}, foreign)
+def test_what_cannot_be_loaded_is_named(load, models):
+    (models / "broken.safetensors").write_bytes((models / "tiny/model.safetensors").read_bytes()[:1000])
+    save_file({"conv.weight": torch.zeros(2)}, models / "foreign.safetensors")
     try:
-        with pytest.raises(ValueError, match="broken.safetensors .*damaged"):
-            load(run, nodes, "broken.safetensors")
-        with pytest.raises(ValueError, match="foreign.safetensors.*family"):
-            load(run, nodes, "foreign.safetensors")
+        for name, widgets, message in (
+            ("broken.safetensors", {}, "broken.safetensors .*damaged"),
+            ("foreign.safetensors", {}, "foreign.safetensors.*family"),
+            ("nothing.safetensors", {}, "ar_models"),
+            ("../../../etc/passwd", {}, "ar_models"),
+            ("tiny", {"dtype": "fp8"}, "dtype"),
+            ("tiny", {"grid": "17"}, "grid"),
+        ):
+            with pytest.raises((ValueError, FileNotFoundError), match=message):
+                load(name, **widgets)
     finally:
-        broken.unlink(), foreign.unlink()
+        (models / "broken.safetensors").unlink(), (models / "foreign.safetensors").unlink()
 
 
-def test_fingerprint_changes_when_a_file_is_replaced(nodes, models):
-    loader, weights = nodes["SpecARLoadCheckpoint"], models / "tiny/model.safetensors"
-    inputs = {"model_name": "tiny", "dtype": "auto", "grid": "auto"}
-    before = loader.fingerprint_inputs(**inputs)
-    assert before == loader.fingerprint_inputs(**inputs)
-    weights.touch()
-    assert before != loader.fingerprint_inputs(**inputs)
-
-
-def test_fingerprints_are_hashes_which_name_no_folder(nodes, models, drafters):
-    """ComfyUI writes them into every image that it saves."""
-    for node, widget, choice, file in (
-        ("SpecARLoadCheckpoint", "model_name", "tiny", models / "tiny/model.safetensors"),
-        ("SpecARLoadDrafter", "drafter_name", "eagle", drafters / "eagle/model.safetensors"),
-        ("SpecARLoadImageDecoder", "decoder_name", "tiny/vq.safetensors", models / "tiny/vq.safetensors"),
-    ):
-        before = nodes[node].fingerprint_inputs(**{widget: choice})
-        file.touch()
-        after = nodes[node].fingerprint_inputs(**{widget: choice})
-        assert before != after and re.fullmatch("[0-9a-f]+", before + after), node
-
-
-def test_replacing_a_loaded_model_leaves_no_dead_ones_behind(run, nodes, models):
+def test_replacing_a_loaded_model_leaves_no_dead_ones_behind(load):
     for _ in range(2):
-        loaded, _, _ = load(run, nodes, "tiny")
+        loaded, _, _ = load("tiny")
         mm.load_models_gpu([loaded.patcher])
     del loaded
     mm.cleanup_models_gc()
     assert not [m for m in mm.current_loaded_models if m.is_dead()]
 
 
-def test_image_decoder_alone(run, nodes, models, tiny):
-    (vae,) = run(nodes["SpecARLoadImageDecoder"], decoder_name="tiny/vq.safetensors").result
-    latent = torch.randn(1, 8, 4, 4)
-    assert torch.equal(vae.decode(latent), tiny[2].decode(latent))
-
-
-def test_image_decoder_refuses_a_model(run, nodes, models):
+@pytest.mark.parametrize("kind", ["ids", "vectors"])
+def test_an_image_decoder_alone(kind, run, nodes, tiny, continuous):
+    name, channels, vae = ("tiny/vq", 8, tiny[2]) if kind == "ids" else ("vectors/vae", 6, continuous[2])
+    (alone,) = run(nodes["SpecARLoadImageDecoder"], decoder_name=f"{name}.safetensors").result
+    latent = torch.randn(1, channels, 4, 4)
+    assert torch.equal(alone.decode(latent), vae.decode(latent))
     with pytest.raises(ValueError, match="classes.safetensors.*image decoder"):
         run(nodes["SpecARLoadImageDecoder"], decoder_name="classes.safetensors")
 
 
-@pytest.mark.parametrize(("width", "height"), [(32, 32), (0, 0)])
-def test_empty_latent_has_the_model_s_shape(run, nodes, tiny, width, height):
-    (latent,) = run(nodes["SpecAREmptyLatent"], model=tiny[0], width=width, height=height, batch_size=3).result
-    assert latent["samples"].shape == (3, 8, 4, 4)
+@pytest.mark.parametrize("kind", ["ids", "vectors"])
+def test_an_empty_latent_has_the_model_s_shape_or_names_the_legal_size(kind, run, nodes, tiny, continuous):
+    model, channels = (tiny[0], 8) if kind == "ids" else (continuous[0], 6)
+    for width, height in ((32, 32), (0, 0)):
+        inputs = {"model": model, "width": width, "height": height, "batch_size": 3}
+        assert run(nodes["SpecAREmptyLatent"], **inputs).result[0]["samples"].shape == (3, channels, 4, 4)
+    for width, height in ((64, 32), (36, 32), (512, 512)):
+        with pytest.raises(ValueError, match="32 x 32 pixels"):
+            run(nodes["SpecAREmptyLatent"], model=model, width=width, height=height, batch_size=1)
 
 
-@pytest.mark.parametrize(("width", "height"), [(64, 32), (36, 32), (512, 512)])
-def test_empty_latent_names_the_legal_size(run, nodes, tiny, width, height):
-    with pytest.raises(ValueError, match="32 x 32 pixels"):
-        run(nodes["SpecAREmptyLatent"], model=tiny[0], width=width, height=height, batch_size=1)
+# Automatic precision on a CPU
+
+
+@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize("large", [True, False])
+def test_a_large_model_of_token_ids_takes_bf16_where_that_is_faster(vectors, load, monkeypatch, large, faster):
+    monkeypatch.setattr(runtime, "LARGE", 1 if large else 10**9)
+    monkeypatch.setattr(runtime, "bf16_is_faster", lambda: faster)
+    assert load("tiny")[0].model.dtype == (torch.bfloat16 if large and faster else torch.float32)
+    assert load("vectors")[0].model.dtype == torch.float32
+    monkeypatch.setattr(mm, "FORCE_FP32", True)
+    assert load("tiny")[0].model.dtype == torch.float32
+    assert load("tiny", dtype="bf16")[0].model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("slow", "faster"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_the_trial_tells_the_faster_dtype(monkeypatch, slow, faster):
+    """Products in ``slow`` take ten times as long; how their rows are divided into blocks is timed too."""
+
+    def seconds(run, _tries):
+        return 1.0 if getattr(run.args[1], "dtype", None) == slow else 0.1
+
+    monkeypatch.setattr(batch_invariant, "shortest", seconds)
+    assert cpu.bf16_is_faster.__wrapped__() == faster
+
+
+# Drafters
+
+
+@pytest.mark.parametrize(("name", "kind"), [("eagle", "eagle"), ("small.safetensors", "model")])
+def test_both_kinds_of_drafters_load_from_casting_layers(load_drafter, tiny, drafters, name, kind):
+    loaded = load_drafter(tiny[0], name)
+    assert loaded.drafter.kind == kind and loaded.name == name and loaded.target is tiny[0]
+    layers = [m for m in loaded.patcher.model.modules() if list(m.parameters(recurse=False))]
+    assert any(hasattr(layer, "comfy_cast_weights") for layer in layers)
+    assert {p.dtype for p in loaded.patcher.model.parameters()} == {torch.float32}
+
+
+def test_an_eagle_drafter_does_not_carry_its_target_along(tiny, drafter):
+    own, whole = ([*each.patcher.model.parameters()] for each in (drafter, tiny[0]))
+    assert sum(p.numel() for p in own) < sum(p.numel() for p in whole)
+    assert not {p.data_ptr() for p in own} & {p.data_ptr() for p in whole}
+
+
+def test_model_and_drafter_are_loaded_together_with_space_for_both_caches(sample, tiny, drafter, loads):
+    sample("DraftTree", batch=2, structure="chain", depth=3)
+    (models, options), layout = loads[0], tiny[0].model.layout()
+    assert tiny[0].patcher in models and drafter.patcher in models
+    assert options["memory_required"] > sum(m.kv_bytes(2, layout, 4, True) for m in (tiny[0].model, drafter.drafter))
+
+
+def test_a_drafter_of_another_model_is_refused(load, drafter, sample):
+    with pytest.raises(ValueError, match="eagle.*tiny.*Load AR Checkpoint"):
+        sample("DraftTree", model=load("tiny", dtype="bf16")[0])
+
+
+def test_a_drafter_follows_its_model_when_that_is_loaded_again(load_drafter, tiny, drafters, load, sample):
+    """ComfyUI may drop the model from its cache and keep the drafter."""
+    ours, again = load_drafter(tiny[0], "eagle"), load("tiny")[0]
+    wanted, _ = sample("DraftTree", drafter=ours)
+    latent, _ = sample("DraftTree", drafter=ours, model=again)
+    assert torch.equal(latent["ar_tokens"], wanted["ar_tokens"])
+    assert ours.target is again and ours.drafter.model is again.model and ours.patcher.sessions is again.model.sessions
+    followed = ours.drafter
+    sample("DraftTree", drafter=ours, model=again)
+    assert ours.drafter is followed, "it is read again once, not in every run"
+
+
+def test_drafter_files_that_do_not_fit_are_named(load_drafter, models, tiny, continuous, vectors, drafters):
+    weights = load_file(drafters / "eagle/model.safetensors")
+    folder = drafters / "unfit"
+    folder.mkdir()
+    (folder / "truncated.safetensors").write_bytes((drafters / "eagle/model.safetensors").read_bytes()[:2000])
+    save_file({n: t.repeat(*([2] * t.ndim)) for n, t in weights.items()}, folder / "wide.safetensors")
+    shutil.copy(models / "classes.safetensors", folder / "classes.safetensors")
+    about = {"specar": '{"heads": 2, "grid": [4, 4], "pixels_per_token": 8, "scale": 0.7}'}
+    save_file(load_file(drafters / "vectors.safetensors"), folder / "other_scale.safetensors", about)
+    try:
+        for model, name, message in (
+            (tiny, "unfit/truncated.safetensors", "truncated.safetensors .*damaged"),
+            (tiny, "unfit/wide.safetensors", "wide.safetensors was trained for another model: its width is 64"),
+            (tiny, "unfit/classes.safetensors", "classes.safetensors cannot draft for this model"),
+            (tiny, "gone.safetensors", "gone.safetensors is not in"),
+            (tiny, "vectors.safetensors", "vectors.*token ids"),
+            (continuous, "eagle", "token ids.*vectors"),
+            (continuous, "small.safetensors", "token ids.*vectors"),
+            (continuous, "unfit/other_scale.safetensors", "other_scale.safetensors.*scale"),
+        ):
+            with pytest.raises((ValueError, FileNotFoundError), match=message):
+                load_drafter(model[0], name)
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("kind", ["ids", "vectors"])
+def test_layers_in_main_memory_are_cast_on_use(kind, sample, draw_vectors, drafter, continuous, small_vectors):
+    """Of a model or drafter that does not fit, and so is loaded in part."""
+
+    def drawn():
+        return sample("DraftTree", structure="chain")[0] if kind == "ids" else draw_vectors("")[0]
+
+    whole, owners = drawn(), [drafter] if kind == "ids" else [continuous[0], small_vectors]
+    layers = [m for owner in owners for m in owner.patcher.model.modules() if hasattr(m, "comfy_cast_weights")]
+    for layer in layers:
+        layer.comfy_cast_weights = True
+    try:
+        assert torch.equal(drawn()["samples"], whole["samples"])
+    finally:
+        for layer in layers:
+            layer.comfy_cast_weights = False

@@ -9,7 +9,7 @@ from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.nodes.memory_table import memory_table
 from comfyui_specar.nodes.model_info import in_units, memory_lines, report, summarize
 
-from ..support import tiny_chameleon, tiny_emu3
+from ..support import tiny_emu3
 
 
 def info(run, nodes, loaded):
@@ -42,15 +42,13 @@ def test_summary_of_a_continuous_model(run, nodes, continuous, small_vectors, dr
     assert "caches" not in text
 
 
-def test_what_is_missing_is_named(run, nodes, models):
-    loaded = run(nodes["SpecARLoadCheckpoint"], model_name="classes.safetensors", dtype="auto", grid="auto").result[0]
-    text, summary = info(run, nodes, loaded)
+def test_what_is_missing_is_named(run, nodes, load):
+    text, summary = info(run, nodes, load("classes.safetensors")[0])
     assert summary["decoder"] is None and "vq_ds16_c2i.pt (repository FoundationVision/LlamaGen)" in text
 
 
-def test_the_bundled_drafters_fit_the_bundled_model(run, nodes):
-    loaded = run(nodes["SpecARLoadCheckpoint"], model_name="default (bundled)", dtype="auto", grid="auto").result[0]
-    _, summary = info(run, nodes, loaded)
+def test_the_bundled_drafters_fit_the_bundled_model(run, nodes, load):
+    _, summary = info(run, nodes, load("default (bundled)")[0])
     assert summary["drafters"][:2] == ["EAGLE drafter (bundled)", "small model (bundled)"]
     assert "small continuous MAR (bundled)" not in summary["drafters"]
 
@@ -126,14 +124,6 @@ def test_unknown_memory_has_no_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr(mm, "directml_enabled", True, raising=False)
     rows = memory_table(model, torch.bfloat16, device)
     assert {row.verdict for row in rows} == {None} and "fit" not in "".join(memory_lines(rows, device, False))
-
-
-def test_fp8_is_distinguished(tmp_path):
-    model = load_model(tiny_chameleon.write(tmp_path), storage=torch.float8_e4m3fn)
-    summary = summarize(model)
-    assert set(summary.bytes_by_dtype) == {"float32", "float8_e4m3fn"}
-    together = sum(summary.bytes_by_dtype.values()) + summary.bytes_of_words
-    assert together == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def test_large_drafters_are_recognised_by_their_tensors(

@@ -108,10 +108,9 @@ def test_an_image_to_keep_that_was_changed_is_said_to_be_torn(sample, tiny):
     mask[:, :, 16:] = 1
     (kept,) = core.SetLatentNoiseMask().set_mask(encoded, mask)
     (smaller,) = core.LatentUpscaleBy().upscale(kept, "nearest-exact", 0.5)
-    for method in ("nearest-exact", "bilinear"):
-        (scaled,) = core.LatentUpscaleBy().upscale(smaller, method, 2.0)
-        [notice] = sample("NextToken", latent_image=scaled)[1].notices
-        assert "torn" in notice and "before VAE Encode" in notice
+    (scaled,) = core.LatentUpscaleBy().upscale(smaller, "bilinear", 2.0)
+    [notice] = sample("NextToken", latent_image=scaled)[1].notices
+    assert "torn" in notice and "before VAE Encode" in notice
     assert sample("NextToken", latent_image=kept)[1].notices == []
 
 
@@ -145,8 +144,7 @@ def test_an_empty_latent_of_no_whole_tokens_is_refused_as_empty_ar_latent_does(p
 # Latents
 
 
-@pytest.mark.parametrize("method", core.LatentUpscaleBy.upscale_methods)
-@pytest.mark.parametrize("factor", [1.5, 2.0])
+@pytest.mark.parametrize(("method", "factor"), [("nearest-exact", 2.0), ("bilinear", 1.5), ("bislerp", 2.0)])
 def test_a_scaled_latent_is_told_when_it_is_decoded(method, factor, tiny, page, caplog):
     tokens = (torch.arange(8)[:, None] * 3 + torch.arange(8) * 5).remainder(64)[None]
     latent = {"samples": tiny[0].model.dequantize(tokens)}

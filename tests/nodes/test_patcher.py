@@ -55,17 +55,15 @@ def test_a_run_of_a_model_that_stays_keeps_them(kept, sample, tiny):
     assert "kind" in kept and tiny[0].patcher.sessions is kept
 
 
-@pytest.mark.parametrize("which", ["model", "drafter"])
+@pytest.mark.parametrize("which", ["model", "drafter", "all, by the menu"])
 def test_unloading_the_model_or_its_drafter_drops_them(which, kept, tiny, drafter):
-    patcher = tiny[0].patcher if which == "model" else drafter.patcher
-    [loaded] = [entry for entry in mm.current_loaded_models if entry.model is patcher]
-    loaded.model_unload()
-    mm.current_loaded_models.remove(loaded)
-    assert not kept
-
-
-def test_unload_models_of_the_menu_drops_them(kept):
-    mm.unload_all_models()
+    if which in ("model", "drafter"):
+        patcher = tiny[0].patcher if which == "model" else drafter.patcher
+        [loaded] = [entry for entry in mm.current_loaded_models if entry.model is patcher]
+        loaded.model_unload()
+        mm.current_loaded_models.remove(loaded)
+    else:
+        mm.unload_all_models()
     assert not kept
 
 

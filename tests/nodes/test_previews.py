@@ -10,8 +10,7 @@ from comfyui_specar.nodes.comfy_runtime import previews
 from comfyui_specar.nodes.comfy_runtime.previews import Palette, Previews, measure_palette
 from comfyui_specar.nodes.comfy_runtime.progress import Report
 from comfyui_specar.nodes.comfy_runtime.runs import LoadedDecoder
-from comfyui_specar.samplers.contract import Progress, Request, Sketch
-from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.contract import Sketch
 
 WHOLE = torch.ones(2, 2, dtype=torch.bool)
 TOP = torch.tensor([[True, True], [False, False]])
@@ -98,21 +97,6 @@ def test_the_cost_of_showing_counts(clock):
     assert shown(Step()) is not None
 
 
-def test_colours_then_decoded_then_both(clock):
-    shown = red_and_more(TOP, 0.0, clock, Decoder(clock))
-    clock.now += 0.25
-    first = np.array(shown(Step()))
-    assert first.shape == (8, 8, 3)  # four pixels a token, for ComfyUI to enlarge
-    assert (first[:4] == (255, 0, 0)).all() and (first[4:] == 128).all()
-    clock.now += 12  # 2 % of which are enough for one decoding
-    second = np.array(shown(Step()))
-    assert second.shape == (16, 16, 3) and (second[:8] == (0, 255, 0)).all() and (second[8:] == 128).all()
-    shown.sketch = clock.passing(0.0, sketch_of(WHOLE))
-    clock.now += 0.25
-    third = np.array(shown(Step()))
-    assert (third[:8] == (0, 255, 0)).all() and (third[8:] == (255, 0, 0)).all() and shown.decoder.decoded == 1
-
-
 @pytest.mark.parametrize("decoded", [False, True])
 def test_the_last_preview_shows_the_finished_image(decoded, clock, progress):
     """It stays on the node, beside the image: it is the decoder's, if there is one, however short the run was."""
@@ -126,15 +110,6 @@ def test_the_last_preview_shows_the_finished_image(decoded, clock, progress):
     value, total, (_, image, longest) = progress[-1]
     assert (value, total) == (4, 4) and longest == 16, "the image is not shown larger than it is"
     assert near(np.array(image), GREEN if decoded else (255, 0, 0))
-
-
-def test_a_run_too_short_for_previews_ends_with_the_finished_image(clock, progress):
-    report = Report(4, red_and_more(WHOLE, 0.0, clock, None))
-    report(Step())
-    assert not progress
-    report.finish()
-    [(done, _, (_, image, _))] = progress
-    assert done == 4 and image.getextrema() != ((128, 128), (128, 128), (128, 128)), "not grey"
 
 
 def near(pixels, colour):
@@ -159,55 +134,6 @@ def test_guesses_are_dimmed_colours_then_decoded_then_both(clock):
     assert shown.decoder.decoded == 1, "guesses that changed since are not shown as they were decoded"
 
 
-ROWS_END = TokenLayout.ruled(4, 4, (64,), (65,))  # 20 positions of rows, and one more
-
-
-@pytest.mark.parametrize(
-    ("layout", "start", "known", "guessed"),
-    [
-        (TokenLayout.plain(4, 4), 5, range(5), {5: 30, 6: 31, 7: 32}),
-        (TokenLayout.plain(4, 4), 14, range(14), {14: 30, 15: 31}),  # the third lies past the end
-        (TokenLayout.plain(4, 4), 16, range(16), {}),
-        (ROWS_END, 8, range(7), {7: 30, 8: 32}),  # the second is the end of a row, and so no part of the image
-        (ROWS_END, 19, range(16), {}),
-    ],
-)
-def test_a_window_of_guesses_follows_what_is_decided(layout, start, known, guessed, tiny):
-    """Of the first image of a batch; on a GPU tokens and guesses are further than the host knows."""
-    tokens = torch.zeros(2, layout.length, dtype=torch.int64)
-    tokens[0, :start] = torch.arange(start) % 7 + 1
-    tokens[1] = 60
-    draft = torch.tensor([[30, 31, 32], [50, 51, 52]])
-    before = tokens.clone()
-    state = Progress(tokens, torch.tensor([start - 3, 1]), layout.length, 2, draft, torch.tensor([start, 9]))
-    found = Request(tiny[0].model, None, layout, tiny[0].model.defaults).sketch(state)
-    assert found.known.flatten().nonzero().flatten().tolist() == list(known)
-    assert found.guessed.flatten().nonzero().flatten().tolist() == list(guessed)
-    wanted = layout.to_grid(tokens[:1]).clone().flatten()
-    wanted[list(guessed)] = torch.tensor(list(guessed.values()), dtype=torch.int64)
-    assert torch.equal(found.latent, tiny[0].model.dequantize(wanted.view(1, 4, 4)))
-    assert torch.equal(tokens, before), "the run's own tokens stay as they are"
-
-
-def test_kept_tokens_are_known_and_not_guessed(tiny):
-    keep = torch.zeros(1, 4, 4, dtype=torch.bool)
-    keep[0, 1, 2:] = keep[0, 3, 3] = True  # tokens 6, 7 and 15
-    layout = TokenLayout.plain(4, 4).keeping(torch.full((1, 4, 4), 20), keep)
-    state = Progress(
-        torch.zeros(1, 16, dtype=torch.int64),
-        torch.tensor([5]),
-        16,
-        2,
-        torch.tensor([[30, 31, 32, 33]]),
-        torch.tensor([5]),
-    )
-    found = Request(tiny[0].model, None, layout, tiny[0].model.defaults).sketch(state)
-    assert found.known.flatten().nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 15]
-    assert found.guessed.flatten().nonzero().flatten().tolist() == [5, 8]
-    wanted = torch.tensor([[0] * 5 + [30, 20, 20, 33] + [0] * 6 + [20]]).view(1, 4, 4)
-    assert torch.equal(found.latent, tiny[0].model.dequantize(wanted))
-
-
 @pytest.mark.parametrize(
     ("method", "inputs", "guesses"),
     [
@@ -215,7 +141,6 @@ def test_kept_tokens_are_known_and_not_guessed(tiny):
         ("SJD", {}, True),
         ("SJD", {"refinement": "redraw (SJD, exact)"}, True),
         ("DraftTree", {}, False),
-        ("DraftTree", {"structure": "chain"}, False),
     ],
 )
 def test_only_windows_stand_between_passes(method, inputs, guesses, sample, progress, hurried, monkeypatch):
@@ -253,15 +178,7 @@ def test_most_passes_read_nothing(clock, progress):
     assert progress[-1][:2] == (4, 4)
 
 
-def test_interruption_is_looked_for_in_every_pass(clock, progress):
-    report = Report(4, None)
-    report(Step())
-    mm.interrupt_current_processing()
-    with pytest.raises(mm.InterruptProcessingException):
-        report(Step())
-    assert not progress
-
-
+@pytest.mark.once
 @pytest.mark.parametrize("bundled", ["default", "continuous"])
 def test_colours_resemble_the_image(bundled):
     """Measured once, they explain most of what differs between the tokens of images that were never seen."""
@@ -320,7 +237,7 @@ def test_previews_stop_where_memory_runs_out(measuring, sample, progress, hurrie
 
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("enough", [False, True])
-def test_no_model_makes_way_for_previews(enough, measured, sample, progress, hurried, tiny, monkeypatch):
+def test_no_model_makes_way_for_previews(enough, measured, sample, progress, hurried, tiny, loads, monkeypatch):
     decoder: LoadedDecoder = tiny[0].decoder
     monkeypatch.setattr(decoder, "palette", Palette(torch.zeros(9, 3), 0.0) if measured else None)
     mm.unload_all_models()
@@ -328,8 +245,6 @@ def test_no_model_makes_way_for_previews(enough, measured, sample, progress, hur
     need = 1.1 * decoder.patcher.model_size() + decoder.bytes_for(pixels) + mm.minimum_inference_memory()
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
     monkeypatch.setattr(mm, "get_free_memory", lambda *_, **__: need + 2**20 if enough else need)
-    loads, load = [], mm.load_models_gpu
-    monkeypatch.setattr(mm, "load_models_gpu", lambda models, **how: loads.append((models, how)) or load(models, **how))
     sample("NextToken")
     assert any(preview for *_, preview in progress) == (enough or measured)
     assert [models for models, _ in loads] == [[tiny[0].patcher]] + [[decoder.patcher]] * enough

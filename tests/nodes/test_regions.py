@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfyui_specar.nodes import latents, regions
+from comfyui_specar.nodes import regions
 from comfyui_specar.samplers.trace import Source
 
 from .conftest import FACTOR, GRID
@@ -42,7 +42,7 @@ def test_all_and_nothing_may_stay(nodes, run, tiny, image):
     assert not keep(nodes, run, tiny, image, 1.0)["noise_mask"].any()
 
 
-@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree", "VVS"])
+@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
 def test_samplers_continue_below_the_top(nodes, run, tiny, sample, image, method):
     latent = keep(nodes, run, tiny, image.repeat(2, 1, 1, 1))
     whole = tiny[0].model.quantize(latent["samples"])
@@ -114,17 +114,7 @@ def test_a_decoder_of_another_model_is_named(nodes, run, tiny, image):
 # Where verification may be skipped
 
 
-def test_a_token_that_is_protected_in_part_is_protected():
-    mask = torch.ones(1, 16, 16)
-    mask[0, 7, 15] = 0  # the last pixel of the second token
-    assert latents.skippable(mask, 3, 2, 2).tolist() == [[[True, False], [True, True]]]
-    assert latents.skippable(None, 3, 2, 2) is None
-    feathered = torch.linspace(0, 1, 16).expand(1, 16, 16)
-    assert latents.skippable(feathered, 1, 2, 2).tolist() == [[[False, True]] * 2]
-    with pytest.raises(ValueError, match="mask.* 2 masks.* 3"):
-        latents.skippable(mask.repeat(2, 1, 1), 3, 2, 2)
-
-
+@pytest.mark.once
 def test_vvs_skips_only_where_its_mask_says(sample):
     where = torch.zeros(1, SIZE, SIZE)
     where[:, SIZE // 2 :] = 1

@@ -11,6 +11,8 @@ from comfyui_specar.nodes.comfy_runtime.status import Status
 from comfyui_specar.samplers.contract import Progress, Request
 from comfyui_specar.samplers.layout import TokenLayout
 
+from .conftest import defaults
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -33,16 +35,10 @@ def after(passes, *committed, length=16):
 def test_passes_tokens_and_the_time_left(clock):
     status = Status(request())
     assert status(after(1, 1)) == "1 forward pass\n1.0 tokens per pass"
-    clock[0] += 2
-    assert status(after(3, 9)).splitlines() == [
-        "3 forward passes instead of 9",
-        "3.0 tokens per pass, about 1.8 s left",
-    ]  # 8 tokens took 2 s, 7 are left
+    clock[0] += 2  # 8 tokens took 2 s, 7 are left
+    assert status(after(3, 9)) == "3 forward passes instead of 9\n3.0 tokens per pass, about 1.8 s left"
     clock[0] += 1
-    assert status.finished(after(5, 16)).splitlines() == [
-        "5 forward passes instead of 16",
-        "3.2 tokens per pass, 3.0 s in all",
-    ]
+    assert status.finished(after(5, 16)) == "5 forward passes instead of 16\n3.2 tokens per pass, 3.0 s in all"
 
 
 def test_one_token_per_pass_saves_nothing(clock):
@@ -52,34 +48,28 @@ def test_one_token_per_pass_saves_nothing(clock):
 
 
 def test_tokens_are_those_of_an_image_that_the_model_samples(clock):
-    ruled = TokenLayout.ruled(4, 4, (64,), (65,))  # 21 positions, 16 of which are sampled
-    assert (
-        Status(request(ruled))
-        .finished(after(8, 21, length=21))
-        .startswith("8 forward passes instead of 21\n2.0 tokens per pass")
-    ), "next-token sampling spends passes on the others, too"
-    assert "2.0 tokens per pass" in Status(request(ruled))(after(4, 10, length=21)), "two rows"
-    assert Status(request(batch=2))(after(2, 4, 8)) == (
-        "2 forward passes instead of 6, 2 images together\n3.0 tokens per pass"
-    ), "the mean over a batch"
+    ruled = Status(request(TokenLayout.ruled(4, 4, (64,), (65,))))  # 21 positions, 16 of which are sampled
+    said = ruled.finished(after(8, 21, length=21))
+    assert said.startswith("8 forward passes instead of 21\n2.0 tokens per pass"), "next-token sampling spends 21"
+    assert "2.0 tokens per pass" in ruled(after(4, 10, length=21)), "two rows"
+    both = Status(request(batch=2))(after(2, 4, 8))
+    assert both == "2 forward passes instead of 6, 2 images together\n3.0 tokens per pass", "the mean over a batch"
+
+
+def keeping(*indices) -> Status:
+    """Of an image of which these tokens are kept."""
+    keep = torch.zeros(16, dtype=torch.bool).index_fill(0, torch.tensor(indices), True).view(1, 4, 4)
+    return Status(request(TokenLayout.plain(4, 4).keeping(torch.zeros(1, 4, 4, dtype=torch.int64), keep)))
 
 
 def test_kept_tokens_do_not_count(clock):
-    keep = torch.zeros(1, 4, 4, dtype=torch.bool)
-    keep[0, :2] = True
-    status = Status(request(TokenLayout.plain(4, 4).keeping(torch.zeros(1, 4, 4, dtype=torch.int64), keep)))
+    status = keeping(*range(8))
     assert "kept" in status(after(0, 8)), "no pass counts yet"
     assert "1.0 tokens per pass" in status(after(4, 12))
     assert status.finished(after(4, 16)).startswith("4 forward passes instead of 8\n2.0 tokens per pass")
-    keep[0, 3, :2] = True  # and two tokens on the way, on which next-token sampling spends a pass each
-    status = Status(request(TokenLayout.plain(4, 4).keeping(torch.zeros(1, 4, 4, dtype=torch.int64), keep)))
+    status = keeping(*range(8), 12, 13)  # two on the way, on which next-token sampling spends a pass each
     assert status.finished(after(4, 16)).startswith("4 forward passes instead of 8\n1.5 tokens per pass")
-
-
-def test_an_empty_mask_is_named(clock):
-    tokens = torch.zeros(1, 4, 4, dtype=torch.int64)
-    layout = TokenLayout.plain(4, 4).keeping(tokens, tokens == 0)
-    assert Status(request(layout)).finished(after(1, 16)) == "The mask is empty: all of the image is kept"
+    assert keeping(*range(16)).finished(after(1, 16)) == "The mask is empty: all of the image is kept"
 
 
 def test_kept_vectors_do_not_count(clock, continuous):
@@ -104,20 +94,14 @@ def test_texts_go_to_the_node_and_the_page_of_the_run_twice_a_second(page, clock
     assert server.events == [("specar.result", {"node": "7", "text": server.texts[-1][2]}, "a page")]
 
 
-@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
-def test_a_sampler_ends_with_its_passes(method, page, sample):
+@pytest.mark.parametrize("method", ["SJD", "vectors"])
+def test_a_sampler_ends_with_its_passes(method, page, sample, draw_vectors):
     server = page()
-    _, trace = sample(method, batch=2)
+    _, trace = draw_vectors("", batch=2) if method == "vectors" else sample(method, batch=2)
     totals = trace.totals
     each = totals["tokens"] / 2 / totals["target_passes"]
     text = server.texts[-1][2]
     assert text.startswith(f"{totals['target_passes']} forward passes") and f"{each:.1f} tokens per pass" in text
-
-
-def test_a_continuous_sampler_does_too(page, draw_vectors):
-    server = page()
-    _, trace = draw_vectors("")
-    assert server.texts[-1][2].startswith(f"{trace.totals['target_passes']} forward passes")
 
 
 def test_nobody_is_told_without_a_page(page, sample, monkeypatch):
@@ -131,18 +115,7 @@ def test_nobody_is_told_without_a_page(page, sample, monkeypatch):
 def test_find_fastest_shows_no_passes_of_its_trials(page, nodes, run, tiny, positive):
     server = page()
     latent = {"samples": torch.zeros(1, 8, 4, 4)}
-    run(
-        nodes["SpecARFindFastest"],
-        model=tiny[0],
-        positive=positive,
-        latent_image=latent,
-        trial_seed=1,
-        cfg=-1.0,
-        temperature=-1.0,
-        top_k=-1,
-        top_p=-1.0,
-        leak_budget=0.0,
-        tokens=16,
-        seconds=1,
-    )
+    node = nodes["SpecARFindFastest"]
+    inputs = {"model": tiny[0], "positive": positive, "latent_image": latent, "tokens": 16, "seconds": 1}
+    run(node, **defaults(node) | inputs)
     assert not server.texts

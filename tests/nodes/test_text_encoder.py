@@ -13,7 +13,7 @@ from ..support import tiny, tiny_t5
 
 
 @pytest.fixture
-def captioned(models, nodes, run, monkeypatch, tmp_path):
+def captioned(models, load, monkeypatch, tmp_path):
     """(AR_MODEL, CLIP) of a text model whose captions a T5 in models/text_encoders reads."""
     monkeypatch.setitem(
         folder_paths.folder_names_and_paths,
@@ -25,22 +25,19 @@ def captioned(models, nodes, run, monkeypatch, tmp_path):
     name = "captioned.safetensors"
     tiny.write_llamagen(models / name, True)
     try:
-        loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name=name, dtype="auto", grid="auto").result
-        yield loaded, clip
+        yield load(name)[:2]
     finally:
         (models / name).unlink()
 
 
-def test_a_prompt_brings_the_encoder_and_another_model_may_take_its_place(captioned, monkeypatch):
+def test_a_prompt_brings_the_encoder_and_another_model_may_take_its_place(captioned, loads):
     loaded, clip = captioned
     encoder = loaded.model.prompt_encoder
     assert isinstance(encoder, T5Encoder) and encoder._module is None, "read with the first prompt"
-    asked, load = [], mm.load_models_gpu
-    monkeypatch.setattr(mm, "load_models_gpu", lambda models, **how: asked.append((models, how)) or load(models, **how))
     features = clip.encode_from_tokens_scheduled("a red cat")[0][0]
     assert features.shape == (1, 4, tiny.CAPTION)
     assert torch.equal(features, clip.encode_from_tokens_scheduled("a red cat")[0][0])
-    ((patcher,), how), again = asked
+    ((patcher,), how), again = loads
     assert ([patcher], how) == again and patcher.model is encoder.module(), "one patcher, kept"
     assert how == {"force_full_load": True}, "transformers' layers cannot be loaded in part"
     assert patcher in [m.model for m in mm.current_loaded_models]

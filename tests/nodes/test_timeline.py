@@ -61,7 +61,7 @@ def test_fewer_frames_take_passes_together():
     assert np.allclose(drawn[1, :2, :2], blended(picture[:2, :2], Source.PREFILL, 0.25))
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 50, 199, 200, 1000])
+@pytest.mark.parametrize("most", [1, 2, 7, 199, 1000])
 def test_passes_are_even_and_have_both_ends(most):
     trace = trace_of([i + 1 for i in range(200)], [Source.BONUS] * 200, 10, 20, 20)
     chosen = timeline_frames.passes_of(trace, 0, most)
@@ -83,7 +83,7 @@ def test_ends_of_rows_are_no_part_of_the_image():
     assert np.array_equal(drawn[-1], picture)
 
 
-@pytest.mark.parametrize(("size", "count"), [(128, 16), (5, 2), (7, 3), (3, 4), (1, 1), (1000, 24)])
+@pytest.mark.parametrize(("size", "count"), [(128, 16), (7, 3), (3, 4), (1, 1)])
 def test_tokens_have_the_same_areas_as_in_maps(size, count):
     row = enlarge(np.arange(count)[None], 1, size)[0]
     edges = timeline_frames.edges(size, count)
@@ -103,7 +103,7 @@ def timeline_of(nodes, run):
     return timeline_of
 
 
-@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
+@pytest.mark.parametrize("method", ["NextToken", "SJD"])
 def test_a_run_has_a_frame_for_every_pass_and_ends_with_its_image(method, sample, tiny, timeline_of):
     latent, trace = sample(method, batch=2)
     image = tiny[2].decode(latent["samples"])
@@ -117,32 +117,6 @@ def test_a_run_has_a_frame_for_every_pass_and_ends_with_its_image(method, sample
         for after in range(passes):
             grey = (pixels[after].unflatten(0, (4, 8)).unflatten(2, (4, 8)) == float(BLANK[0])).all(-1).all(3).all(1)
             assert torch.equal(grey, at > after)
-
-
-@pytest.mark.parametrize("method", ["NextToken", ""])
-def test_vectors_appear_in_the_order_in_which_they_were_sampled(method, draw_vectors, continuous, timeline_of):
-    latent, trace = draw_vectors(method)
-    image = continuous[2].decode(latent["samples"])
-    pixels, _ = timeline_of(trace, image, hold=0, tint=0.0).result
-    assert len(pixels) == trace.totals["target_passes"] and torch.equal(pixels[-1], image[0])
-    shown = [
-        int((frame.unflatten(0, (4, 8)).unflatten(2, (4, 8)) != float(BLANK[0])).any(-1).any(3).any(1).sum())
-        for frame in pixels
-    ]
-    assert shown == sorted(shown) and shown[0] < 16 == shown[-1]
-
-
-def test_inpainting_starts_from_what_is_kept(sample, tiny, timeline_of):
-    latent, _ = sample("SJD")
-    mask = torch.zeros(1, 1, 32, 32)
-    mask[..., 8:16, 8:24] = 1
-    again, trace = sample("SJD", latent_image={**latent, "noise_mask": mask}, seed=9)
-    image = tiny[2].decode(again["samples"])
-    pixels, _ = timeline_of(trace, image).result
-    hole = mask[0, 0].bool()
-    assert torch.equal(pixels[:, ~hole], image[0, ~hole].expand(len(pixels), -1, -1))
-    assert int((trace.positions["source"] == Source.FORCED).sum()) == 14
-    assert not torch.equal(pixels[0, hole], image[0, hole])
 
 
 def test_the_node_shows_a_film(sample, tiny, timeline_of, progress):
@@ -167,27 +141,13 @@ def test_a_full_disk_costs_the_film_on_the_node_and_nothing_else(timeline_of, mo
     assert "Decoding Timeline" in caplog.text and "[Errno 28]" in caplog.text
 
 
-def test_a_kept_trace_draws_the_same_film(sample, tiny, timeline_of, nodes, run):
-    latent, trace = sample("SJD")
-    image = tiny[2].decode(latent["samples"])
-    saved = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="timeline/trace").ui["files"]
-    name = next(f["filename"] for f in saved if f["filename"].endswith(".safetensors"))
-    found = run(nodes["SpecARLoadTrace"], trace_name=f"timeline/{name} [output]").result[0]
-    assert torch.equal(timeline_of(found, image).result[0], timeline_of(trace, image).result[0])
-
-
-def test_alpha_is_left_out(timeline_of):
-    assert timeline_of(SMALL, torch.rand(1, 4, 4, 4)).result[0].shape == (16, 4, 4, 3)
-
-
 def long_run(passes: int) -> Trace:
     side = int(passes**0.5)
     return trace_of(list(range(passes)), [Source.BONUS] * passes, side, side, side)
 
 
 @pytest.mark.parametrize(
-    ("widgets", "count"),
-    [({}, 240), ({"hold": 0}, 240), ({"frames": 300}, 300), ({"frames": 1000, "hold": 1}, 400), ({"frames": 1}, 1)],
+    ("widgets", "count"), [({}, 240), ({"hold": 0}, 240), ({"frames": 1000, "hold": 1}, 400), ({"frames": 1}, 1)]
 )
 def test_number_of_frames(widgets, count, timeline_of):
     pixels, fps = timeline_of(long_run(400), torch.rand(1, 20, 20, 3), **widgets).result
@@ -205,6 +165,7 @@ def test_automatic_frames_are_as_many_as_fit(timeline_of, monkeypatch):
 
 
 def test_what_does_not_belong_together_is_refused(timeline_of):
+    assert timeline_of(SMALL, torch.rand(1, 4, 4, 4)).result[0].shape == (16, 4, 4, 3), "alpha is left out"
     with pytest.raises(ValueError, match=r"\b1 image.*\b2\b"):
         timeline_of(SMALL, torch.rand(2, 4, 4, 3))
     with pytest.raises(ValueError, match="picture is 1.*one image.*use 0"):

@@ -1,4 +1,4 @@
-"""Our Lumina-mGPT, Anole and their image tokenizer beside transformers' Chameleon, on the same random weights, in fp32.
+"""Our Lumina-mGPT, its 2.0, Anole and their image tokenizers beside transformers' Chameleon, on the same weights.
 
 The language model and the tokenizer's encoder run live: ChameleonForConditionalGeneration through its inner model and
 its head (its own forward sets all image logits to the least value there is), and ChameleonVQVAE. transformers knows
@@ -10,6 +10,16 @@ chameleon.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT gave at comm
   sizes      generate_crop_size_list((target / 32)^2, 32): number of (width, height), and a SHA-256 of their lines
   decode     VQModel.decode of the tiny tokenizer's two 3 x 4 grids of codes (weights: tests/support/tiny_chameleon.py)
   released   tensors, numbers, and a SHA-256 of all names and shapes of VQModel as vqgan.yaml configures it
+
+lumina2.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT-2.0 gave at commit f44a4d7 on a CPU in fp64 (torch
+2.12), with the tiny weights and files of the same module: forced and sizes as above, and
+  decode, latent, tokens  MOVQ: decode_code() of two 3 x 4 grids of codes; quant_conv(encoder()) of two images of 4 x 6
+             pixels; the codes that encode() finds for them
+  released   tensors, numbers, and a SHA-256 of all names and shapes of the 270M model
+  prompt     FlexARItemProcessor.process_item() of a prompt for 96 x 32 pixels, without the opening of the image
+  image      process_image() of an image of this size, whose codes count from 0 to 31
+  context, logits  ids, a prompt of 7 and 12 codes, and what the official ChameleonForConditionalGeneration, whose norms
+             have the one row themselves, predicts for each code: image codes, then end of row and end of image
 """
 
 import hashlib
@@ -19,7 +29,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import vq
+from comfyui_specar.model_loaders.decoders import movq, vq
 from comfyui_specar.model_loaders.families import chameleon
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
 from comfyui_specar.samplers.layout import TokenLayout
@@ -30,24 +40,31 @@ from ..support.reference import assert_same_image, assert_same_states, digest, o
 from ..support.tiny_chameleon import (
     CHANNELS,
     CODE,
-    KINDS,
     WIDTHS,
     config,
+    movq_shapes,
     shapes,
     vocabulary,
     vqgan_shapes,
     vqgan_weights,
     write,
-    write_vqgan,
 )
+from ..support.tiny_folder import edited
 
-OFFICIAL = json.loads((Path(__file__).parent / "chameleon.json").read_text(encoding="utf-8"))
+HERE = Path(__file__).parent
+OFFICIAL, OFFICIAL2 = (json.loads((HERE / f"{it}.json").read_text(encoding="utf-8")) for it in ("chameleon", "lumina2"))
 PROMPT = "a red fox"
+GRIDS = {"lumina": [(4, 4), (2, 6), (8, 2)], "lumina2": [(8, 8), (4, 12), (12, 4)], "anole": [(4, 4)]}
+IDS2 = vocabulary(32, "lumina2")
+CODE2 = IDS2["<MOVQGAN0>"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {kind: write(tmp_path_factory.mktemp("model"), kind=kind, shards=2) for kind in KINDS}
+    """That of the second Lumina-mGPT is for images of the area of 64 x 64 pixels, so that there are several shapes."""
+    found = {kind: write(tmp_path_factory.mktemp("model"), kind=kind, shards=2) for kind in GRIDS}
+    edited(found["lumina2"], specar={"grid": [8, 8]})
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +87,7 @@ def references(folders):
                 for name, tensor in tensors.items()
             }
             missing, unexpected = model.load_state_dict(tensors, strict=False)
-        assert all(name.startswith("model.vqmodel.") for name in missing) and (kind == "lumina" or not missing)
+        assert all(name.startswith("model.vqmodel.") for name in missing) and (kind != "anole" or not missing)
         assert all(name.startswith("model.vqmodel.decoder.") for name in unexpected)
         found[kind] = model
     return found
@@ -79,16 +96,15 @@ def references(folders):
 def contexts(folder, kind, grid):
     """Ids of both branches' prompts, written down by hand."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids, rows, cols = vocabulary(32), *grid
-    asked = f"Generate an image of {cols * 16}x{rows * 16} according to the following prompt:\n{PROMPT}"
-    sizes = [ids[f"<reserved{8800 + side // 2:05}>"] for side in grid] if kind == "lumina" else []
-    text = tokenizer.encode(asked if kind == "lumina" else PROMPT).ids
-    opening = [ids["<racm3:break>"], *sizes]
-    return [ids["<s>"], *text, ids["<reserved08706>"], *opening], [*([] if sizes else [ids["<s>"]]), *opening]
+    if kind == "anole":
+        return [tokenizer.encode(text).ids for text in (f"<s>{PROMPT}<reserved08706><racm3:break>", "<s><racm3:break>")]
+    first, side, cell = ("<s>", 16, 2) if kind == "lumina" else ("<|endoftext|>", 8, 4)
+    asked = f"Generate an image of {grid[1] * side}x{grid[0] * side} according to the following prompt:\n{PROMPT}"
+    opening = "<racm3:break>" + "".join(f"<reserved{8800 + length // cell:05}>" for length in grid)
+    return [tokenizer.encode(text).ids for text in (f"{first}{asked}<reserved08706>{opening}", opening)]
 
 
-GRIDS = {"lumina": [(4, 4), (2, 6), (8, 2)], "anole": [(4, 4)]}
-CASES = [(kind, grid) for kind in KINDS for grid in GRIDS[kind]]
+CASES = [(kind, grid) for kind, grids in GRIDS.items() for grid in grids]
 
 
 @pytest.mark.parametrize(("kind", "grid"), CASES)
@@ -96,9 +112,34 @@ def test_hidden_states_and_logits_of_both_branches(folders, models, references, 
     assert_same_states(models[kind], references[kind], PROMPT, contexts(folders[kind], kind, grid), grid)
 
 
-@pytest.mark.parametrize(("kind", "grid"), CASES)
+@pytest.mark.parametrize(("kind", "grid"), [case for case in CASES if case[0] != "lumina2" or case[1] == (4, 12)])
 def test_greedy_guided_images(folders, models, references, kind, grid):
-    assert_same_image(models[kind], references[kind], PROMPT, contexts(folders[kind], kind, grid), grid, cfg=3)
+    cfg = models[kind].defaults.cfg
+    assert_same_image(models[kind], references[kind], PROMPT, contexts(folders[kind], kind, grid), grid, cfg=cfg)
+
+
+@torch.inference_mode()
+def test_official_logits(models):
+    model, (prompt, codes) = models["lumina2"], (OFFICIAL2["context"][:7], OFFICIAL2["context"][7:])
+    tokens = torch.tensor([codes]) - CODE2
+
+    def compute():
+        state = model.start(model.encode_ids(prompt), None, 1, model.layout(), slack=0, guided=False)
+        out = model.step(state, tokens, torch.arange(12)[None])
+        return torch.cat((state.prefill.logits, out.logits[:, :-1]), dim=1)
+
+    assert_as_exact(compute, torch.tensor(OFFICIAL2["logits"]).view(1, 12, 34))
+
+
+def test_official_prompt_and_image(folders, models):
+    model, (written, null) = models["lumina2"], contexts(folders["lumina2"], "lumina2", (4, 12))
+    wide = model.read(model.encode_prompt(PROMPT), 1, "positive", (4, 12)).features[0, :, 0].long().tolist()
+    assert wide == OFFICIAL2["prompt"] + OFFICIAL2["image"][:3] == written
+    assert model.prefix.null(torch.zeros(1, 9, 1), (4, 12))[0, :, 0].tolist() == OFFICIAL2["image"][:3] == null
+    codes = torch.arange(48).view(1, 4, 12) % 32
+    forced = model.layout(4, 12).keeping(codes, torch.ones_like(codes, dtype=torch.bool)).forced[0]
+    ids = [id - CODE2 + 155000 if id >= CODE2 else id for id in torch.tensor(model.word_ids)[forced].tolist()]
+    assert ids == OFFICIAL2["image"][3:]
 
 
 def test_the_released_model_has_the_names_and_shapes_of_transformers():
@@ -109,29 +150,61 @@ def test_the_released_model_has_the_names_and_shapes_of_transformers():
         reference = ChameleonForConditionalGeneration(ChameleonConfig(vocabulary_map={"<image>": 8711}))
     sizes = config("anole", width=4096, layers=32, heads=32) | {"intermediate_size": 11008, "vocab_size": 65536}
     wanted = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
-    vqgan = vqgan_shapes(8192, (1, 1, 2, 2, 4), base=128, latent=256, code=256, blocks=2)
-    inside = {f"model.vqmodel.{name}": shape for name, shape in vqgan.items() if not name.startswith("decoder.")}
+    inside = {f"model.vqmodel.{name}": shape for name, shape in VQGAN.items() if not name.startswith("decoder.")}
     assert shapes("anole", sizes) | inside == wanted
 
 
-@pytest.mark.parametrize("cells", OFFICIAL["forced"])
-def test_forced_tokens(cells):
-    rows, cols = (2 * int(side) for side in cells.split())
-    layout = TokenLayout.ruled(rows, cols, (8803,), (8196,))
-    assert layout.forced[0].tolist() == OFFICIAL["forced"][cells]
+@pytest.mark.usefixtures("nothing_is_read")
+@pytest.mark.parametrize("name", ["Lumina-mGPT-2.0", "Lumina-mGPT-2.0-Omni"])
+def test_the_second_released_model_has_them_too(tmp_path, name):
+    """But for the rows of its norms, and with a leftover of Chameleon's tokenizer, which is not read."""
+    settings = {"num_attention_heads": 32, "max_position_embeddings": 10240, "mask_image_logits": False}
+    settings["vocabulary_map"] = {"IMGIMGAZ": 4}  # of an earlier model
+    tensors = on_meta(shapes("lumina2", config("lumina2", width=4096, layers=32, heads=32) | SIZES2))
+    assert sum(tensor.numel() for tensor in tensors.values()) == pytest.approx(7.88e9, rel=1e-3)
+    tensors |= on_meta({f"model.vqmodel.{n}": shape for n, shape in VQGAN.items() if not n.startswith("decoder.")})
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    checkpoint = Checkpoint(tensors, {}, tmp_path / name / "model.safetensors.index.json")
+    made = chameleon.load(checkpoint, torch.bfloat16, None, ())
+    assert (made.family, made.grid, made.pixels_per_token, made.longest) == ("lumina-mgpt-2", (96, 96), 8, 10240)
+    assert made.word_ids == (*range(155000, 171384), 151670, 151666) and made.layout().length == 9313
+    assert (made.defaults.cfg, made.defaults.top_k) == (4.0, 4096)
+    assert made.backbone.config.head_norms == 1 and made.backbone.output.weight.shape == (16386, 4096)
+    assert made.prefix.null(torch.zeros(1, 9, 1), (96, 96))[0, :, 0].tolist() == [151665, 151695, 151695]
 
 
-@pytest.mark.parametrize("target", OFFICIAL["sizes"])
-def test_legal_sizes(target):
-    lines = sorted(f"{cols * 16} {rows * 16}" for rows, cols in chameleon.size_table(int(target) // 16))
-    assert [len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()] == OFFICIAL["sizes"][target]
+@pytest.mark.parametrize(("official", "cells"), [(o, cells) for o in (OFFICIAL, OFFICIAL2) for cells in o["forced"]])
+def test_forced_tokens(official, cells):
+    first = official is OFFICIAL
+    rows, cols = ((2 if first else 4) * int(side) for side in cells.split())
+    layout = TokenLayout.ruled(rows, cols, *(((8803,), (8196,)) if first else ((151670,), (151666,))))
+    assert layout.forced[0].tolist() == official["forced"][cells]
 
 
-def test_decoded_pixels(folders, tmp_path):
+@pytest.mark.parametrize(("target", "patch"), [*((target, 16) for target in OFFICIAL["sizes"]), ("768", 8)])
+def test_legal_sizes(target, patch):
+    grids = chameleon.size_table(int(target) // patch, patch)
+    lines = sorted(f"{cols * patch} {rows * patch}" for rows, cols in grids)
+    wanted = (OFFICIAL if patch == 16 else OFFICIAL2)["sizes"][target]
+    assert [len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()] == wanted
+
+
+# Image tokenizers
+
+VQGAN = vqgan_shapes(8192, (1, 1, 2, 2, 4), base=128, latent=256, code=256, blocks=2)
+SIZES2 = {"intermediate_size": 11008, "vocab_size": 171385}
+
+
+def test_decoded_pixels(folders):
     codes = torch.tensor([[(m * i + b) % 32 for i in range(12)] for m, b in ((7, 2), (11, 5))]).view(2, 3, 4)
-    beside, training = folders["lumina"] / "chameleon_vqgan.safetensors", write_vqgan(tmp_path / "vqgan.ckpt")
-    for decoder in map(api.load_image_decoder, (folders["anole"], beside, training)):
-        assert_as_exact(lambda it=decoder: it.module.decode(it.dequantize(codes)), torch.tensor(OFFICIAL["decode"]))
+    for path, wanted in (
+        (folders["anole"], torch.tensor(OFFICIAL["decode"])),
+        (folders["lumina"] / "chameleon_vqgan.safetensors", torch.tensor(OFFICIAL["decode"])),
+        (folders["lumina2"] / "movqgan_270M.ckpt", torch.tensor(OFFICIAL2["decode"]).view(2, 3, 6, 8)),
+    ):
+        decoder = api.load_image_decoder(path)
+        assert_as_exact(lambda it=decoder: it.module.decode(it.dequantize(codes)), wanted)
 
 
 @torch.inference_mode()
@@ -163,11 +236,23 @@ def test_encoded_images(folders):
     assert not torch.equal(torch.einsum("bchw,vc->bhwv", latent.float(), decoder.codebook).argmax(-1), tokens)
 
 
-@pytest.mark.usefixtures("nothing_is_read")
-def test_the_released_tokenizer_has_the_official_names_and_shapes():
-    vqgan = vqgan_shapes(8192, (1, 1, 2, 2, 4), base=128, latent=256, code=256, blocks=2)
-    assert digest(vqgan) == [OFFICIAL["released"][entry] for entry in ("tensors", "numbers", "sha256")]
+@torch.inference_mode()
+def test_images_encoded_by_movqgan(folders):
+    decoder = api.load_image_decoder(folders["lumina2"] / "movqgan_270M.ckpt")
+    planes = torch.rand((2, 3, 4, 6), generator=torch.Generator().manual_seed(3)) * 2 - 1
+    assert_as_exact(lambda: decoder.module.encode_latent(planes), torch.tensor(OFFICIAL2["latent"]).view(2, 4, 2, 3))
+    found = decided(lambda: decoder.encode(planes.movedim(1, -1) / 2 + 0.5))
+    assert found.flatten().tolist() == OFFICIAL2["tokens"]
+
+
+@pytest.mark.usefixtures("every_tensor_has_its_place")
+def test_the_released_tokenizers_have_the_official_names_and_shapes():
+    movqgan = movq_shapes(16384, (1, 2, 2, 4), base=256, blocks=2)
+    for official, names in ((OFFICIAL, VQGAN), (OFFICIAL2, movqgan)):
+        assert digest(names) == [official["released"][entry] for entry in ("tensors", "numbers", "sha256")]
     for prefix in ("", "model.vqmodel.", "vqmodel."):
-        file = {prefix + name: tensor for name, tensor in on_meta(vqgan).items()}
+        file = {prefix + name: tensor for name, tensor in on_meta(VQGAN).items()}
         decoder = vq.load(Checkpoint(file, {}, Path("vqgan.ckpt")), torch.float32)
         assert (decoder.factor, decoder.channels, len(decoder.codebook)) == (16, 256, 8192)
+    decoder = movq.load(Checkpoint(on_meta(movqgan), {}, Path("movqgan_270M.ckpt")), torch.float32)
+    assert (decoder.factor, decoder.channels, decoder.module.config.codebook_size) == (8, 4, 16384)

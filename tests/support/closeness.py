@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from comfyui_specar.kernels.graphs import leaves
+from comfyui_specar.samplers import constants
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -38,11 +39,19 @@ def fp64(bits: int | None = None, seed: int = 0) -> Iterator[None]:
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    _forget_constants()
     try:
         with _Widening(bits, seed):
             yield
     finally:
         torch.set_default_dtype(default)
+        _forget_constants()
+
+
+def _forget_constants() -> None:
+    """Those that samplers keep would be of the other precision."""
+    for kept in (constants.numbers, constants.uniform_probs):
+        kept.cache_clear()
 
 
 class _Widening(TorchFunctionMode):

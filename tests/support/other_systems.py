@@ -16,109 +16,21 @@ from comfyui_specar.tests.support.patience import PATIENCE
 
 POSIX_MODULES = ("fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "spwd", "syslog", "termios", "tty")
 # Names of os that its documentation calls available on Unix only; fork stands for all that make processes.
-POSIX_OS = (
-    "O_ACCMODE",
-    "O_ASYNC",
-    "O_CLOEXEC",
-    "O_DIRECT",
-    "O_DIRECTORY",
-    "O_DSYNC",
-    "O_LARGEFILE",
-    "O_NDELAY",
-    "O_NOATIME",
-    "O_NOCTTY",
-    "O_NOFOLLOW",
-    "O_NONBLOCK",
-    "O_PATH",
-    "O_RSYNC",
-    "O_SYNC",
-    "O_TMPFILE",
-    "WEXITSTATUS",
-    "WIFEXITED",
-    "WIFSIGNALED",
-    "WNOHANG",
-    "WTERMSIG",
-    "chown",
-    "chroot",
-    "confstr",
-    "ctermid",
-    "fchdir",
-    "fchown",
-    "fdatasync",
-    "fork",
-    "forkpty",
-    "fpathconf",
-    "fstatvfs",
-    "getegid",
-    "geteuid",
-    "getgid",
-    "getgroups",
-    "getloadavg",
-    "getpgid",
-    "getpgrp",
-    "getpriority",
-    "getresuid",
-    "getsid",
-    "getuid",
-    "initgroups",
-    "killpg",
-    "lchown",
-    "lockf",
-    "major",
-    "memfd_create",
-    "mkfifo",
-    "mknod",
-    "nice",
-    "openpty",
-    "pathconf",
-    "pidfd_open",
-    "posix_fadvise",
-    "posix_fallocate",
-    "posix_spawn",
-    "posix_spawnp",
-    "pread",
-    "preadv",
-    "pwrite",
-    "pwritev",
-    "readv",
-    "register_at_fork",
-    "sched_getaffinity",
-    "sched_setaffinity",
-    "sched_yield",
-    "sendfile",
-    "seteuid",
-    "setgid",
-    "setpgid",
-    "setpriority",
-    "setsid",
-    "setuid",
-    "splice",
-    "statvfs",
-    "sync",
-    "sysconf",
-    "tcgetpgrp",
-    "ttyname",
-    "uname",
-    "wait",
-    "wait3",
-    "wait4",
-    "waitid",
-    "writev",
-)
+POSIX_OS = """
+    O_ACCMODE O_ASYNC O_CLOEXEC O_DIRECT O_DIRECTORY O_DSYNC O_LARGEFILE O_NDELAY O_NOATIME O_NOCTTY O_NOFOLLOW
+    O_NONBLOCK O_PATH O_RSYNC O_SYNC O_TMPFILE WEXITSTATUS WIFEXITED WIFSIGNALED WNOHANG WTERMSIG chown chroot
+    confstr ctermid fchdir fchown fdatasync fork forkpty fpathconf fstatvfs getegid geteuid getgid getgroups
+    getloadavg getpgid getpgrp getpriority getresuid getsid getuid initgroups killpg lchown lockf major memfd_create
+    mkfifo mknod nice openpty pathconf pidfd_open posix_fadvise posix_fallocate posix_spawn posix_spawnp pread
+    preadv pwrite pwritev readv register_at_fork sched_getaffinity sched_setaffinity sched_yield sendfile seteuid
+    setgid setpgid setpriority setsid setuid splice statvfs sync sysconf tcgetpgrp ttyname uname wait wait3 wait4
+    waitid writev
+""".split()
 WINDOWS_SIGNALS = ("SIGABRT", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM")
-POSIX_SIGNAL = (
-    "alarm",
-    "getitimer",
-    "pause",
-    "pthread_kill",
-    "pthread_sigmask",
-    "setitimer",
-    "siginterrupt",
-    "sigpending",
-    "sigtimedwait",
-    "sigwait",
-    "sigwaitinfo",
-)
+POSIX_SIGNAL = """
+    alarm getitimer pause pthread_kill pthread_sigmask setitimer siginterrupt sigpending sigtimedwait sigwait
+    sigwaitinfo
+""".split()
 
 
 def posix_signals() -> list[str]:

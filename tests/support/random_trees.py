@@ -26,7 +26,8 @@ def random_tree(seed: int, batch: int = 3, drafts: int = 9, levels: int = 4, sib
     parent, depth, rank = (torch.tensor([[n[i] for n in nodes] for nodes, _ in rows]) for i in range(3))
     exists = torch.tensor([e for _, e in rows])
     generator = torch.Generator().manual_seed(seed)
-    token = torch.randint(vocab, exists.shape, generator=generator)
+    first = torch.randint(vocab, exists.shape, generator=generator)
+    token = (first.gather(1, parent) + rank) % vocab  # of siblings different ones, as in every tree that is grown
     probability = torch.rand(exists.shape, generator=generator) * 0.9 + 0.05
     probability[:, 0] = 1
     return Tree(token, parent, depth, rank, exists, probability, levels, siblings)

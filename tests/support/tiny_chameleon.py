@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from comfyui_specar.models.kl_vae import Decoder, Encoder, KLConfig
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import tiny
 from .tiny import fill
@@ -25,28 +26,14 @@ MOVQ_WIDTHS, MOVQ_CODE = (1, 1), 4  # of the image tokenizer of Lumina-mGPT 2.0,
 
 def vocabulary(codes: int, kind: str = "lumina") -> dict[str, int]:
     """Special tokens after the bytes; the codes stand in the midst of them, or, in Lumina-mGPT 2.0, after them."""
+    sizes = [f"<reserved{n:05}>" for n in range(8796, 8810)]
     if kind == "lumina2":
-        names = [
-            "<|endoftext|>",
-            "<racm3:break>",
-            "<eoss>",
-            *(f"<reserved{n:05}>" for n in range(8796, 8810)),
-            "<reserved08706>",
-            *(f"<MOVQGAN{code}>" for code in range(codes)),
-            "<|image|>",
-        ]
-        return {name: FIRST + i for i, name in enumerate(names)}
-    letters = str.maketrans("0123456789", "ABCDEFGHIJ")
-    names = [
-        "<s>",
-        "<pad>",
-        *(f"IMGIMG{str(code).translate(letters)}Z" for code in range(codes)),
-        "<eoss>",
-        "<racm3:break>",
-        "<reserved08706>",
-        "<image>",
-        *(f"<reserved{n:05}>" for n in range(8796, 8810)),
-    ]
+        images = [f"<MOVQGAN{code}>" for code in range(codes)]
+        names = ["<|endoftext|>", "<racm3:break>", "<eoss>", *sizes, "<reserved08706>", *images, "<|image|>"]
+    else:
+        letters = str.maketrans("0123456789", "ABCDEFGHIJ")
+        images = [f"IMGIMG{str(code).translate(letters)}Z" for code in range(codes)]
+        names = ["<s>", "<pad>", *images, "<eoss>", "<racm3:break>", "<reserved08706>", "<image>", *sizes]
     return {name: FIRST + i for i, name in enumerate(names)}
 
 
@@ -90,11 +77,9 @@ def shapes(kind: str, config: dict) -> dict[str, tuple[int, ...]]:
         "lm_head.weight": (words, width),
         "model.norm.weight": (width,),
     }
-    layers = config["num_hidden_layers"]
-    for layer in (f"model.layers.{i}" for i in range(layers)):
-        found |= {f"{layer}.self_attn.{part}_norm.{kind}": rows for part in "qk" for kind in ("weight", "bias")}
-    found |= layer_shapes("model.", layers, width, inner)
-    return found
+    layers, norms = config["num_hidden_layers"], [f"{part}_norm.{kind}" for part in "qk" for kind in ("weight", "bias")]
+    found |= {f"model.layers.{i}.self_attn.{norm}": rows for i in range(layers) for norm in norms}
+    return found | layer_shapes("model.", layers, width, inner)
 
 
 def vqgan_shapes(
@@ -104,44 +89,19 @@ def vqgan_shapes(
     latent: int = CHANNELS,
     code: int = CODE,
     blocks: int = 1,
+    attention: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a VQGAN, as CompVis named them."""
-    found: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (codes, code)}
-
-    def conv(name: str, before: int, after: int, side: int) -> None:
-        found[f"{name}.weight"], found[f"{name}.bias"] = (after, before, side, side), (after,)
-
-    def norm(name: str, channels: int) -> None:
-        found[f"{name}.weight"] = found[f"{name}.bias"] = (channels,)
-
-    def residual(name: str, before: int, after: int) -> None:
-        norm(f"{name}.norm1", before), conv(f"{name}.conv1", before, after, 3)
-        norm(f"{name}.norm2", after), conv(f"{name}.conv2", after, after, 3)
-        if before != after:
-            conv(f"{name}.nin_shortcut", before, after, 1)
-
-    def middle(name: str, channels: int) -> None:
-        residual(f"{name}.block_1", channels, channels), residual(f"{name}.block_2", channels, channels)
-        norm(f"{name}.attn_1.norm", channels)
-        for part in ("q", "k", "v", "proj_out"):
-            conv(f"{name}.attn_1.{part}", channels, channels, 1)
-
-    deepest = base * widths[-1]
-    conv("quant_conv", latent, code, 1), conv("post_quant_conv", code, latent, 1)
-    conv("encoder.conv_in", 3, base, 3), middle("encoder.mid", deepest)
-    norm("encoder.norm_out", deepest), conv("encoder.conv_out", deepest, latent, 3)
-    conv("decoder.conv_in", latent, deepest, 3), middle("decoder.mid", deepest)
-    norm("decoder.norm_out", base * widths[0]), conv("decoder.conv_out", base * widths[0], 3, 3)
-    for side, steps, order in (("down", blocks, range(len(widths))), ("up", blocks + 1, range(len(widths))[::-1])):
-        coder, before = ("encoder", base) if side == "down" else ("decoder", deepest)
-        for level in order:
-            after, name = base * widths[level], f"{coder}.{side}.{level}"
-            for block in range(steps):
-                residual(f"{name}.block.{block}", before if block == 0 else after, after)
-            if level != order[-1]:
-                conv(f"{name}.{side}sample.conv", after, after, 3)
-            before = after
-    return found
+    """Names and shapes of the tensors of a VQGAN, as CompVis named them. attention: in the deepest level, too."""
+    config = KLConfig(latent, widths, base, blocks)
+    with torch.device("meta"):
+        parts = {
+            "encoder": Encoder(config, blocks, latent, attention, nn),
+            "decoder": Decoder(config, blocks, latent, attention, nn),
+            "quant_conv": nn.Conv2d(latent, code, 1),
+            "post_quant_conv": nn.Conv2d(code, latent, 1),
+            "quantize.embedding": nn.Embedding(codes, code),
+        }
+    return {f"{part}.{name}": tuple(t.shape) for part, made in parts.items() for name, t in made.state_dict().items()}
 
 
 def movq_shapes(
@@ -149,12 +109,7 @@ def movq_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a MoVQGAN: a VQGAN with attention in the deepest level, too, whose decoder's
     norms are modulated by the codes."""
-    plain = vqgan_shapes(codes, widths, base, MOVQ_CODE, MOVQ_CODE, blocks)
-    for coder, side, steps in (("encoder", "down", blocks), ("decoder", "up", blocks + 1)):
-        middle = {name: shape for name, shape in plain.items() if name.startswith(f"{coder}.mid.attn_1.")}
-        for step in range(steps):
-            deepest = f"{coder}.{side}.{len(widths) - 1}.attn.{step}."
-            plain |= {name.replace(f"{coder}.mid.attn_1.", deepest): shape for name, shape in middle.items()}
+    plain = vqgan_shapes(codes, widths, base, MOVQ_CODE, MOVQ_CODE, blocks, attention=True)
     found = {}
     for name, shape in plain.items():
         norm = re.fullmatch(r"(decoder\..*norm[^.]*)\.(weight|bias)", name)
@@ -196,10 +151,8 @@ def write_vqgan(path: Path, codes: int = 32, seed: int = 0) -> Path:
     if path.suffix == ".safetensors":
         save_file(weights, str(path))
     else:
-        torch.save(
-            {"state_dict": weights | {"loss.discriminator.main.0.weight": torch.zeros(4, 3, 4, 4)}, "global_step": 1},
-            path,
-        )
+        of_training = {"loss.discriminator.main.0.weight": torch.zeros(4, 3, 4, 4)}
+        torch.save({"state_dict": weights | of_training, "global_step": 1}, path)
     return path
 
 

@@ -17,33 +17,10 @@ from .tiny_folder import layer_shapes, write_folder
 
 CODES, HEADS, KV_HEADS, FACTOR = 32, 4, 2, 2
 GRID = (4, 4)
-WORDS = [
-    "<unk>",
-    "<|endoftext|>",
-    "<image>",
-    *"0123456789*.,",
-    "a",
-    "red",
-    "cup",
-    "masterpiece",
-    "film",
-    "grained",
-    "best",
-    "quality",
-    "low",
-    "worst",
-    "bad",
-    "blurry",
-]
-SPECIALS = [
-    "<|extra_200|>",
-    "<|extra_201|>",
-    "<|extra_203|>",
-    "<|extra_204|>",
-    "<|image token|>",
-    "<|image start|>",
-    "<|image end|>",
-]
+WORDS = ["<unk>", "<|endoftext|>", "<image>", *"0123456789*.,", "a", "red", "cup", "masterpiece", "film", "grained"]
+WORDS += ["best", "quality", "low", "worst", "bad", "blurry"]
+SPECIALS = [f"<|extra_{number}|>" for number in (200, 201, 203, 204)]
+SPECIALS += [f"<|image {part}|>" for part in ("token", "start", "end")]
 VQ = {
     "codebook_size": CODES,
     "embed_dim": 4,

@@ -13,17 +13,8 @@ from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 CODES, GRID = 32, (4, 4)
 WORDS = 256  # bytes, before the special tokens
-SPECIALS = [
-    "<|endoftext|>",
-    "<|extra_100|>",
-    "<|extra_200|>",
-    "<|extra_201|>",
-    "<|extra_203|>",
-    "<|extra_204|>",
-    "<|image token|>",
-    "<|image start|>",
-    "<|image end|>",
-]
+SPECIALS = ["<|endoftext|>", *(f"<|extra_{number}|>" for number in (100, 200, 201, 203, 204))]
+SPECIALS += [f"<|image {part}|>" for part in ("token", "start", "end")]
 WIDTHS, CHANNELS, CODE = (1, 1, 2), 32, 16  # of the image decoder, whose tokens are 4 pixels a side
 DECODER = "Emu3.5-VisionTokenizer"
 
@@ -81,13 +72,7 @@ def ibq_shapes(
     codes: int = CODES, widths: tuple[int, ...] = WIDTHS, base: int = CHANNELS, code: int = CODE, blocks: int = 2
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the image decoder's tensors: a VQGAN with attention in the deepest level, too."""
-    found = vqgan_shapes(codes, widths, base, code, code, blocks)
-    for coder, side, steps in (("encoder", "down", blocks), ("decoder", "up", blocks + 1)):
-        middle = {name: shape for name, shape in found.items() if name.startswith(f"{coder}.mid.attn_1.")}
-        for step in range(steps):
-            deepest = f"{coder}.{side}.{len(widths) - 1}.attn.{step}."
-            found |= {name.replace(f"{coder}.mid.attn_1.", deepest): shape for name, shape in middle.items()}
-    return found
+    return vqgan_shapes(codes, widths, base, code, code, blocks, attention=True)
 
 
 def ibq_weights(codes: int = CODES, seed: int = 0) -> dict[str, Tensor]:

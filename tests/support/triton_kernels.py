@@ -1,6 +1,7 @@
 """Triton kernels on a machine without a GPU: what they compute, by Triton's interpreter, and whether they compile.
 
     interpreted("noise.uniform", *given)     runs kernels/noise_triton.py:uniform on CPU tensors, also in place
+    agrees("noise.uniform", *given)          the same, compared with its torch reference
     compiled("noise.uniform", *given)        compiles what that call would launch, down to machine code for a GPU
 
 Triton decides once per process which of the two it does, and must know before it is imported, which half of the
@@ -27,11 +28,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from comfyui_specar.kernels.graphs import leaves
 
 from . import execution
 
-CAPABILITIES = 80, 86, 89, 90, 120  # A100; RTX 30; RTX 40; H100; RTX 50
-SHARED = 99 * 2**10  # bytes of shared memory that a program can have on each of them
+SHARED = 99 * 2**10  # bytes of shared memory that a program can have on every GPU of capability 8.0 or higher
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,23 @@ def interpreted(function: str, *given: Any, backwards: bool = False) -> Any:
     return _process("1").submit(_there("_call_backwards" if backwards else "_call"), function, given).result()
 
 
+def agrees(function: str, *given: Any, rtol: float = 1e-5, atol: float = 1e-6) -> Any:
+    """The result of a Triton kernel, which is that of its torch reference; both write the same into what they are
+    given. Whole numbers are equal."""
+    module, name = function.split(".")
+    reference = getattr(import_module(f"comfyui_specar.kernels.{module}"), name)
+    copies = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in given)
+    wanted, found = reference(*copies), interpreted(function, *given)
+    for ours, its in zip(leaves((found, given)), leaves((wanted, copies)), strict=True):
+        exact = {} if its.is_floating_point() else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(ours, its, equal_nan=True, **{"rtol": rtol, "atol": atol} | exact)
+    return found
+
+
 def compiled(function: str, *given: Any, capability: int = 90) -> list[Kernel]:
-    """The kernels that a call launches, compiled for a compute capability (90: 9.0). Nothing is run."""
-    return _process("0").submit(_there("compile_here"), function, given, capability).result()
-
-
-def compiled_everywhere(function: str, *given: Any) -> list[Kernel]:
-    """``compiled`` for every kind of GPU since 2020. No kernel may overflow its registers, or ask for more shared
-    memory than each of them has."""
-    kernels = [kernel for capability in CAPABILITIES for kernel in compiled(function, *given, capability=capability)]
+    """The kernels that a call launches, compiled for a compute capability (90: 9.0). Nothing is run. None may overflow
+    its registers, or ask for more shared memory than every kind of GPU since 2020 has."""
+    kernels = _process("0").submit(_there("compile_here"), function, given, capability).result()
     for kernel in kernels:
         assert not kernel.overflows, f"{kernel.name} spills {kernel.stack} bytes"
         assert kernel.shared <= SHARED, f"{kernel.name} needs {kernel.shared} bytes of shared memory"

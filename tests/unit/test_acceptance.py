@@ -4,13 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.kernels import verification
-from comfyui_specar.kernels.sampling import point_mass
-from comfyui_specar.samplers.rules.acceptance import Draft, Exact, accept_or_resample, check_strength
+from comfyui_specar.samplers.rules.acceptance import Exact, check_strength
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
-from comfyui_specar.samplers.trace import Source
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05])
 Q = torch.tensor([0.2, 0.2, 0.3, 0.3])
@@ -78,13 +75,6 @@ def test_schedules(rule, omegas):
     assert close(rule.omega(P, Q, depth, torch.full((len(depth),), 0.5)), [(1 + w) / 2 for w in (*omegas, 1, 1)], 5e-5)
 
 
-def test_a_floor_scales_what_stays_above_it_by_a_common_factor():
-    free, floored = CoolSD(1.5, 0.4, 8, floor=False).omegas(), CoolSD(1.5, 0.4, 8).omegas()
-    above = [i for i, omega in enumerate(floored) if omega > 1]
-    assert 0 < len(above) < 8 and min(floored) == 1
-    assert max(floored[i] / free[i] for i in above) - min(floored[i] / free[i] for i in above) < 1e-9
-
-
 NEAR = torch.tensor([[0] * 5, [0] * 5, [3, 1, 0, 5, 4], [0] * 5, [0] * 5, [0] * 5], dtype=torch.int32)
 LOOKALIKES = torch.tensor([0.30, 0.05, 0.10, 0.04, 0.31, 0.20])  # cumulative from 2 on: .04 .09 .39 .59 .90
 
@@ -118,57 +108,6 @@ def test_a_budget_that_is_just_met_counts():
         assert [float(x) for x in rule.aggregate(p, token, ONE[0])] == [0.25, 2]
 
 
-@pytest.mark.parametrize("child", range(4))
-def test_relaxed_certain_children(child):
-    """The residual of every rule then is p without the child; the metered one drifts by min(epsilon, 1 - p)."""
-    token = torch.tensor(child)
-    given = P, point_mass(token, 4), token, DEPTH[0], ONE[0]
-    p, rest = float(P[child]), torch.where(torch.arange(4) == child, 0, P)
-    table = torch.tensor([[b for b in range(4) if b != a] for a in range(4)], dtype=torch.int32)
-    absorbed, _ = Lantern(3, 0.2, table=table).aggregate(P, token, ONE[0])
-    for rule, f in (
-        (UniformRSD(2.5), min(1, 2.5 * p)),
-        (CoolSD(2.5, 0), min(1, 2.5 * p)),
-        (Lantern(3, 0.2, table=table), min(1, p + float(absorbed))),
-        (TVMetered(0.1), min(1, p + 0.1)),
-        (TVMetered(0.9), min(1, p + 0.9)),
-    ):
-        assert close(rule.accept_probability(*given), f), rule
-        assert close(rule.residual(*given), rest.tolist()) and close(rule.tv_bound(*given), f - p), rule
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_token_that_is_sampled_is_followed_where_it_is_a_child(at_once):
-    """A root with the children 2 and 1, of which the first has the children 0 and 2. The target is always certain."""
-    token, none = torch.tensor([[5, 2, 1, 0, 2]]).expand(5, -1), [-1, -1]
-    children = torch.tensor([[1, 2], [3, 4], none, none, none]).expand(5, -1, -1)
-    after = [[2, 0, 3, 1, 3], [2, 2, 3, 3, 1], [1, 3, 0, 3, 3], [0, 3, 3, 3, 3], [2, 3, 0, 0, 0]]
-    p = point_mass(torch.tensor(after), 6)
-    u = torch.full((5, 5), 0.5)
-    found = (
-        verification.sample_and_match_rows(p, token, children, 2, u)
-        if at_once
-        else verification.sample_and_match(lambda slot: p[torch.arange(5), slot], token, children, 2, u)
-    )
-    assert found.accepted.tolist() == [2, 2, 1, 0, 1]
-    assert found.path.tolist() == [[1, 3], [1, 4], [2, 0], [0, 0], [1, 0]]
-    tokens = [row[: count + 1] for row, count in zip(found.token.tolist(), found.accepted.tolist(), strict=True)]
-    assert tokens == [[2, 0, 1], [2, 2, 1], [1, 0], [0], [2, 3]]
-    ends = [(found.source[b, count].item(), found.rank[b, count].item()) for b, count in enumerate([2, 2, 1, 0, 1])]
-    assert ends == [(Source.BONUS, 0)] * 3 + [(Source.RESIDUAL, 1)] * 2  # the last child is the one that was refused
-    assert found.rank[:, 0].tolist() == [0, 0, 1, 1, 0] and found.rank[:2, 1].tolist() == [0, 1]
-    accepted = torch.arange(3) < found.accepted[:, None]
-    assert (found.source[accepted] == Source.ACCEPTED).all() and (found.ratio[accepted] == 1).all()
-    assert found.ratio[3, 0] == found.ratio[4, 1] == 0 and (found.tv_bound == 0).all()
-
-
-def test_a_token_of_target_probability_zero_is_never_kept():
-    given = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([0]), DEPTH[:1], ONE[:1]
-    for rule in (Exact(), UniformRSD(100), CoolSD(100), TVMetered(1)):
-        assert float(rule.accept_probability(*given)) == 0
-        assert close(rule.tv_bound(*given), [0])
-
-
 def test_strength_is_checked():
     device = torch.device("cpu")
     assert check_strength(None, 2, 3, device) is None
@@ -179,39 +118,3 @@ def test_strength_is_checked():
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match=r"strength.*0.* to 1"):
             check_strength(torch.tensor([[0, value, 1]]), 2, 3, device)
-
-
-def run(p, q, exists=True, draws=100_000):
-    """Frequencies of (token, accepted) over a grid of drafts sampled from q and independent u, v."""
-    generator = torch.Generator().manual_seed(0)
-    token = torch.multinomial(q if exists else p, draws, replacement=True, generator=generator)[:, None]
-    u, v = torch.rand((2, draws, 1), generator=generator)
-    there = torch.full_like(token, exists).bool()
-    draft = Draft(token, (q * exists).expand(draws, 1, -1), torch.ones_like(token), there)
-    outcome = accept_or_resample(Exact(), p.expand(draws, 1, -1), draft, u, v, torch.ones_like(u))
-    assert not outcome.relaxed.any()
-    return outcome.token[:, 0], outcome.accepted[:, 0], token[:, 0]
-
-
-def assert_shares(drawn, wanted):
-    """Shares of many samples, each within 4.5 standard deviations: one in 150 000 of the distribution itself would not
-    be.
-    """
-    deviation = (wanted * (1 - wanted) / len(drawn)) ** 0.5
-    assert ((drawn.bincount(minlength=len(wanted)) / len(drawn) - wanted).abs() < 4.5 * deviation + 1e-9).all()
-
-
-MASS = point_mass(torch.tensor(3), 4)
-
-
-@pytest.mark.parametrize(
-    ("p", "q", "exists", "kept"),
-    [(P, Q, True, 0.6), (P, P, True, 1), (P, Q, False, 0), (MASS, MASS, True, 1), (MASS, Q, True, 0.3)],
-    ids=["other", "equal", "no draft", "both forced", "forced target"],
-)
-def test_the_result_follows_p_and_is_the_draft_as_often_as_possible(p, q, exists, kept):
-    out, accepted, token = run(p, q, exists)
-    assert_shares(out, p)
-    assert_shares(accepted.long(), torch.tensor([1 - kept, kept]))
-    assert torch.equal(out[accepted], token[accepted])
-    assert (p > q * exists)[out[~accepted]].all(), "a token of the residual"

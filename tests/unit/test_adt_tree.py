@@ -7,22 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.samplers.drafts.adt_tree import (
-    ANOLE,
-    FLOCK_DISTANCE,
-    INITIAL,
-    LLAMAGEN,
-    ADTTree,
-    History,
-    TreeShapes,
-    remember,
-)
+from comfyui_specar.samplers.drafts.adt_tree import ANOLE, FLOCK_DISTANCE, INITIAL, LLAMAGEN, ADTTree
 from comfyui_specar.samplers.layout import TokenLayout
-from comfyui_specar.samplers.methods.speculative import DraftTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
+from ..support.toy import with_line_ends
 
 GRID = TokenLayout.plain(8, 8)
 
@@ -58,12 +48,6 @@ def test_published_sequences():
     assert shapes(ANOLE, none_of, 6) == [(5, 10), (4, 13), (3, 13), (2, 13), (1, 16), (1, 19)]
     assert shapes(LLAMAGEN, all_of, 5) == [(5, 10), (6, 4), (7, 4), (8, 4), (9, 4)]
     assert shapes(LLAMAGEN, none_of, 7) == [(5, 10), (4, 20), (3, 30), (2, 39), (1, 49), (1, 58), (1, 58)]
-
-
-def test_one_level_back_to_two_restricts_the_width_again():
-    story = iter([0, 0, 0, 0, 0, 1, 0])
-    seen = shapes(ANOLE, lambda depth: torch.full_like(depth, next(story)), 7)
-    assert seen[4:] == [(1, 16), (1, 19), (2, 13)]
 
 
 def test_the_threshold_counts_as_reached():
@@ -203,55 +187,6 @@ def test_every_choice_is_the_one_made_by_hand(name, adt, seed):
         committed = after
 
 
-def decided(adt: ADTTree, layout: TokenLayout, trees: dict[int, tuple[int, int, float]], last: int) -> History:
-    """A memory in which given positions were decided by given trees."""
-    history = adt.start(1, layout, "cpu")
-    for position in [p for p in trees if p != last] + [last]:
-        depth, width, alpha = trees[position]
-        tried = TreeShapes(torch.tensor([depth]), torch.tensor([width]), torch.tensor([float(alpha)]))
-        history = remember(history, torch.tensor([position]), torch.tensor([position + 1]), tried, torch.tensor([True]))
-    return history
-
-
-def ask(adt: ADTTree, history: History, position: int, layout: TokenLayout = GRID, u=(0.0, 0.0)) -> tuple[int, int]:
-    return tuple(int(x) for x in adt.shape(history, torch.tensor([position]), layout, torch.tensor([u])))
-
-
-def test_flock_by_hand():
-    """Around (2, 2): left (2, 1) and above (1, 2) at distance 1, (1, 1) at sqrt 2, (0, 2) at 2; (1, 5) is too far."""
-    trees = {8 + 5: (9, 39, 1.0), 8 + 1: (1, 8, 1.0), 2: (4, 38, 1.0), 8 + 2: (6, 10, 1.0), 16 + 1: (7, 20, 1.0)}
-    adt = ADTTree(initial="tokenflock", depth_step=0, width_step=0)
-    history = decided(adt, GRID, trees, last=16 + 1)
-    # weights 2, 2, 3 - 1.4142 = 1.5858, 1: depth (14 + 12 + 1.5858 + 4) / 6.5858 = 4.796, width (40 + 20 + 12.686 + 38)
-    # / 6.5858 = 16.807
-    assert ask(adt, history, 16 + 2) == (5, 17)
-    # column differences 1, 0, 1, 0: weights 2, 3, 2, 3, depth (14 + 18 + 2 + 12) / 10, width (40 + 30 + 16 + 114) / 10
-    assert ask(replace(adt, flock_distance="printed"), history, 16 + 2) == (5, 20)
-    # only left and above count: depth 6.5 rounds up, width 15
-    assert ask(replace(adt, radius=1), history, 16 + 2) == (7, 15)
-    assert ask(adt, history, 40) == (7, 20)  # nobody near: the last tree
-
-
-def test_random_shapes_fill_the_bounds_and_move_with_the_last_alpha():
-    adt = ADTTree(initial="random", depth_step=0, width_step=0, depths=(2, 4), widths=(5, 8))
-    batch = 4000
-    u = torch.rand(batch, 2, generator=torch.Generator().manual_seed(0))
-    depth, width = adt.shape(adt.start(batch, GRID, "cpu"), torch.ones(batch, dtype=torch.int64), GRID, u)
-    for values, low, high in ((depth, 2, 4), (width, 5, 8)):
-        counts = torch.bincount(values)[low:]
-        assert len(counts) == high - low + 1 and (counts > 0.8 * batch / len(counts)).all()
-    moving = ADTTree(initial="random")
-    history = decided(moving, GRID, {1: (3, 10, 1.0)}, last=1)
-    assert ask(moving, history, 2, u=(0.5, 0.99999)) == (6, 29)
-    assert ask(moving, history, 2, u=(1 - 2**-24, 1 - 2**-24)) == (9, 29)
-
-
-def test_presets_are_legal_and_described():
-    for adt in (LLAMAGEN, ANOLE):
-        adt.check()
-        assert adt.describe()["kind"] == "adt" and adt.describe()["depths"] == (1, 9)
-
-
 def test_the_extent_is_that_of_the_largest_trees():
     """Of images with 2, 5 and no tokens to go."""
     adt, left = ADTTree(depths=(1, 5), widths=(1, 9), nodes=12), torch.tensor([2, 5, 0])
@@ -262,43 +197,3 @@ def test_the_extent_is_that_of_the_largest_trees():
 
 
 # Whole runs.
-
-
-@pytest.mark.parametrize("initial", INITIAL)
-def test_runs_follow_the_distribution_and_rows_are_single_runs(initial):
-    layout = with_line_ends(2, 2)
-    model = ToyModel(layout, 2)
-    adt = ADTTree(initial=initial, depths=(1, 3), widths=(1, 3), width_step=1, nodes=5, first=(2, 2))
-    method = DraftTree(ToyDrafter(model), adt)
-    many = method.sample(request(model, layout, seed=0, batch=8000))
-    assert chi_square(many.tokens, model.distribution(layout, request(model, layout).params)).z < 4
-    assert len(set(many.trace.rounds["depth"].flatten().tolist())) > 2, "the depth never changes"
-    for i in range(3):
-        single = method.sample(request(model, layout, seed=i, batch=1))
-        assert torch.equal(many.tokens[i], single.tokens[0])
-        for field, values in many.trace.positions.items():
-            assert torch.allclose(values[i].double(), single.trace.positions[field][0].double(), atol=1e-6), field
-
-
-class Measured(ADTTree):
-    """Notes the size of every tree."""
-
-    def grow(self, work, root, plan, extent, round_index):
-        tree = super().grow(work, root, plan, extent, round_index)
-        depth, _ = tree.spread()
-        drafts = tree.exists[:, 1:].sum(1)
-        assert tree.token.shape[1] - 1 <= self.size()[0] and tree.levels <= self.size()[1]
-        assert (drafts <= self.nodes).all() and (depth <= plan[0]).all()
-        assert tree.levels <= (work.layout.length - root.committed).max(), "levels behind the end of every image"
-        assert work.state.expanded <= self.expansions()
-        return tree
-
-
-@pytest.mark.parametrize("depths, widths, nodes", [((1, 4), (2, 6), 12), ((2, 6), (1, 4), 6), ((3, 3), (5, 5), 9)])
-def test_trees_stay_within_their_size(depths, widths, nodes):
-    """In a batch whose images want deep and wide trees at once."""
-    layout = plain(2, 4)
-    model = ToyModel(layout)
-    adt = Measured(initial="random", depths=depths, widths=widths, width_step=2, nodes=nodes)
-    out = DraftTree(ToyDrafter(model), adt).sample(request(model, layout, batch=64))
-    assert out.tokens.shape == (64, layout.length)

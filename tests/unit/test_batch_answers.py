@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from comfyui_specar.batch import answers, cli
-from comfyui_specar.batch.address import HIDDEN, address_of
 from comfyui_specar.batch.answers import UnexpectedAnswerError
 from comfyui_specar.batch.server import Reply, Server, ServerAwayError, entry, files_of, reports_of
 from comfyui_specar.common.limits import FILES
@@ -79,16 +78,6 @@ def test_totals_are_as_deep_and_as_long_as_ours_and_finite():
     assert answers.get_totals({"totals": {"a": [*lines, "x" * last]}})
     unexpected(answers.get_totals, {"totals": {"a": [*lines, "x" * (last + 1)]}}, match="too long")
     unexpected(answers.get_totals, {"totals": [1]}, match="totals is a list")
-
-
-def test_an_address_keeps_empty_values_and_hides_what_is_private():
-    address = address_of("https://me:se%2Fcret@host:1/x/?token=t0&empty=")
-    assert address.query == {"token": "t0", "empty": ""} and address.name == address.base == "https://host:1/x"
-    hidden = address.hide(f"se/cret se%2Fcret t0 {address.headers['Authorization']} me")
-    assert hidden == f"{HIDDEN} {HIDDEN} {HIDDEN} Basic {HIDDEN} me"
-    assert address_of("host").name == "host" and address_of("host").base == "http://host"
-    assert address_of("key@host").private[0] == "key", "a login of one word is the secret"
-    assert "Authorization" not in address_of("host").headers
 
 
 @pytest.mark.parametrize(

@@ -192,31 +192,6 @@ async def test_without_patience_a_server_that_once_answered_is_waited_for_longer
     assert f"{patience:g} s" in said(caplog)[1] and "given up" in said(caplog)[-1]
 
 
-@asynchronous
-async def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may(tmp_path):
-    """All three are filled; then the middle one generates one image, the fast one all that are left for it."""
-    async with FakeComfy() as fast, FakeComfy() as middle, FakeComfy() as slow:
-        servers, jobs = [slow, middle, fast], jobs_of(16)
-
-        def full() -> bool:
-            return all(one.running and one.pending for one in servers)
-
-        async def pace(_batch):
-            await until(full)
-            middle.ends = lambda: not middle.drawn
-            await until(lambda: middle.drawn and full())
-            fast.ends = lambda: True
-            await until(lambda: len(fast.drawn) == 16 - 2 - 3)
-            slow.ends = middle.ends = lambda: True
-
-        for one in servers:
-            one.ends = lambda: False
-        await run_batch(tmp_path / "r.jsonl", servers, jobs, during=pace)
-        assert_each_once(tmp_path / "r.jsonl", jobs, *servers)
-        assert [len(one.drawn) for one in servers] == [2, 3, 11]
-        assert {one.most_queued for one in servers} == {QUICK.in_flight}
-
-
 def test_a_server_that_never_answers_holds_nobody_up(tmp_path, monkeypatch, caplog):
     """It accepts connections, as one that hangs; at the end nothing is left of asking it."""
     monkeypatch.setattr(dispatch, "CLOSE_SECONDS", 0.01)
@@ -234,20 +209,6 @@ def test_a_server_that_never_answers_holds_nobody_up(tmp_path, monkeypatch, capl
         asyncio.run(check())
         gc.collect()  # an exception that nobody has looked at is reported when it is thrown away
     assert caplog.messages == []
-
-
-def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatch):
-    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.01)
-
-    async def check(url: str):
-        async with server.open_session() as session:
-            await server.Server(session, url).queue()
-
-    with socket.create_server(("127.0.0.1", 0)) as hung:
-        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
-        with pytest.raises(server.ServerAwayError, match=f"^{url} does not answer in time") as error:
-            asyncio.run(check(url))
-    assert "socket" not in str(error.value) and not error.value.gone
 
 
 @asynchronous
@@ -273,12 +234,13 @@ async def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
 async def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, error):
     async with FakeComfy() as one:
         jobs = [Job("bad", {"prompt": text}, 2), *jobs_of(3)]
-        await run_batch(tmp_path / "r.jsonl", [one], jobs)
-        records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
-        assert error in records.pop("bad")["error"] and one.drawn == ["p_j0", "p_j1", "p_j2"]
-        assert {record["status"] for record in records.values()} == {"success"}
-        await run_batch(tmp_path / "r.jsonl", [one], jobs)
-        assert len(lines(tmp_path / "r.jsonl")) == 4 and len(one.drawn) == 3
+        for _ in range(2):  # the second run has nothing to do
+            await run_batch(tmp_path / "r.jsonl", [one], jobs)
+            records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
+            assert len(lines(tmp_path / "r.jsonl")) == 4 and error in records.pop("bad")["error"]
+            assert {record["status"] for record in records.values()} == {"success"}
+            # What was accepted in part may have been drawn before it was cancelled.
+            assert [name for name in one.drawn if name != "p_bad"] == ["p_j0", "p_j1", "p_j2"]
 
 
 @pytest.mark.parametrize("missing", ["Sampler", "cat"])
@@ -330,17 +292,6 @@ async def test_a_file_that_a_row_names_is_looked_for_on_every_server(tmp_path):
         assert bad["status"] == "error" and one.url in bad["error"] and other.url in bad["error"]
         assert {record["status"] for record in records.values()} == {"success"} and len(records) == 5
         assert any("good" in name for name in other.drawn)
-
-
-@asynchronous
-async def test_rows_that_wait_for_the_one_server_with_their_file_hold_no_other_row_up(tmp_path):
-    """It generates nothing until the other has generated all that it can."""
-    async with FakeComfy() as lacking, FakeComfy() as full:
-        lacking.lacks, full.ends = {"here"}, lambda: len(lacking.drawn) == 4
-        jobs = [Job(f"k{i}", {"prompt": "here"}, i) for i in range(4)] + jobs_of(4)
-        await run_batch(tmp_path / "r.jsonl", [lacking, full], jobs)
-        assert {record["status"] for record in lines(tmp_path / "r.jsonl")} == {"success"}
-        assert sorted(jobs_drawn(lacking)) == ["j0", "j1", "j2", "j3"] and len(full.drawn) == 4
 
 
 @asynchronous
@@ -413,34 +364,6 @@ async def test_a_server_that_was_only_silent_goes_on_with_what_it_has(tmp_path, 
         assert {record["attempt"] for record in lines(tmp_path / "r.jsonl")} == {1}
 
 
-@asynchronous
-async def test_a_silent_server_that_comes_back_may_draw_an_image_again_whose_result_is_recorded_once(
-    tmp_path, silent, clock
-):
-    """Both servers generate its jobs; it has ended one meanwhile, and the other one is taken from it."""
-    async with FakeComfy() as one, FakeComfy() as other:
-        one.ends = other.ends = lambda: False
-
-        async def hush(batch):
-            await until(lambda: one.running and one.pending and other.running and other.pending)
-            silent.add(one.url)
-            await clock.away(batch, SILENT)
-            await until(lambda: given_back(batch))
-            other.ends = lambda: len(other.drawn) < 2  # the third is one of the silent server's
-            await until(lambda: len(other.drawn) == 2 and other.running and other.pending)
-            one.ends = lambda: not one.drawn
-            await until(lambda: one.drawn and one.running)
-            silent.clear()
-            await until(lambda: not one.running)  # as it was cancelled
-            one.ends = other.ends = lambda: True
-
-        jobs = jobs_of(4)
-        await run_batch(tmp_path / "r.jsonl", [one, other], jobs, during=hush)
-        assert Counter(record["id"] for record in lines(tmp_path / "r.jsonl")) == Counter(job.id for job in jobs)
-        assert {record["server"] for record in lines(tmp_path / "r.jsonl")} == {other.url}
-        assert len(one.drawn) == 1 and max(jobs_drawn(one, other).values()) == 2
-
-
 @pytest.mark.parametrize("missed", [False, True])
 @asynchronous
 async def test_a_job_that_kills_servers_is_given_up(tmp_path, clock, missed):
@@ -483,21 +406,6 @@ async def test_without_any_server_it_gives_up_and_can_go_on_later(tmp_path, cloc
         await one.start()
         await run_batch(tmp_path / "r.jsonl", [one], jobs)
         assert {record["id"] for record in lines(tmp_path / "r.jsonl")} == {"j0", "j1", "j2"}
-
-
-@asynchronous
-async def test_that_no_server_answers_is_said_once(tmp_path, clock, monkeypatch, caplog):
-    """Also where all are asked when the time is over."""
-
-    async def silent(self):
-        await asyncio.sleep(0.02)
-        raise server.ServerAwayError(self.url)
-
-    monkeypatch.setattr(server.Server, "versions", silent)
-    long = QUICK.patience + 0.1
-    servers = [FakeComfy(), FakeComfy()]
-    await run_batch(tmp_path / "r.jsonl", servers, jobs_of(1), during=lambda batch: clock.away(batch, long))
-    assert sum("given up" in message for message in said(caplog)) == 1
 
 
 @asynchronous
@@ -734,3 +642,17 @@ async def test_whatever_fails_on_two_servers_every_job_has_one_result(tmp_path_f
             await run_batch(path, [one, other], jobs, options, during=break_and_mend)
         assert Counter(record["id"] for record in lines(path)) == Counter(job.id for job in jobs)
         assert {record["status"] for record in lines(path)} == {"success"}
+
+
+def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatch):
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.01)
+
+    async def check(url: str):
+        async with server.open_session() as session:
+            await server.Server(session, url).queue()
+
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+        with pytest.raises(server.ServerAwayError, match=f"^{url} does not answer in time") as error:
+            asyncio.run(check(url))
+    assert "socket" not in str(error.value) and not error.value.gone

@@ -117,11 +117,6 @@ def test_a_job_that_no_actor_survives_says_how_often_it_was_tried(ray, tmp_path,
     assert attempts in record["error"] and record["seconds"] == 0 and ray.asked["shutdown"]
 
 
-def test_nothing_is_started_for_no_job(ray, tmp_path):
-    ray_cluster.generate_all(None, None, RayOptions(), [], {}, {}, tmp_path, None, False)
-    assert not ray.asked
-
-
 def test_pixels_are_rounded_as_save_image_does(monkeypatch):
     values = [-0.1, 0.0, 0.4999, 0.5, 0.9999, 1.0, 1.2, 1 / 255, 254.5 / 255]
     decoded = torch.tensor(values * 3).reshape(1, 3, 3, 3)

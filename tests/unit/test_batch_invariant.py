@@ -31,7 +31,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(dtype, size, own_weigh
 
 
 @pytest.mark.parametrize("dtype", batch_invariant.HALF)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[1:3])
 def test_two_ways_that_give_the_same_differ_only_in_time(monkeypatch, dtype, size):
     """Whichever is faster on this machine: an image must not depend on that."""
     torch.manual_seed(0)
@@ -82,11 +82,10 @@ def forgetful():
 
 @pytest.fixture
 def fickle_attention(monkeypatch, forgetful):
-    """Sums more than 192 keys in another order, and fewer than 384 in a third."""
-    attend = F.scaled_dot_product_attention
+    """On any machine, sums between 192 and 384 keys in another order."""
 
     def attention(q, k, v, attn_mask):
-        return attend(q, k, v, attn_mask=attn_mask) * (1.1 if 192 < k.shape[2] < 384 else 1.0)
+        return torch.full_like(q, 2.0 if 192 < k.shape[2] < 384 else 1.0)
 
     monkeypatch.setattr(batch_invariant.F, "scaled_dot_product_attention", attention)
 
@@ -177,7 +176,3 @@ def test_same_seed_same_image_in_half_precision(dtype, window):
     assert torch.equal(api.sample(model, conditioning, sjd, seed=4, cfg=2.0).tokens, image)
     batch = api.sample(model, conditioning, api.methods.NextToken(), seed=3, batch_size=2, cfg=2.0).tokens
     assert torch.equal(batch[1:], image)
-
-
-def test_blocks_are_tried_with_numbers_of_rows_on_both_sides_of_where_routines_change():
-    assert batch_invariant._counts(32) == {2, 3, 5, 8, 16, 17, 31} and batch_invariant._counts(8) == {2, 3, 4, 5, 7}

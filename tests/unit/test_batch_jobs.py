@@ -140,11 +140,6 @@ def test_a_cell_of_many_letters_makes_no_message_of_as_many(tmp_path, workflow):
     assert len(refused(tmp_path, "a.jsonl", json.dumps({"id": 10**6 * "x"}))) < 3000
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(JobsError, match="gone.csv.*No such file"):
-        read_jobs(tmp_path / "gone.csv")
-
-
 @pytest.fixture
 def workflow() -> dict:
     def encoder(words):
@@ -211,14 +206,6 @@ def test_a_seed_that_nodes_share_is_set_where_it_is_typed(workflow):
         found = with_overrides(workflow, {name: "7", "prompt": "dog"})
         assert found["10"]["inputs"]["value"] == 7 and found["7"]["inputs"]["seed"] == ["10", 0]
         assert found["2"]["inputs"]["text"] == found["11"]["inputs"]["value"] == "dog"
-
-
-def test_what_is_typed_in_a_primitive_node_is_named_among_what_can_be_set(workflow):
-    workflow["10"] = {"class_type": "PrimitiveInt", "inputs": {"value": 2}}
-    for node in "67":
-        workflow[node]["inputs"]["seed"] = ["10", 0]
-    with pytest.raises(OverrideError, match="no sed.* seed, "):
-        with_overrides(workflow, {"sed": 1})
 
 
 @pytest.mark.parametrize("columns", [("6.seed", "Second v1.5.seed"), ("prompt", "text")])
@@ -317,26 +304,6 @@ def test_a_number_that_a_spreadsheet_rounded_is_refused_with_line_column_and_rem
             prompts_of(workflow, jobs_in(tmp_path_factory.mktemp("jobs"), name, content))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "seed\n1.23E+05\n",
-        "window\n1e1\n",
-        "seed\n9007199254740993.0\n",
-        '{"seed": 1e5}',
-        '{"seed": 1e18}',
-        '{"window": 1E1}',
-        '{"seed": 1234567890123456789.0}',
-        '{"6.seed": "1e5"}',
-    ],
-)
-def test_a_whole_number_that_shows_not_all_its_digits_is_refused(tmp_path, workflow, content):
-    workflow["6"] |= {"class_type": "SpecARSJDSampler"}
-    workflow["6"]["inputs"]["window"] = 16
-    with pytest.raises(RowsError, match="format the column as text"):
-        prompts_of(workflow, jobs_in(tmp_path, "a.csv" if content[0] != "{" else "a.jsonl", content))
-
-
 def test_fractions_may_be_in_scientific_notation_and_long_seeds_in_full(tmp_path, workflow):
     workflow["6"] |= {"class_type": "SpecARSJDSampler"}
     rows = [
@@ -350,18 +317,11 @@ def test_fractions_may_be_in_scientific_notation_and_long_seeds_in_full(tmp_path
     assert second["6"]["inputs"]["seed"] == 5 and third["6"]["inputs"]["seed"] == 2**64 - 1
 
 
-def test_numbers_in_scientific_notation_leave_automatic_ids_as_they_were(tmp_path):
-    one, other = (jobs_in(tmp_path, "a.jsonl", row) for row in ('{"cfg": 1e-1}', '{"cfg": 0.1}'))
-    assert one[0].id == other[0].id and one[0].overrides == other[0].overrides
-
-
-@pytest.mark.parametrize("value", ["16.5", 16.5])
-@pytest.mark.parametrize("column", ["window", "6.window", "Size.value", "width"])
+@pytest.mark.parametrize(("column", "value"), [("window", "16.5"), ("6.window", 16.5), ("Size.value", 16.5)])
 def test_a_fraction_is_refused_with_its_line_where_a_whole_number_is_needed(tmp_path, workflow, column, value):
     workflow["6"] |= {"class_type": "SpecARSJDSampler"}
     workflow["6"]["inputs"]["window"] = 16
     workflow["10"] = {"class_type": "PrimitiveInt", "inputs": {"value": 256}, "_meta": {"title": "Size"}}
-    workflow["7"]["inputs"]["width"] = ["10", 0]
     with pytest.raises(RowsError, match=rf"^line 1: {column} must be a whole number, not 16\.5$"):
         prompts_of(workflow, jobs_in(tmp_path, "a.jsonl", json.dumps({column: value})))
     assert prompts_of(workflow, jobs_in(tmp_path, "a.jsonl", json.dumps({column: "16.0"})))
@@ -387,11 +347,6 @@ def test_inputs_that_are_known_to_be_whole_numbers_are_those_of_the_nodes():
     assert not WHOLE & {name for name, kind in kinds if kind == "FLOAT"}
 
 
-def test_all_columns_that_the_workflow_lacks_are_named_at_once(workflow):
-    with pytest.raises(OverrideError, match=r"no size, method, Cfg \(write cfg\); it has prompt, "):
-        with_overrides(workflow, {"prompt": "cat", "size": 1, "method": "sjd", "Cfg": 3})
-
-
 def test_what_is_zeroed_for_the_other_input_is_the_prompt(workflow):
     """A negative prompt would be drawn."""
     workflow["5"]["inputs"] = {"positive": ["2", 0], "negative": ["10", 0]}
@@ -399,12 +354,6 @@ def test_what_is_zeroed_for_the_other_input_is_the_prompt(workflow):
     with pytest.raises(OverrideError, match="negative"):
         with_overrides(workflow, {"negative": "blurry"})
     assert with_overrides(workflow, {"prompt": "cat"})["2"]["inputs"]["text"] == "cat"
-
-
-def test_two_nodes_of_one_title_are_distinguished_by_id(workflow):
-    workflow["7"]["_meta"]["title"] = "Sampler"
-    with pytest.raises(OverrideError, match="'Sampler'.*6.seed, 7.seed"):
-        with_overrides(workflow, {"Sampler.seed": 1})
 
 
 @QUIET
@@ -453,22 +402,17 @@ def test_the_example_fits_every_shipped_text_workflow():
     assert fitting > 15
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"nodes": [], "links": []}', '{"1": {"class_type": "A"}}'])
+CHANGED = [{"class_type": 5}, {"_meta": ["title"]}, {"inputs": {"positive": []}}, {"inputs": [1]}]
+NO_WORKFLOWS = ["", "[]", "{}", '{"nodes": [], "links": []}', '{"1": {"class_type": "A"}}']
+NO_WORKFLOWS += [json.dumps({"1": {"class_type": "A", "inputs": {"prompt": "x"}} | change}) for change in CHANGED]
+
+
+@pytest.mark.parametrize("content", NO_WORKFLOWS)
 def test_what_is_no_api_workflow_is_refused(tmp_path, content):
     path = tmp_path / "w.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(OverrideError, match="API format.*workflows/api|cannot read"):
         read_workflow(path)
-
-
-@pytest.mark.parametrize(
-    "change", [{"class_type": 5}, {"_meta": ["title"]}, {"inputs": {"positive": []}}, {"inputs": [1]}]
-)
-def test_a_workflow_whose_parts_are_of_another_kind_is_refused(tmp_path, change):
-    file = tmp_path / "w.json"
-    file.write_text(json.dumps({"1": {"class_type": "A", "inputs": {"prompt": "x"}} | change}), "utf-8")
-    with pytest.raises(OverrideError, match="is not in API format"):
-        read_workflow(file)
 
 
 @pytest.mark.parametrize(
@@ -498,3 +442,8 @@ def test_a_workflow_has_an_end(tmp_path):
         (tmp_path / "w.json").write_text(json.dumps({str(number): node for number in range(count)}), "utf-8")
         with contextlib.nullcontext() if count == NODES else pytest.raises(OverrideError, match="has 5001 nodes"):
             assert len(read_workflow(tmp_path / "w.json")) == count
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(JobsError, match="gone.csv.*No such file"):
+        read_jobs(tmp_path / "gone.csv")

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import itertools
 import json
 import os
 import re
@@ -12,11 +11,9 @@ import sys
 from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from comfyui_specar.batch import cli, dispatch
-from comfyui_specar.batch.jobs import Job
+from comfyui_specar.batch import cli
 from comfyui_specar.batch.journal import Journal, JournalError, JsonLines
 from comfyui_specar.tests.support.fake_comfy import WORKFLOW, FakeComfy, asynchronous, run_beside, until, without_limits
 from comfyui_specar.tests.support.patience import PATIENCE
@@ -119,12 +116,6 @@ def test_a_job_that_has_its_image_cannot_change_under_its_id(tmp_path):
         left = [job for job in "abcde" if not journal.ended(job, "old", retry_failed=False)]
         corrected = [job for job in "abcde" if not journal.ended(job, "new", retry_failed=False)]
         assert left == ["d", "e"] and corrected == ["c", "d", "e"]
-
-
-def test_where_nothing_can_be_written_it_says_so(tmp_path):
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(JournalError, match=r"file.r\.jsonl"), Journal(tmp_path / "file/r.jsonl"):
-        pass
 
 
 @pytest.fixture
@@ -293,15 +284,6 @@ def test_lines_have_the_time(tmp_path):
     )
 
 
-def test_of_many_jobs_that_failed_before_some_are_named(table, here, capsys):
-    (table / "jobs.csv").write_text("id,prompt\n" + "".join(f"j{number},fail\n" for number in range(12)), "utf-8")
-    assert run_beside(FakeComfy()) == cli.FAILED
-    capsys.readouterr()
-    assert run_beside(FakeComfy()) == cli.FAILED
-    said = capsys.readouterr().err
-    assert said.count("failed before: Encoder") == 10 and "2 more from before" in said and "12 failed" in said
-
-
 def test_words_that_the_model_does_not_know_are_printed_and_recorded(table, here, capsys):
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\ntypo,red aple\n", encoding="utf-8")
     assert run_beside(FakeComfy()) == cli.DONE
@@ -332,15 +314,6 @@ def test_copies_can_be_had_later(table, here, capsys):
     assert cli.main(command("--server", server.url, "--out", "out")) == cli.DONE  # which needs no server
     assert (table / "jobs.results.jsonl").read_bytes() == before
     assert (table / "out/j0.png").read_text("utf-8") == "edited"
-
-
-def test_a_copy_that_is_missing_is_something_to_do_although_a_row_failed(table, here, capsys):
-    """A loop that repeats the command while it returns 1 gets it."""
-    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
-    server = FakeComfy()
-    assert run_beside(server) == cli.FAILED
-    assert cli.main(command("--server", server.url, "--out", "out")) == cli.UNFINISHED
-    assert run_beside(server, "--out", "out") == cli.FAILED and (table / "out/good.png").exists()
 
 
 def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here, capsys):
@@ -393,15 +366,6 @@ def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
     assert not (table / "jobs.results.jsonl").exists() or (table / "jobs.results.jsonl").read_text("utf-8") == ""
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_failure_names_its_server_where_there_are_several(capsys, several):
-    record = {"id": "a", "status": "error", "error": "disk full", "server": "http://b:1", "warnings": []}
-    journal = SimpleNamespace(results={"a": record}, path="results", done=lambda job: False)
-    job = Job("a", {}, 1)
-    assert cli.run_and_report(journal, [job], [job], lambda on_result: on_result(record), several) == cli.FAILED
-    assert f"a{' on http://b:1' if several else ''}: disk full" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -430,27 +394,12 @@ def test_numbers_that_are_too_small_are_refused(table, capsys, option, value):
     assert ended.value.code == cli.BAD_INPUT and re.search(f"{option}: at least [01]", capsys.readouterr().err)
 
 
-def test_the_help_can_be_printed_in_the_console_of_any_system(monkeypatch):
-    """A Windows console has a code page, in which the path of the pack need not exist."""
-    monkeypatch.setattr(cli, "WORKFLOW", Path("/home/\u65e5\u672c/ComfyUI") / cli.WORKFLOW.name)
-    said = cli.parser().format_help().encode("ascii")
-    assert b"05 Acceptance map.json" in b" ".join(said.split())
-
-
 def test_a_dry_run_needs_no_server_and_leaves_nothing(table, capsys):
     assert cli.main(command("--dry-run")) == cli.DONE
     assert "8 jobs fit workflow.json" in capsys.readouterr().err
     (table / "jobs.csv").write_text("id,seed\na,1\n", encoding="utf-8")
     assert cli.main(command("--dry-run")) == cli.DONE and "1 job fits workflow.json" in capsys.readouterr().err
     assert sorted(path.name for path in table.iterdir()) == ["jobs.csv", "workflow.json"]
-
-
-def test_without_a_server_it_says_so_soon(table, here, capsys, monkeypatch):
-    """By a clock that goes on by a tenth of a second whenever it is asked."""
-    asked = itertools.count()
-    monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=lambda: next(asked) / 10))
-    assert cli.main(command("--server", "127.0.0.1:9", "--patience", "0.5")) == cli.UNFINISHED
-    assert next(asked) / 10 < 2 and "8 still to do" in capsys.readouterr().err
 
 
 def test_a_full_disk_stops_the_batch_and_loses_nothing(table, here, capsys, monkeypatch):
@@ -502,3 +451,18 @@ def test_what_a_full_disk_did_not_take_is_an_error_once(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device: .*r\.jsonl"):
         lines.append(RECORD)
     lines.close()
+
+
+def test_where_nothing_can_be_written_it_says_so(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(JournalError, match=r"file.r\.jsonl"), Journal(tmp_path / "file/r.jsonl"):
+        pass
+
+
+def test_of_many_jobs_that_failed_before_some_are_named(table, here, capsys):
+    (table / "jobs.csv").write_text("id,prompt\n" + "".join(f"j{number},fail\n" for number in range(12)), "utf-8")
+    assert run_beside(FakeComfy()) == cli.FAILED
+    capsys.readouterr()
+    assert run_beside(FakeComfy()) == cli.FAILED
+    said = capsys.readouterr().err
+    assert said.count("failed before: Encoder") == 10 and "2 more from before" in said and "12 failed" in said

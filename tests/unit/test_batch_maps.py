@@ -94,12 +94,6 @@ def test_the_sampler_of_an_image(added, sampler):
     assert sampler_of(workflow() | added, "9") == sampler
 
 
-def test_a_prefix_that_another_node_gives_is_shared():
-    plain = workflow() | {"10": node("PrimitiveString", value="p")}
-    plain["9"]["inputs"]["filename_prefix"] = ["10", 0]
-    assert with_maps(plain)["9_map"]["inputs"]["filename_prefix"] == ["10", 0]
-
-
 def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path):
     """The fingerprint is that without maps: a batch may go on with or without them."""
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comfyui_specar.batch import cli
 from comfyui_specar.batch.copies import write_whole
 from comfyui_specar.batch.dispatch import Batch, Options, QueuedJob, Worker
 from comfyui_specar.batch.jobs import Job, automatic_id
@@ -124,50 +123,6 @@ def test_a_file_is_written_whole_into_folders_that_are_made(tmp_path, monkeypatc
     with pytest.raises(OSError):
         write_whole(path.parent / "other.png", b"there is a folder of this name")
     assert sorted(each.name for each in path.parent.iterdir()) == ["image.png", "other.png"]
-
-
-@pytest.mark.parametrize(("cancelled", "code"), [(True, cli.CANCELLED), (False, cli.FAILED)])
-@pytest.mark.parametrize("shown", [True, False])
-def test_the_bar_moves_with_every_job_and_the_end_counts_them(monkeypatch, capsys, shown, cancelled, code):
-    moved, jobs = [], [Job(name, {}, 1) for name in "abcd"]
-    results = {"a": {"status": "success"}, "b": {"status": "error", "error": "before"}}
-    journal = SimpleNamespace(results=results, path="r.jsonl", done=lambda name: results[name]["status"] == "success")
-
-    class Bar:
-        disable = not shown
-
-        def __init__(self, total, initial, **_):
-            moved.append((initial, total))
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-        def update(self):
-            moved.append(1)
-
-        @staticmethod
-        def write(text, file=None, **_):
-            print(text, file=file)
-
-    def work(on_result):
-        for record in (
-            {"id": "c", "status": "success", "error": "", "warnings": ["odd"]},
-            {"id": "d", "status": "error", "error": "why", "warnings": [], "server": "s"},
-        ):
-            results[record["id"]] = record
-            on_result(record)
-        return cancelled
-
-    monkeypatch.setattr(cli, "tqdm", Bar)
-    assert cli.run_and_report(journal, jobs, jobs[2:], work, several=True) == code
-    assert moved == [(2, 4), 1, 1]
-    said = capsys.readouterr().err
-    assert "b: error before: before" in said.replace("failed", "error") and "c: warning: odd" in said
-    assert "d on s: why" in said and "2 of 4 jobs done, 2 failed" in said and "0 still to do" in said
-    assert ("c: done (3 of 4 jobs ended)" in said) == (not shown) == ("(4 of 4 jobs ended)" in said)
 
 
 @pytest.mark.parametrize(("own", "named"), [(None, "results.jsonl"), ("other", "other")])

@@ -107,9 +107,21 @@ def measured(monkeypatch, out, options: str) -> tuple[dict, str]:
     return json.loads(out.read_text(encoding="utf-8")), out.with_suffix(".md").read_text(encoding="utf-8")
 
 
-def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
-    options = "--models bundled tiny --methods next_token 'chain of 5' --tokens 16 --cfg 3 --repetitions 2"
+def test_a_report_is_complete_and_prompts_take_turns(small_world, monkeypatch, tmp_path, capsys):
+    asked, output = [], Sampler.output
+    monkeypatch.setattr(
+        Sampler,
+        "output",
+        lambda self, seed, *rest: asked.append((self.name, seed, self.conditioning)) or output(self, seed, *rest),
+    )
+    options = "--models bundled tiny --methods next_token 'chain of 5' --tokens 16 --cfg 3 --repetitions 2 --prompts 2"
     report, printed = measured(monkeypatch, tmp_path / "speed.json", options)
+    timed = [(name, seed, id(prompt)) for name, seed, prompt in asked if seed]
+    prompts = list(dict.fromkeys(prompt for _, _, prompt in timed[:4]))
+    assert timed[:8] == [
+        (name, seed, prompt) for seed in (1, 2) for prompt in prompts for name in ("next_token", "chain of 5")
+    ]
+    assert len(prompts) == 2 and [model["prompts"] for model in report["models"]] == [2, 1]
     assert report["not_run"] == {} and report["machine"]["threads"] and report["versions"]["transformers"]
     bundled, random = report["models"]
     methods = ["next_token", "chain of 5"]
@@ -129,24 +141,6 @@ def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
     assert random["rows"][1]["pictures_passes"] == bundled["rows"][1]["passes"] + 1
     assert printed.strip() in capsys.readouterr().out
     assert all(f"| {name} |" in printed for name in methods + baselines)
-
-
-def test_prompts_take_turns(small_world, monkeypatch, tmp_path):
-    asked, output = [], Sampler.output
-    monkeypatch.setattr(
-        Sampler,
-        "output",
-        lambda self, seed, *rest: asked.append((self.name, seed, self.conditioning)) or output(self, seed, *rest),
-    )
-    options = "--methods next_token 'chain of 5' --parts methods --tokens 16 --cfg 3 --repetitions 2 --prompts 3"
-    report, _ = measured(monkeypatch, tmp_path / "speed.json", f"--models bundled tiny {options}")
-    timed = [(name, seed, id(prompt)) for name, seed, prompt in asked if seed]
-    prompts = list(dict.fromkeys(prompt for _, _, prompt in timed[:6]))
-    assert len(prompts) == 3
-    assert timed[:12] == [
-        (name, seed, prompt) for seed in (1, 2) for prompt in prompts for name in ("next_token", "chain of 5")
-    ]
-    assert [model["prompts"] for model in report["models"]] == [3, 1]
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])

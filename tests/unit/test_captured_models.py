@@ -187,17 +187,3 @@ def test_captured_drafters(models, drafters, kind):
         cache = narrow.cache if kind == "eagle" else narrow.own.cache
         assert drafter.set_attention_length(narrow, 24) < cache.capacity or kind == "eagle"  # padded prompts are long
         same(drafted(narrow), wanted, 2e-5)  # logits of 12
-
-
-@pytest.mark.parametrize("name", ["grid", "sequence"])
-def test_a_step_compiles_as_one_graph(models, name):
-    """Nothing in it breaks out to Python, which is what would keep it from being captured on a GPU."""
-    torch.compiler.reset()
-    model = models[name]
-    state, plain = begin(model, name, 0), begin(model, name, 0)
-    step = torch.compile(tree_step(model, state), fullgraph=True, backend="eager")
-    for number, inputs in enumerate(feeds(model)):
-        every = *inputs, visible(), PATHS
-        same(step(*every), tree_step(model, plain)(*every), 1e-5)
-        if number == 1:
-            break

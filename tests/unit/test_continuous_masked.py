@@ -1,14 +1,21 @@
 """MAR behind the samplers' protocol: a tiny random model whose numbers stay of order one."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.samplers.continuous_contract import ContinuousParams, masked_guidance, noises
+from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import load_drafter, load_model
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, noises
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.rng import Stream
+from safetensors.torch import save_file
 
+from ..support.tiny_mar import MAR, write_mar
 from ..support.tiny_masked import CHANNELS, LENGTH, SIDE, STEPS, prompt, request, tiny
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -36,26 +43,6 @@ def known_rows(*counts):
 
 
 # What the transformer sees
-
-
-def test_rows_that_know_different_numbers_of_tokens_do_not_disturb_each_other(models):
-    model, counts = models[0], (0, 1, 4, 8)
-    tokens, known = image(4), known_rows(*counts)
-    together = model.condition(prompt(model, 0, 1, 2, 3), tokens, known)
-    for i in range(4):
-        alone = model.condition(prompt(model, i), tokens[i : i + 1], known[i : i + 1])
-        assert torch.allclose(together[i], alone[0], **CLOSE)
-    assert (together[0] - together[1]).abs().max() > 0.1
-
-
-def test_unknown_tokens_are_not_seen_and_known_ones_are(models):
-    model, tokens, known = models[0], image(2), known_rows(3, 5)
-    z = model.condition(prompt(model, 3), tokens, known)
-    hidden = torch.where(known[..., None], tokens, 1e4)
-    assert torch.equal(model.condition(prompt(model, 3), hidden, known), z)
-    shown = torch.where(known[..., None], tokens + 1, tokens)
-    assert (model.condition(prompt(model, 3), shown, known) - z).abs().max() > 0.01
-    assert (model.condition(prompt(model, 1), tokens, known) - z).abs().max() > 0.01
 
 
 def predict(model, state, tokens, known, query, seen, cfg=2.0, seed=0, kind="ddpm", temperature=1.0):
@@ -114,16 +101,6 @@ def test_nothing_known_needs_no_slots(models):
 # Guidance
 
 
-def test_linear_guidance_rises_with_the_share_of_the_image():
-    """1 + (cfg - 1) known/S, the token itself counted, but never all: the last two sample at (S - 1)/S."""
-    before = torch.arange(256)
-    scale = masked_guidance(ContinuousParams(cfg=3.0), before, before + 1, 256)
-    wanted = [1 + 2 * min(i + 1, 255) / 256 for i in range(256)]
-    assert torch.allclose(scale, torch.tensor(wanted)) and scale.dtype == torch.float32
-    assert scale[0] == 1 + 2 / 256 and scale[-1] == scale[-2] == 1 + 2 * 255 / 256
-    assert (masked_guidance(ContinuousParams(cfg=3.0, cfg_schedule="constant"), before, before + 1, 256) == 3).all()
-
-
 def test_guidance_mixes_the_predictions_of_both_prompts(models):
     """A scale of 1 is no guidance, of 0 the other prompt's; the variance is always the prompt's own."""
     model, tokens, known = models[0], image(1), known_rows(3)[:, None]
@@ -150,34 +127,7 @@ def test_guidance_without_a_negative_prompt_is_against_no_prompt(models):
     assert state.branches == 2 and torch.equal(state.prompts[2:], model.backbone.unconditional(2))
 
 
-def test_the_temperature_widens_the_last_step_but_not_the_path(models):
-    model, tokens, known = models[0], image(1), known_rows(3)[:, None]
-    state = model.start(prompt(model, 3), None, 1, model.grid, False)
-    query = torch.tensor([[[5]]])
-    for kind in ("ddpm", "ddim"):
-        one, half = (predict(model, state, tokens, known, query, 3, kind=kind, temperature=t) for t in (1.0, 0.5))
-        assert one.log_std.isfinite().all()
-        if kind == "ddim":
-            width = model.schedule(ContinuousParams(steps=STEPS, kind=kind)).last_width
-            assert torch.equal(one.mean, half.mean) and (one.path == 0).all()
-            assert torch.allclose(one.log_std, torch.full_like(one.log_std, math.log(width)))
-        else:
-            assert (one.mean - half.mean).abs().max() > 1e-3
-
-
 # Samplers
-
-
-@pytest.mark.parametrize("cfg", [1.0, 2.5])
-def test_a_model_that_drafts_for_itself_generates_the_plain_image(models, cfg):
-    model = models[0]
-    plain = ContinuousNextToken().sample(request(model, 2, cfg=cfg)).tokens
-    for mode in ("block", "prefix"):
-        method = ContinuousSpeculative(model, 4, mode=mode, condition="drafts")
-        decoded = method.sample(request(model, 2, cfg=cfg))
-        assert decoded.trace.summary()["acceptance_rate"] == 1
-        assert torch.allclose(decoded.tokens, plain, atol=1e-4)
-    assert 0.05 < plain.std() < 5
 
 
 @pytest.mark.parametrize("mode", ["block", "prefix", "exact"])
@@ -209,3 +159,46 @@ def test_tokens_and_latents_are_each_others_inverse(models):
     assert latent.shape == (2, CHANNELS, SIDE, SIDE)
     assert torch.allclose(latent[1, :, 1, 2] * model.scale, tokens[1, SIDE + 2])
     assert torch.allclose(model.from_latent(latent), tokens)
+
+
+def test_a_noiseless_head_needs_no_temperature(models):
+    method = ContinuousSpeculative(models[1], 4)
+    tokens = [method.sample(request(models[0], kind="ddim", temperature=t)).tokens for t in (0.0, 1.0)]
+    assert torch.equal(*tokens)
+
+
+def test_what_a_run_drew_can_be_kept_by_the_next(models):
+    """Output.tokens [B, rows, cols, C] and a mask of the same form."""
+    model = models[0]
+    grid = known_rows(4, 4).unflatten(1, (SIDE, SIDE))
+    drawn = api.sample(model, prompt(model, 3), batch_size=2)
+    again = api.sample(model, prompt(model, 3), seed=9, batch_size=2, tokens=drawn.tokens, kept=grid)
+    assert again.tokens.shape == (2, SIDE, SIDE, CHANNELS) and torch.equal(again.tokens[grid], drawn.tokens[grid])
+
+
+def test_a_huge_tolerance_ends_as_an_infinite_one(models):
+    for tolerance in (1e300, math.inf):
+        trace = api.sample(models[0], prompt(models[0], 3), ContinuousSpeculative(models[1], tolerance=tolerance)).trace
+        assert trace.summary()["accepted_drafts"] > 0
+
+
+def test_a_drafter_with_another_table_of_words_is_refused(tmp_path):
+    config = replace(MAR, captions=True, conditions=8)
+    for number, (name, words) in enumerate((("own", ["red", "apple"]), ("other", ["sky", "sea"]))):
+        (tmp_path / name).mkdir()
+        write_mar(tmp_path / name / "model.safetensors", config)
+        table = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+        header = {"words": words, "stop_words": [], "synonyms": {}, "backgrounds": []}
+        save_file(
+            {"word_embeddings.weight": table},
+            tmp_path / name / "text_encoder.safetensors",
+            {"specar": json.dumps(header)},
+        )
+    with pytest.raises(CheckpointError, match="text_encoder.safetensors"):
+        load_drafter(tmp_path / "other", load_model(tmp_path / "own"))
+
+
+@pytest.mark.parametrize("scale", [0, -1, math.nan, "large"])
+def test_an_illegal_scale_is_refused(tmp_path, scale):
+    with pytest.raises(CheckpointError, match="scale"):
+        load_model(write_mar(tmp_path / "model.safetensors", scale=scale))

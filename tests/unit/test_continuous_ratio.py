@@ -33,15 +33,6 @@ def test_log_ratio_by_hand():
     assert float(P.log_density(X) - Q.log_density(X)) == pytest.approx(BY_HAND, abs=1e-6)
 
 
-def test_log_ratio_of_a_single_number_far_away():
-    """MAR's own size: sixteen numbers, widths of 0.0062, models a quarter apart: about -10^4, and -15 at kappa = 42."""
-    p = gaussian(torch.zeros(16), torch.full((16,), 0.0062))
-    q = gaussian(torch.full((16,), 0.25), torch.full((16,), 0.0062))
-    wanted = -16 * 0.25**2 / (2 * 0.0062**2)
-    assert float(log_ratio(q.mean, p, q)) == pytest.approx(wanted, rel=1e-5) and -14_000 < wanted < -12_000
-    assert float(log_ratio(q.mean, p, q, kappa=42)) == pytest.approx(wanted / 42**2, rel=1e-5)
-
-
 @pytest.mark.parametrize(("sign", "added"), [(0.0, 0.0), (1.0, 0.5), (-1.0, -0.5)])
 def test_sigma_is_the_drafters_path_over_the_targets(sign, added):
     """Eq. 8, and its inverse as the published code has it."""
@@ -72,22 +63,6 @@ def test_the_ends_of_kappa():
     assert none.isfinite() and none < -1e6
     same = gaussian([0.3, 0.7], [0.1, 0.2])
     assert float(log_ratio(same.mean, same, same, kappa=0.0)) == 0
-
-
-def test_ddim_has_the_kernel_of_its_nominal_width():
-    """Equal widths h, and the draft is its own mean: - ||x_p - x_q||^2 / (2 h^2)."""
-    h, kappa = 0.0062, 42.0
-    p, q = gaussian([0.1, -0.2, 0.4], [h] * 3), gaussian([0.3, -0.1, 0.4], [h] * 3)
-    wanted = -(0.2**2 + 0.1**2) / (2 * (kappa * h) ** 2)
-    assert float(log_ratio(q.mean, p, q, kappa)) == pytest.approx(wanted, rel=1e-4)
-    assert float(log_ratio(p.mean, p, p, kappa)) == 0
-
-
-def test_mixtures_have_neither_widening_nor_sigma():
-    g = torch.Generator().manual_seed(1)
-    p, q = (Mixture(torch.randn(3, generator=g), torch.randn(3, 2, generator=g), torch.zeros(3, 2)) for _ in range(2))
-    wanted = p.log_density(X) - q.log_density(X)
-    assert torch.equal(log_ratio(X, p, q), wanted) and torch.equal(log_ratio(X, p, q, 42.0, 1.0), wanted)
 
 
 # The residual
@@ -141,7 +116,8 @@ def at(grid, function, x):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_residual_has_its_distribution(name):
+def test_the_residual_has_its_distribution_after_one_over_its_mass_proposals(name):
+    """1 / TV on average (for Sigma = 1), geometrically distributed."""
     p, q, sign = PAIRS[name]
     normal, uniform, accept = numbers(60, RUNS)
     y, tries = residual(wide(p, RUNS), wide(q, RUNS), normal, uniform, accept, sign)
@@ -151,26 +127,12 @@ def test_the_residual_has_its_distribution(name):
     assert abs(float((tries < 0).double().mean()) - unlucky) < 4 * (unlucky / RUNS) ** 0.5 + 1e-4
     unrejected = wide(p, RUNS).sample(normal[0], uniform[0])[:, 0]
     assert ks(at(grid, function, unrejected)) > 10, "the test must see p itself"
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_residual_takes_one_over_its_mass_proposals(name):
-    """1 / TV on average (for Sigma = 1), geometrically distributed."""
-    p, q, sign = PAIRS[name]
-    _, _, mass = integrated(p, q, sign)
-    _, tries = residual(wide(p, RUNS), wide(q, RUNS), *numbers(60, RUNS, seed=2), sign)
     for n in (1, 2, 5):
         wanted = mass * (1 - mass) ** (n - 1)
         assert abs(float((tries == n).double().mean()) - wanted) < 4 * (wanted * (1 - wanted) / RUNS) ** 0.5
-    if (1 - mass) ** 60 < 1e-7:
+    if unlucky < 1e-7:
         error = ((1 - mass) / mass**2 / RUNS) ** 0.5
         assert abs(float(tries.double().mean()) - 1 / mass) < 4 * error
-
-
-def test_total_variation_of_the_shifted_pair_is_what_its_formula_says():
-    """The integration itself: equal widths a apart have TV = 2 Phi(a/2) - 1."""
-    _, _, mass = integrated(gaussian([0.0], [1.0]), gaussian([0.6], [1.0]), 0.0)
-    assert mass == pytest.approx(2 * 0.5 * (1 + math.erf(0.3 / 2**0.5)) - 1, abs=1e-5)
 
 
 def test_the_residual_of_two_dimensions():

@@ -1,111 +1,109 @@
-"""Emu3's files: what is recognised, which prompts and sizes a model is given, and what is refused in words."""
+"""Emu3's and Emu3.5's files: which models are theirs, tokenizers, sizes by name, and what is refused."""
 
 import shutil
 
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.model_loaders.families import emu3
+from comfyui_specar.model_loaders.families import emu3, emu35
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer, joined
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_emu3 as tiny
+from ..support import tiny_emu35 as tiny35
 from ..support.bad_files import refused
-from ..support.tiny import write_llamagen
+from ..support.reference import on_meta
 from ..support.tiny_folder import edited
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.write(tmp_path_factory.mktemp("model"), shards=2)
+def folders(tmp_path_factory):
+    """The two models without the second one's decoder."""
+    return {
+        "emu3": tiny.write(tmp_path_factory.mktemp("emu3")),
+        "emu3.5": tiny35.write(tmp_path_factory.mktemp("emu3.5"), decoder=False),
+    }
 
 
 @pytest.fixture(scope="module")
-def model(folder):
-    return load_model(folder)
+def model(folders):
+    return load_model(folders["emu3"])
 
 
-def test_models_of_other_families_are_not_taken_for_it(tmp_path, folder):
-    assert not emu3.recognise(load_file(write_llamagen(tmp_path / "model.safetensors", False)))
+@pytest.fixture
+def changed(folders, tmp_path):
+    """changed(family, name, **settings): another folder with the same files and other settings."""
+    return lambda family, name, **settings: edited(shutil.copytree(folders[family], tmp_path / name), **settings)
+
+
+# What they are
+
+
+def test_models_of_other_families_are_not_taken_for_them(tmp_path):
     weights = tiny.language_weights(tiny.text_config(67), "model.", "")
     assert not emu3.recognise(weights)  # any language model of plain names and another number of words
     assert not emu3.recognise({name.replace("model.", "model.text_model."): t for name, t in weights.items()})
-    refused(save(tmp_path / "llama.safetensors", weights), "family", "Emu3")
+    save_file(weights, str(tmp_path / "llama.safetensors"))
+    refused(tmp_path / "llama.safetensors", "family", "Emu3")
+
+    tensors, norm = on_meta(tiny35.shapes(tiny35.config())), "model.layers.0.self_attn.q_norm"
+    assert emu35.recognise(tensors) and not emu3.recognise(tensors)
+    assert not emu35.recognise(tensors | {f"{norm}.weight": torch.empty(1, 16, device="meta")}), "a Chameleon"
+    assert not emu35.recognise(tensors | {f"{norm}.bias": torch.empty(16, device="meta")}), "a LayerNorm"
+    for left_out in ("_norm", "lm_head.weight"):
+        assert not emu35.recognise({name: tensor for name, tensor in tensors.items() if left_out not in name})
 
 
-def save(path, weights):
-    save_file(weights, str(path))
-    return path
+def test_models_that_generate_no_images(changed):
+    for name in ("Emu3-Chat", "emu3-chat-hf"):
+        refused(changed("emu3", name), name, "Use Emu3-Gen")
+    qwen3 = changed("emu3.5", "Qwen3-8B", vocabulary_map=None)  # has the same layers
+    refused(qwen3, "Qwen3-8B", "297 ids", "only text", "BAAI/Emu3.5-Image")
 
 
-# Prompts
-
-
-def test_prompts_name_the_size_and_are_framed(model):
-    ids = tiny.vocabulary()
-    frame = [ids[name] for name in ("<|extra_203|>", "<|image start|>", "<|image token|>")]
-
-    def read(text, grid, name="positive"):
-        return model.read(model.encode_prompt(text), 1, name, grid).features[0, :, 0].int().tolist()
-
-    words = ["a", "red", "cup", "masterpiece", ",", "film", "grained", ",", "best", "quality", "."]
-    wanted = [frame[0], *(ids[word] for word in words), frame[1], ids["4"], ids["*"], ids["4"], frame[2]]
-    assert model.encode_prompt("a red cup")[0][0][0, :, 0].int().tolist() == wanted
-    assert read("a red cup", (4, 4)) == wanted
-    assert read("a red cup", (2, 8))[-4:] == [ids["2"], ids["*"], ids["8"], frame[2]]
-    # What not to generate is written without the words of praise.
-    assert read("bad cup", (4, 5), "negative") == [
-        frame[0],
-        ids["bad"],
-        ids["cup"],
-        frame[1],
-        ids["4"],
-        ids["*"],
-        ids["5"],
-        frame[2],
-    ]
-    null = model.prefix.null(torch.zeros(1, 3, 1), (3, 5))[0, :, 0].int().tolist()
-    assert null == read(emu3.NEGATIVE, (3, 5), "negative")
+# Tokenizers
 
 
 @torch.inference_mode()
 def test_the_negative_prompt_of_a_run_is_the_users_or_the_models(model):
     layout, positive = model.layout(3, 5), model.encode_prompt("a cup")
-    own = model.start(positive, None, 1, layout, slack=0, guided=True)
-    same = model.start(positive, model.encode_prompt(emu3.NEGATIVE), 1, layout, slack=0, guided=True)
-    other = model.start(positive, model.encode_prompt("blurry"), 1, layout, slack=0, guided=True)
-    assert torch.allclose(own.prefill.logits, same.prefill.logits, atol=1e-5)
-    assert not torch.allclose(own.prefill.logits[1], other.prefill.logits[1], atol=0.1)
+    own, same, other = (
+        model.start(positive, negative, 1, layout, slack=0, guided=True).prefill.logits
+        for negative in (None, model.encode_prompt(emu3.NEGATIVE), model.encode_prompt("blurry"))
+    )
+    assert torch.allclose(own, same, atol=1e-5) and not torch.allclose(own[1], other[1], atol=0.1)
 
 
-def test_tokenizers_of_either_layout_are_found(tmp_path, folder):
+def test_tokenizers_of_either_layout_are_found(tmp_path, folders):
     bare, beside = tmp_path / "bare", tmp_path / "Emu3-Chat"
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file is None
     tiny.write_ranks(beside)  # that of a model which lies beside it; all Emu3 models share one
     found = emu3.open_tokenizer(bare / "model.safetensors", [])
     assert isinstance(found, RankTokenizer) and found.file == beside / "emu3.tiktoken"
-    (beside / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (beside / "tokenizer.json").write_bytes((folders["emu3"] / "tokenizer.json").read_bytes())
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file == beside / "tokenizer.json"
     tiny.write_ranks(bare)  # its own goes first
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file == bare / "emu3.tiktoken"
+    second = emu3.open_tokenizer(bare / "model.safetensors", [], emu3.ranked(131072), "BAAI/Emu3.5-Image")
+    assert isinstance(second, RankTokenizer) and len(second) == 264 + 3 + 205 + 3 + 131072
 
 
-def test_the_tokenizer_of_another_model_is_refused(tmp_path, folder):
-    path = edited(shutil.copytree(folder, tmp_path / "model"))
+def test_the_ranks_of_another_model_are_refused(changed):
+    path = changed("emu3", "model")
     (path / "tokenizer.json").unlink()
     tiny.write_ranks(path)
     with pytest.raises(ValueError, match="emu3.tiktoken.*another model"):
         load_model(path).encode_prompt("a cup")
 
 
-# The file of ranks
+def opened(folder):
+    return RankTokenizer(folder / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return RankTokenizer(
-        tiny.write_ranks(tmp_path_factory.mktemp("ranks")) / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED
-    )
+    return opened(tiny.write_ranks(tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.mark.parametrize(
@@ -145,86 +143,69 @@ def test_special_tokens_follow_the_ranks(ranks):
 def test_damaged_ranks(tmp_path, content):
     (tmp_path / "emu3.tiktoken").write_bytes(content)
     with pytest.raises(ValueError, match=r"emu3\.tiktoken.*(read|incomplete).*Download"):
-        RankTokenizer(tmp_path / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED).ids("a")
+        opened(tmp_path).ids("a")
 
 
 # Sizes
-
-
-def test_sizes_are_those_of_one_area(model):
-    assert model.grids[0] == (8, 2) and model.grids[-1] == (2, 8) and (3, 5) in model.grids
-    with pytest.raises(ValueError, match=r"10 x 10 pixels.*nearest.*\d+ x \d+"):
-        model.layout(5, 5)
-    assert all(0.8 < rows * cols / 8100 < 1.2 for rows, cols in emu3.size_table(90))
-    assert {(90, 90), (68, 120), (120, 68), (180, 45), (45, 180)} <= set(emu3.size_table(90))
-    assert {(64, 64), (48, 85), (55, 74)} <= set(emu3.size_table(64))
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "grid", "wanted"),
     [
         ("Emu3-Gen", {}, None, (90, 90)),
-        ("Emu3-Gen-hf", {}, None, (90, 90)),
         ("emu3_stage1-bf16", {}, None, (64, 64)),
         ("mine", {"image_area": 518400}, None, (90, 90)),
-        ("mine", {"image_area": 262144}, None, (64, 64)),
         ("Emu3-Gen", {"image_area": 262144}, None, (64, 64)),
         ("mine", {}, (64, 64), (64, 64)),
         ("mine", {}, (68, 120), (68, 120)),
         ("Emu3-Gen", {}, (68, 120), (68, 120)),
     ],
 )
-def test_which_sizes_a_checkpoint_generates(tmp_path, folder, name, settings, grid, wanted):
-    path = edited(shutil.copytree(folder, tmp_path / name), **{"image_area": None, "vq_config": None, **settings})
-    found, grids = emu3.sizes_of(checkpoint_of(path), {**settings}, 8, grid)
-    assert found == wanted and grids == emu3.size_table(64 if 64 in wanted else 90)
+def test_which_sizes_a_checkpoint_generates(tmp_path, name, settings, grid, wanted):
+    checkpoint = Checkpoint({}, path=tmp_path / name / "model.safetensors.index.json")
+    assert emu3.sizes_of(checkpoint, settings, 8, grid) == (wanted, emu3.size_table(64 if 64 in wanted else 90))
 
 
-def checkpoint_of(path):
-    from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
-
-    return Checkpoint({}, path=path / "model.safetensors.index.json")
-
-
-def test_a_size_that_nothing_states(tmp_path, folder):
-    path = edited(shutil.copytree(folder, tmp_path / "mine"), image_area=None)
+def test_a_size_that_nothing_states(changed, folders):
+    path = changed("emu3", "mine", image_area=None)
     refused(path, "mine", "Emu3-Gen", "Emu3-Stage1", "90 x 90", "64 x 64")
-    with pytest.raises(ValueError, match="Emu3-Gen.*Emu3-Stage1"):
-        load_model(path, grid=(50, 50))
-    with pytest.raises(ValueError, match=r"5 x 5 tokens.*nearest.*\d x \d or "):
-        load_model(folder, grid=(5, 5))
-    assert load_model(folder, grid=(3, 5)).grid == (3, 5)
+    refused(path, "Emu3-Gen", "Emu3-Stage1", grid=(50, 50))
+    refused(folders["emu3"], "5 x 5 tokens", "nearest", grid=(5, 5))
+    assert load_model(folders["emu3"], grid=(3, 5)).grid == (3, 5)
 
 
-def test_a_model_that_only_reads_images(tmp_path, folder):
-    for name in ("Emu3-Chat", "emu3-chat-hf"):
-        refused(edited(shutil.copytree(folder, tmp_path / name)), name, "Use Emu3-Gen")
+def test_sizes_of_the_released_models(model, changed):
+    with pytest.raises(ValueError, match=r"10 x 10 pixels.*nearest.*\d+ x \d+"):
+        model.layout(5, 5)
+    path = changed("emu3.5", "Emu3.5-Image", specar=None)
+    second = load_model(path)
+    assert second.grid == (55, 73) and second.grids == emu35.SIZES and second.defaults.cfg == 5.0
+    assert load_model(path, grid=(32, 32)).grid == (32, 32)
+    refused(path, "60 x 60", "64 x 64", grid=(60, 60))
+    with pytest.raises(ValueError, match=r"1024 x 768 pixels.*nearest"):
+        second.layout(48, 64)
+    assert load_model(changed("emu3.5", "Emu3.5")).defaults.cfg == 2.0
 
 
 # Damage
 
 
-def test_a_missing_or_wrong_vocabulary_map_is_refused(tmp_path, folder):
-    ids = tiny.vocabulary()
-    swapped = ids | {
-        "<|visual token 000000|>": ids["<|visual token 000001|>"],
-        "<|visual token 000001|>": ids["<|visual token 000000|>"],
-    }
+def test_a_missing_or_wrong_vocabulary_map_is_refused(changed):
+    ids, first, second = tiny.vocabulary(), "<|visual token 000000|>", "<|visual token 000001|>"
+    swapped = ids | {first: ids[second], second: ids[first]}
     lacking = {name: id for name, id in ids.items() if name != "<|extra_200|>"}
     beyond = ids | {"<|visual token 000032|>": max(ids.values()) + 1}
     for i, wrong in enumerate((None, {}, swapped, lacking, beyond)):
-        refused(edited(shutil.copytree(folder, tmp_path / str(i)), vocabulary_map=wrong), " 67 ", "config")
+        refused(changed("emu3", str(i), vocabulary_map=wrong), " 67 ", "config")
 
 
-def test_the_decoder_of_another_family(tmp_path, folder):
-    weights = load_file(tiny.write(tmp_path / "model") / "model.safetensors")
-    save(
-        tmp_path / "model" / "model.safetensors",
-        {n: t for n, t in weights.items() if ".vqmodel." not in n or "quantize" in n},
-    )
-    assert load_model(tmp_path / "model").codebook is None  # the language model alone, whose own decoder was taken out
-    decoder = tiny.write_decoder(tmp_path / "Emu3-VisionTokenizer")
-    found = load_model(tmp_path / "model", search_folders=[tmp_path])
-    assert found.codebook.shape == (32, 4) and found.pixels_per_token == tiny.FACTOR
-    tiny.write_decoder(decoder, codes=16)
-    assert load_model(tmp_path / "model", search_folders=[tmp_path]).codebook is None
+@pytest.mark.parametrize(("heads", "word"), [(2, "norm"), (8, "norm"), (3, "attention heads")])
+def test_another_number_of_heads_is_refused(changed, heads, word):
+    """The norms of the heads tell how wide they are."""
+    refused(changed("emu3.5", "model", num_attention_heads=heads), word)
+
+
+def test_bitsandbytes_copies_are_refused(changed):
+    file = changed("emu3.5", "model") / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.mlp.up_proj.weight.absmax": torch.ones(4)}, str(file))
+    refused(file.parent, "quantised", "absmax", "as they were released")

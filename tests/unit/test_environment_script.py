@@ -54,7 +54,7 @@ def commands(checkout):
     return (checkout.parent / "stub/commands").read_text(encoding="utf-8").splitlines()
 
 
-def test_an_empty_machine_gets_environment_and_tree_once(checkout):
+def test_an_empty_machine_gets_environment_and_tree_once_and_another_tree_its_own(checkout, tmp_path):
     python, tree = source(checkout)
     assert subprocess.run([python, "-c", ""]).returncode == 0
     assert python.startswith(str(checkout / ".venv"))
@@ -62,9 +62,10 @@ def test_an_empty_machine_gets_environment_and_tree_once(checkout):
     assert [line.split()[0] for line in commands(checkout)] == ["install", "install", "download"]
     assert source(checkout) == [python, tree]
     assert len(commands(checkout)) == 3
+    another_tree_comes_from_an_archive_and_has_an_environment_of_its_own(checkout, tmp_path)
 
 
-def test_another_tree_comes_from_an_archive_and_has_an_environment_of_its_own(checkout, tmp_path):
+def another_tree_comes_from_an_archive_and_has_an_environment_of_its_own(checkout, tmp_path):
     tree = tmp_path / "ComfyUI-new"
     tree.mkdir()
     (tree / "main.py").write_text("", encoding="utf-8")

@@ -10,10 +10,8 @@ import torch
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.acceptance import Exact
-from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.trace import Source
 
 from ..support.rules import RELAXED
@@ -65,26 +63,6 @@ def test_every_structure_samples_from_the_distribution(structure, name):
 def test_guidance_temperature_and_filters_are_part_of_the_distribution(structure):
     assert_exact(structure, "line_ends", SamplingParams(cfg=2.5, temperature=1.3, top_p=0.85))
     assert_exact(structure, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))
-
-
-@pytest.mark.parametrize("skipping", [None, Skipping(interval=3, guard=1), Skipping("dynamic", threshold=0.1, guard=0)])
-@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
-def test_rows_of_a_batch_are_single_runs(structure, skipping):
-    if structure.block and skipping:
-        structure = Chain(2)
-    drafter = ToyDrafter(MODELS["line_ends"], stale=skipping is not None)
-    method = DraftTree(drafter, structure, skipping=skipping)
-
-    def draw(seed, batch):
-        return method.sample(request(MODELS["line_ends"], LAYOUTS["line_ends"][0], seed=seed, batch=batch))
-
-    batch = draw(5, 4)
-    for i in range(4):
-        single = draw(5 + i, 1)
-        assert torch.equal(batch.tokens[i], single.tokens[0])
-        assert batch.trace.totals["passes_per_image"][i] == single.trace.totals["target_passes"]
-        for field, values in batch.trace.positions.items():
-            assert torch.allclose(values[i].double(), single.trace.positions[field][0].double(), atol=1e-6), field
 
 
 class SortedSiblings(Static):
@@ -141,22 +119,6 @@ def test_blocks_accept_no_less_than_tokens():
     assert passes["block"] < passes["token"]
 
 
-def test_forced_tokens_stay_in_place_and_count_as_no_draft():
-    for structure in STRUCTURES.values():
-        decoded = draw(structure, "line_ends", batch=64)
-        forced = LAYOUTS["line_ends"][0].forced.expand(64, -1)
-        assert torch.equal(decoded.tokens[forced >= 0], forced[forced >= 0])
-        assert ((decoded.trace.positions["source"] == Source.FORCED) == (forced >= 0)).all()
-
-
-def test_a_round_never_commits_more_than_the_tree_allows():
-    for structure in STRUCTURES.values():
-        trace = draw(structure, "row", batch=500).trace
-        accepted, committed = trace.rounds["accepted"], trace.rounds["committed"]
-        assert (committed <= accepted + 1).all() and (accepted <= trace.rounds["depth"]).all()
-        assert (committed.sum(0) == 6).all()
-
-
 @pytest.mark.parametrize("rule", RELAXED, ids=str)
 @pytest.mark.parametrize("structure", [Chain(3), TWO_LEVELS, Dynamic(2, 2, 4)], ids=str)
 def test_relaxed_rules_keep_their_bound_and_accept_more(structure, rule):
@@ -171,16 +133,3 @@ def test_relaxed_rules_keep_their_bound_and_accept_more(structure, rule):
     sources = relaxed.trace.positions["source"]
     assert (sources == Source.RELAXED).any() and not (exact.trace.positions["source"] == Source.RELAXED).any()
     assert float(exact.trace.positions["tv_bound"].sum()) == 0
-
-
-@pytest.mark.parametrize("rule", [*RELAXED, CoolSD(1.1, decay=1.0, floor=False)], ids=str)
-def test_strength_zero_is_exact_and_strength_is_per_position(rule):
-    def sample(rule, strength):
-        asked = replace(request(MODELS["row"], LAYOUTS["row"][0], batch=300), strength=strength)
-        return DraftTree(DRAFTERS["row"], TWO_LEVELS, rule).sample(asked)
-
-    exact, none = sample(Exact(), None), sample(rule, torch.zeros(1, 6))
-    assert torch.equal(exact.tokens, none.tokens) and none.trace.summary()["tv_bound"] == 0
-    late = torch.tensor([[0.0, 0, 0, 1, 1, 1]])
-    tv_bound = sample(rule, late).trace.positions["tv_bound"]
-    assert not tv_bound[:, :3].any() and tv_bound[:, 3:].any()

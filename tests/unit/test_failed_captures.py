@@ -1,30 +1,51 @@
-"""A capture may fail at any of its operations: the image is the same, it is said once, and nothing is tried again."""
+"""A capture may fail at any of its operations, or replay something else than was captured, for which the first image of
+a model is looked at: the image is the same, it is said once, and nothing is tried again."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from comfyui_specar.kernels import graphs
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.engine import session
+from comfyui_specar.samplers.engine import first_use, session
+from comfyui_specar.samplers.generate import generate
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from torch import Tensor
 
+from ..support import tiny_masked
 from ..support.tape import Tape, TapeGraphs
 from ..support.toy import ToyDrafter, ToyModel, plain, request
 
-LAYOUT = plain(2, 3)
-MODEL = ToyModel(LAYOUT)
-DRAFTER = ToyDrafter(MODEL)
 METHODS = {
-    "next token": NextToken(),
-    "sjd": SJD(3),
-    "chain": DraftTree(DRAFTER, Chain(2)),
-    "static": DraftTree(DRAFTER, Static(((0,), (1,), (0, 0)))),
-    "dynamic": DraftTree(DRAFTER, Dynamic(2, 2, 3)),
+    "next token": lambda drafter: NextToken(),
+    "sjd": lambda drafter: SJD(3),
+    "chain": lambda drafter: DraftTree(drafter, Chain(2)),
+    "static": lambda drafter: DraftTree(drafter, Static(((0,), (1,), (0, 0)))),
+    "dynamic": lambda drafter: DraftTree(drafter, Dynamic(2, 2, 3)),
 }
+
+
+def toy(name: str, layout=plain(2, 3)):
+    """A model, a method with a drafter for it, and what they are asked."""
+    model = ToyModel(layout)
+    model.dequantize = lambda tokens: tokens.float()
+    return model, METHODS[name](ToyDrafter(model)), request(model, layout, seed=5, batch=2)
+
+
+@pytest.fixture
+def may_fail():
+    """In the test captures may fail, which they do for the whole process."""
+    yield
+    graphs._failed = False
+
+
+# Captures that fail
 
 
 class FailingTape(Tape):
@@ -53,7 +74,7 @@ class FailingTape(Tape):
 
 
 @pytest.fixture
-def failing(on_tape, monkeypatch):
+def failing(on_tape, monkeypatch, may_fail):
     """A function that lets captures fail at an operation, whatever failed before; it returns the graphs made since."""
     monkeypatch.setattr(TapeGraphs, "tape", FailingTape)
 
@@ -63,30 +84,120 @@ def failing(on_tape, monkeypatch):
         on_tape.clear()
         return on_tape
 
-    yield at
-    graphs._failed = False
+    return at
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_capture_that_fails_costs_time_alone(name, failing, monkeypatch, caplog):
-    method, asked = METHODS[name], request(MODEL, LAYOUT, seed=5, batch=2)
-    MODEL.sessions.clear()
+def test_a_capture_that_fails_costs_time_alone(name, failing, caplog):
+    model, method, asked = toy(name)
     made = failing(10**9)
     wanted = method.sample(asked).tokens
     [tape] = [captured.graph for captured in made[0]._graphs.values()]
-    MODEL.sessions.clear()
+    model.sessions.clear()
     for last in sorted({*range(0, len(tape.calls), max(1, len(tape.calls) // 12)), len(tape.calls) - 1}):
         made, _ = failing(last), caplog.clear()
         for _ in range(2):
             assert torch.equal(method.sample(asked).tokens, wanted), last
         assert [(each.captured, each.active, each._graphs, each._pool) for each in made] == [(0, False, {}, None)] * 2
-        assert caplog.text.count("CUDA graphs are off") == 1 and not MODEL.sessions
+        assert caplog.text.count("CUDA graphs are off") == 1 and not model.sessions
 
 
 def test_the_next_process_tries_again(failing):
-    MODEL.sessions.clear()
+    _, method, asked = toy("next token")
     failing(3)
-    NextToken().sample(request(MODEL, LAYOUT))
+    method.sample(asked)
     made = failing(10**9)
-    NextToken().sample(request(MODEL, LAYOUT))
+    method.sample(asked)
     assert made[0].captured == 1 and made[0].replayed and isinstance(session.Graphs(torch.device("cpu")), TapeGraphs)
+
+
+# The first image of a model
+
+
+class Flatter(Tape):
+    """A graph whose replays compute other probabilities than the step that was captured."""
+
+    def replay(self):
+        if not self.executed:
+            self.calls = [
+                (Root(operation) if any(name in str(operation) for name in ("softmax", "silu")) else operation, *rest)
+                for operation, *rest in self.calls
+            ]
+        super().replay()
+
+
+class Root:
+    def __init__(self, operation):
+        self.operation, self._schema = operation, operation._schema
+
+    def __str__(self):
+        return "our.root"
+
+    def __call__(self, *given, **named):
+        return self.operation(*given, **named).abs().sqrt()
+
+
+@pytest.mark.parametrize("name", ["next token", "sjd", "chain"])
+def test_it_is_checked_once_per_model(name, on_tape, caplog):
+    _, method, asked = toy(name, plain(2, 6))
+    found = [generate(method, asked).tokens for _ in range(2)]
+    made = len(on_tape)
+    generate(SJD(4), asked)
+    assert len(on_tape) == made + 1, "another method is not tried"
+    with graphs.eager():
+        wanted = generate(method, asked).tokens
+    assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted)
+    assert "CUDA graphs" not in caplog.text and sum(each.replayed for each in on_tape) > 4
+
+
+def test_a_method_that_is_not_captured_leaves_the_check_to_the_next(on_tape):
+    model, method, asked = toy("next token", plain(2, 6))
+    generate(DraftTree(ToyDrafter(model), ADTTree()), asked)
+    assert len(on_tape) == 1 and model not in first_use._checked
+    generate(method, asked)
+    assert model in first_use._checked
+
+
+@pytest.mark.parametrize("name", ["next token", "sjd", "chain"])
+def test_steps_that_replay_something_else_are_not_captured(name, on_tape, may_fail, monkeypatch, caplog):
+    model, method, asked = toy(name, plain(2, 6))
+    with graphs.eager():
+        wanted = generate(method, asked).tokens
+    monkeypatch.setattr(TapeGraphs, "tape", Flatter)
+    assert torch.equal(generate(method, asked).tokens, wanted)
+    assert graphs._failed and not on_tape[-1].active and not model.sessions
+    assert caplog.text.count("compute something else here") == 1
+
+
+def test_a_near_tie_is_tried_again(may_fail, monkeypatch):
+    """The first of two trials differs in a token."""
+    called, other = (torch.tensor([[1, 2, -1]]), torch.full((1, 3), 0.5)), (torch.tensor([[1, 1, 3]]), torch.ones(1, 3))
+    for outcomes, failed in (((called, other, called, called), False), ((called, other, called, other), True)):
+        each = iter(outcomes)
+        monkeypatch.setattr(first_use, "first_passes", lambda *given, each=each: next(each))
+        monkeypatch.setattr(first_use.session, "Graphs", TapeGraphs)
+        _, method, asked = toy("next token")
+        first_use.check_captured(method, asked)
+        assert graphs._failed == failed
+
+
+def test_probabilities_are_compared_too():
+    tokens, p = torch.tensor([[1, 2, -1]]), torch.tensor([[0.5, 0.25, 0.0]])
+    assert first_use.agree((tokens, p), (tokens, p * 1.01))
+    assert not first_use.agree((tokens, p), (tokens, p * 1.2))
+    assert first_use.agree((tokens, p), (torch.tensor([[1, -1, 3]]), torch.tensor([[0.5, 0.0, 0.9]])))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("name", ["next token", "drafter"])
+def test_models_of_vectors_are_checked_too(name, broken, on_tape, may_fail, monkeypatch, caplog):
+    model, drafter = tiny_masked.tiny(1), tiny_masked.tiny(2)
+    method = ContinuousNextToken() if name == "next token" else ContinuousSpeculative(drafter, 2)
+    prompt = model.encode_features(torch.tensor([3.0]).view(1, -1, 1))
+    asked = ContinuousRequest(model, prompt, model.grid, ContinuousParams(steps=3, cfg=2.0), seed=0, batch=2)
+    if broken:
+        monkeypatch.setattr(TapeGraphs, "tape", Flatter)
+    first_use.check_captured(method, asked)
+    assert ("captured steps compute something else" in caplog.text) == broken == graphs._failed
+    assert sum(each.replayed for each in on_tape) > 4

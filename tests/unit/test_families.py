@@ -18,6 +18,7 @@ from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from ..support import tiny_chameleon, tiny_emu3, tiny_emu35, tiny_simplear
 from ..support.closeness import fp64
@@ -29,41 +30,55 @@ from ..support.tiny_folder import byte_tokenizer
 WRITE = {name: tiny.write for name, tiny in TINY.items() if not name.startswith("llamagen")}
 ROW, GUIDED = [-1] * 4, {"cfg": 3.0, "top_k": 32}
 OLD, NEW = tiny_chameleon.vocabulary(32), tiny_chameleon.vocabulary(32, "lumina2")
+ENDS, FIRST = ("<reserved08799>", "<eoss>"), "<|visual token 000000|>"
 EMU3, EMU35 = tiny_emu3.vocabulary(), tiny_emu35.vocabulary()
 FACTS = {  # forced tokens; authors' parameters; longest sequence, numbers of a code vector, pixels of a token; id of
     # the first code, and those of the special tokens
     "janus-pro": (ROW * 4, {"cfg": 5.0}, (16384, 8, 2), None, []),
     "simplear": (ROW * 4, {"cfg": 6.0}, (512, 3, 16), tiny_simplear.WORDS, []),
-    "lumina-mgpt": (
-        [*ROW, 32] * 4 + [33],
-        GUIDED,
-        (512, 6, 4),
-        OLD["IMGIMGAZ"],
-        [OLD["<reserved08799>"], OLD["<eoss>"]],
-    ),
+    "lumina-mgpt": ([*ROW, 32] * 4 + [33], GUIDED, (512, 6, 4), OLD["IMGIMGAZ"], [OLD[name] for name in ENDS]),
     "lumina-mgpt-2": (
         [*ROW, 32] * 4 + [33],
         GUIDED | {"cfg": 4.0},
         (512, 4, 2),
         NEW["<MOVQGAN0>"],
-        [NEW["<reserved08799>"], NEW["<eoss>"]],
+        [NEW[name] for name in ENDS],
     ),
     "anole": (ROW * 4 + [32], GUIDED, (512, 6, 4), OLD["IMGIMGAZ"], [OLD["<eoss>"]]),
     "emu3": (
         [*ROW, 32] * 4 + [33, 34, 35],
         GUIDED,
         (256, 4, 2),
-        EMU3["<|visual token 000000|>"],
+        EMU3[FIRST],
         [EMU3[f"<|{name}|>"] for name in ("extra_200", "extra_201", "image end", "extra_204")],
     ),
-    "emu3.5": (
-        [*ROW, 32] * 4,
-        GUIDED | {"cfg": 5.0},
-        (512, 16, 4),
-        EMU35["<|visual token 000000|>"],
-        [EMU35["<|extra_200|>"]],
-    ),
+    "emu3.5": ([*ROW, 32] * 4, GUIDED | {"cfg": 5.0}, (512, 16, 4), EMU35[FIRST], [EMU35["<|extra_200|>"]]),
     "glm-image": (ROW * 5, {"temperature": 0.9, "top_p": 0.75}, (512, 16, 32), 0, []),  # a preview of 4 tokens first
+}
+EMU35_FRAME = "<|extra_203|>You are a helpful assistant{}<|extra_100|><|image start|>4*4<|image token|>"
+PROMPTS = {  # what a model reads for the prompt {}, and what for it as a negative prompt, if that is another text
+    "janus-pro": ("<｜begin▁of▁sentence｜><|User|>: {}\n\n<|Assistant|>:<begin_of_image>",),
+    "simplear": ("<|t2i|>A highly realistic image of {}<|soi|>", "<|t2i|>{}<|soi|>"),
+    "lumina-mgpt": (
+        "<s>Generate an image of 64x64 according to the following prompt:\n{}"
+        "<reserved08706><racm3:break><reserved08802><reserved08802>",
+    ),
+    "lumina-mgpt-2": (
+        "<|endoftext|>Generate an image of 32x32 according to the following prompt:\n{}"
+        "<reserved08706><racm3:break><reserved08801><reserved08801>",
+    ),
+    "anole": ("<s>{}<reserved08706><racm3:break>",),
+    "emu3": (
+        "<|extra_203|>{} masterpiece, film grained, best quality.<|image start|>4*4<|image token|>",
+        "<|extra_203|>{}<|image start|>4*4<|image token|>",
+    ),
+    "emu3.5": (EMU35_FRAME.format(" for t2i task. USER: {} ASSISTANT: "), EMU35_FRAME.format(". USER: {} ASSISTANT: ")),
+}
+SEPARATE = {  # image decoders that lie beside the weights
+    "simplear": tiny_simplear.DECODER,
+    "lumina-mgpt": "chameleon_vqgan.safetensors",
+    "lumina-mgpt-2": "movqgan_270M.ckpt",
+    "emu3.5": tiny_emu35.DECODER,
 }
 REPOSITORIES = {  # that have the tokenizer
     "janus-pro": "deepseek-ai/Janus-Pro",
@@ -138,12 +153,8 @@ def test_only_its_own_family_recognises_a_model(tmp_path):
         tensors = open_checkpoint(weight_file(tiny.write(tmp_path / name))).tensors
         [found] = [family for family in FAMILIES if family.recognise(tensors)]
         assert name in found.decoders
-    for decoder in (
-        vq_weights(),
-        tiny_emu3.vq_weights(),
-        tiny_simplear.cosmos_weights(),
-        tiny_chameleon.vqgan_weights(),
-    ):
+    decoders = vq_weights(), tiny_emu3.vq_weights(), tiny_simplear.cosmos_weights(), tiny_chameleon.vqgan_weights()
+    for decoder in decoders:
         assert not any(family.recognise(decoder) for family in FAMILIES)
 
 
@@ -155,6 +166,15 @@ def test_other_grids_are_refused(folders, family, wanted):
 
 
 # Prompts
+
+
+@pytest.mark.parametrize("family", PROMPTS)
+def test_prompts_are_framed_as_in_training(models, folders, family):
+    model, tokenizer = models[family], Tokenizer.from_file(str(tokenizer_of(folders[family])))
+    prompt = model.encode_prompt("a {} cup")
+    for name, text in (("positive", PROMPTS[family][0]), ("negative", PROMPTS[family][-1])):
+        wanted = tokenizer.encode(text.replace("{}", "a {} cup"), add_special_tokens=False).ids
+        assert model.read(prompt, 1, name, (4, 4)).features.flatten().tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -307,23 +327,14 @@ def refuse_settings(folder, **settings):
 NONSENSE = {
     "janus-pro": [("text_config", "x"), ("vision_config", [1]), ("vision_config", {"num_image_tokens": 10**30})],
     "simplear": [
-        ("rope_theta", "x"),
-        ("rope_theta", -7),
-        ("rms_norm_eps", "x"),
-        ("rms_norm_eps", -7),
+        *((key, wrong) for key in ("rope_theta", "rms_norm_eps") for wrong in ("x", -7)),
+        *((key, "x") for key in ("max_position_embeddings", "rope_parameters")),
         ("specar", 3),
-        ("max_position_embeddings", "x"),
-        ("rope_parameters", "x"),
         ("num_attention_heads", 3),
     ],
     "lumina-mgpt": [("vocabulary_map", [1, "a"]), ("num_attention_heads", -2), ("max_position_embeddings", [])],
     "anole": [("vq_config", "x"), ("rope_theta", [1]), ("vq_config", {"resolution": 10**12})],
-    "emu3": [
-        ("text_config", -7),
-        ("vq_config", "x"),
-        ("vocabulary_map", {"<|visual token 000000|>": "x"}),
-        ("image_area", 10**30),
-    ],
+    "emu3": [("text_config", -7), ("vq_config", "x"), ("vocabulary_map", {FIRST: "x"}), ("image_area", 10**30)],
 }
 CASES = [(family, *case) for family, cases in NONSENSE.items() for case in cases]
 
@@ -343,9 +354,19 @@ def test_metadata_that_makes_no_sense(copied, family, value):
 # Decoders beside a model
 
 
-@pytest.mark.parametrize("stray", ["other codes", "junk"])
-def test_a_stray_decoder_does_not_keep_a_model_from_loading(folders, tmp_path, stray):
-    file = tmp_path / "vqgan.ckpt"
-    file.write_bytes(b"junk") if stray == "junk" else tiny_chameleon.write_vqgan(file, codes=16)
+@pytest.mark.parametrize("family", [name for name in WRITE if name != "glm-image"])
+def test_a_decoder_of_another_model_is_left_and_named(copied, family, caplog):
+    """The model keeps its own, or stays without one."""
+    folder = copied(family)
+    save_file(vq_weights() | {"quantize.embedding.weight": torch.randn(64, 8)}, str(folder / "vq.safetensors"))
+    assert load_model(folder).codebook.shape == (32, FACTS[family][2][1])
+    assert "vq.safetensors" in caplog.text and "32 codes" in caplog.text
+    if family in SEPARATE:
+        (folder / SEPARATE[family]).rename(folder / "elsewhere")
+        assert load_model(folder).codebook is None
+
+
+def test_a_decoder_that_cannot_be_read_does_not_keep_a_model_from_loading(folders, tmp_path):
+    (tmp_path / "vqgan.ckpt").write_bytes(b"junk")
     for family in ("anole", "lumina-mgpt"):
         assert load_model(folders[family], search_folders=[tmp_path]).codebook.shape[0] == 32

@@ -1,7 +1,5 @@
 """GLM-Image's decoder: from codes to pixels, what it reads of a prompt, and what is refused in words."""
 
-import json
-
 import pytest
 import torch
 from comfyui_specar.model_loaders.decoders import glm_image
@@ -11,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from ..support import tiny_glm_image as tiny
 from ..support.bad_files import refused
 from ..support.closeness import fp64
+from ..support.tiny_folder import edited
 
 
 def load(folder):
@@ -61,13 +60,6 @@ def test_what_is_quoted():
     assert [len(ids) for ids in glyph_ids(f'"{"a" * 5000}"')] == [2048]
 
 
-def change(folder, part, **settings):
-    file = folder / part / "config.json"
-    content = json.loads(file.read_text(encoding="utf-8")) | settings
-    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}), encoding="utf-8")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("part", "settings", "words"),
     [
@@ -80,7 +72,7 @@ def change(folder, part, **settings):
     ],
 )
 def test_settings_that_cannot_be(tmp_path, part, settings, words):
-    refused(change(tiny.write_decoder(tmp_path), part, **settings), *words, loader=load)
+    refused(edited(tiny.write_decoder(tmp_path), f"{part}/config.json", **settings), *words, loader=load)
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
@@ -118,7 +110,7 @@ def test_parts_of_different_models(tmp_path):
     weights = load_file(file)
     weights["decoder.conv_in.weight"] = weights["decoder.conv_in.weight"][:, :3].contiguous()
     save_file(weights, file)
-    change(folder, "vae", latents_mean=[0.0] * 3, latents_std=[1.0] * 3)
+    edited(folder, "vae/config.json", latents_mean=[0.0] * 3, latents_std=[1.0] * 3)
     refused(folder, "3 channels", "4", loader=load)
     other = tiny.write_decoder(tmp_path / "other")
     weights = tiny.decoder_weights()["text_encoder"]

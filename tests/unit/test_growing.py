@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 VOCAB, LENGTH, DEEPEST = 5, 9, 4
 SHAPE = shape_of(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)))
 images = st.lists(st.tuples(st.integers(0, LENGTH), st.integers(0, DEEPEST), st.integers(0, 4)), min_size=1, max_size=4)
+seeds = st.integers(0, 10**6)
 
 
 class PathDrafter:
@@ -103,36 +104,30 @@ def assert_same(found, wanted):
         assert found[path] == (rank, pytest.approx(probability, rel=1e-5)), path
 
 
-@given(images, st.integers(1, DEEPEST), st.integers(1, 4), st.sampled_from([1, 3, 12, 60]), st.integers(0, 10**6))
-@example([(0, 4, 2), (1, 3, 3), (0, 4, 4)], 4, 4, 60, 0)
+@given(
+    images,
+    st.booleans(),
+    st.integers(1, DEEPEST),
+    st.integers(1, 7),
+    st.sampled_from([1, 3, 12, 60]),
+    st.integers(0, 999),
+)
+@example([(0, 4, 2), (1, 3, 3), (0, 4, 4)], True, 4, 4, 60, 0)
 @settings(max_examples=60, deadline=None)
-def test_top_k_trees_of_a_batch_are_those_of_each_image(images, levels, top_k, nodes, seed):
+def test_top_k_trees_of_a_batch_are_those_of_each_image(images, limited, levels, top_k, nodes, seed):
+    """limited: by the end of the image, and by a depth and a width of its own; else all have one size."""
     drafter = PathDrafter(len(images), seed)
     committed, depth, width = (list(column) for column in zip(*images, strict=True))
-    tree = grow_top_k(
-        work_of(drafter, len(images)),
-        drafter.root(committed),
-        levels,
-        top_k,
-        nodes,
-        torch.tensor(depth),
-        torch.tensor(width),
-    )
+    committed = committed if limited else [0] * len(images)
+    limits = (torch.tensor(depth), torch.tensor(width)) if limited else ()
+    tree = grow_top_k(work_of(drafter, len(images)), drafter.root(committed), levels, top_k, nodes, *limits)
     for b in range(len(images)):
-        own = min(levels, depth[b], LENGTH - committed[b])
-        assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, own, min(top_k, width[b]), nodes))
+        own = min(levels, depth[b], LENGTH - committed[b]) if limited else levels
+        most = min(top_k, width[b] if limited else VOCAB)
+        assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, own, most, nodes))
 
 
-@given(images, st.integers(1, DEEPEST), st.integers(1, 7), st.integers(1, 12), st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
-def test_top_k_trees_have_one_size_unless_it_is_limited(images, levels, top_k, nodes, seed):
-    drafter = PathDrafter(len(images), seed)
-    tree = grow_top_k(work_of(drafter, len(images)), drafter.root([0] * len(images)), levels, top_k, nodes)
-    for b in range(len(images)):
-        assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, levels, min(top_k, VOCAB), nodes))
-
-
-@given(st.lists(st.integers(0, LENGTH), min_size=1, max_size=4), st.integers(0, 10**6))
+@given(st.lists(st.integers(0, LENGTH), min_size=1, max_size=4), seeds)
 @settings(max_examples=40, deadline=None)
 def test_sampled_trees_have_their_shape_up_to_the_end_of_the_image(committed, seed):
     """At temperature 0, where the samples are the top_k likely tokens."""

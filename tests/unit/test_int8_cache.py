@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.kernels.attention import attend_cached, attend_int8
 from comfyui_specar.kernels.rotation import factors_of
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
@@ -22,6 +21,8 @@ from ..support.every_family import FAMILIES, METHODS, TREE, asked, make_family
 from ..support.tiny_mar import write_mar
 
 ROWS, HEADS, SLOTS, DIM = 2, 2, 12, 8
+FEW = ("llamagen-c2i", "emu3", "lumina-mgpt-2")  # shared key heads, norms of queries and keys, tokens between rows
+few = pytest.mark.parametrize("family", FEW, indirect=True)
 
 
 def given_tokens(count, seed=0, dtype=torch.float32, scale=1.0):
@@ -48,7 +49,7 @@ def widened(into):
 # Rounding
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(-20, 20), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 99))
 def test_no_number_moves_by_more_than_half_a_level(power, dtype, seed):
     qkv, factors = given_tokens(5, seed, dtype, 10.0**power)
@@ -118,14 +119,15 @@ def test_a_cache_is_reused_only_for_its_own_kind():
 # Models
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
     made = make_family(request.param, tmp_path_factory.mktemp("family"))
     made.model.int8_cache = True
     return made
 
 
-@pytest.mark.parametrize("name", ["next token", "sjd coupled", "blocks", "static", "dynamic", "vvs"])
+@few
+@pytest.mark.parametrize("name", ["blocks", "dynamic", "vvs"])  # of others, the same image is asked below
 @torch.inference_mode()
 def test_methods_run(family, name):
     wanted = asked(family, True)
@@ -135,6 +137,7 @@ def test_methods_run(family, name):
     assert (wanted.layout.to_grid(tokens) < family.model.vocab).all()
 
 
+@few
 @torch.inference_mode()
 def test_greedy_and_same_seed_are_the_same_image_for_all(family):
     with fp64():
@@ -148,6 +151,7 @@ def test_greedy_and_same_seed_are_the_same_image_for_all(family):
                 assert torch.equal(method.sample(wanted).tokens, image)
 
 
+@few
 @torch.inference_mode()
 @fp64()
 def test_captured_steps_give_the_same(family):
@@ -161,6 +165,7 @@ def test_captured_steps_give_the_same(family):
     assert graphs[0].captured and graphs[0].replayed
 
 
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
 def test_bytes(family):
     model, layout = family.model, family.model.layout()
     state = model.start(family.prompt, None, 2, layout, 7, model.guidance)
@@ -180,13 +185,3 @@ def test_the_headless_interface(tmp_path):
     model, wide = api.load_model(path, int8_cache=True), api.load_model(path)
     assert model.int8_cache and not wide.int8_cache
     assert api.sample(model, model.encode_prompt("a fox")).tokens.shape == (1, 4, 4)
-
-
-def test_the_functions_have_the_same_arguments_but_for_the_scales():
-    qkv, factors = given_tokens(3)
-    buffer, rows = torch.zeros(ROWS, 2 * HEADS, SLOTS, DIM), torch.arange(ROWS)[:, None]
-    slots, mask = torch.arange(3).expand(ROWS, -1), torch.zeros(ROWS, 1, 3, 3)
-    arrived = torch.zeros((ROWS, HEADS, 128), dtype=torch.int32)
-    exact = attend_cached(qkv, factors, False, None, buffer, rows, slots, mask, arrived)
-    close = attend_int8(qkv, factors, False, None, buffer.to(torch.int8), buffer[..., :1].clone(), rows, slots, mask)
-    assert torch.allclose(exact, close, atol=0.05) and not torch.equal(exact, close)

@@ -1,10 +1,9 @@
-"""Attention to a cache that new tokens join: the Triton kernel agrees with torch, whatever is seen, is batch invariant,
-and compiles."""
+"""Attention to a cache that new tokens join: the Triton kernel agrees with torch, whatever is seen, and is batch
+invariant."""
 
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ..support.closeness import assert_as_exact, fp64
-from ..support.triton_kernels import compiled_everywhere, interpreted
+from ..support.triton_kernels import interpreted
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
@@ -96,7 +95,7 @@ def both(given, near=None):
     return found
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=15)
 @given(
     st.integers(1, 2),
     st.integers(1, 2),
@@ -117,10 +116,6 @@ def test_results_agree(rows, key_heads, shared, count, slots, dim, halves, commo
 def test_results_agree_in_half_precision(dtype):
     """Within a few roundings: the interpreter cuts off what bf16 does not hold."""
     both(case(1, 2, 2, 3, 200, 16, dtype), near=4 * torch.finfo(dtype).eps)
-
-
-def test_more_queries_than_a_tile_holds():
-    both(case(1, 1, 3, 40, 140, 16))
 
 
 @pytest.mark.parametrize("slots", [20, 190])
@@ -246,7 +241,7 @@ def equal_bits(a, b):
 @pytest.mark.parametrize(("row", "token"), [(0, 0), (0, 15), (1, 16), (1, 31)])
 def test_a_query_does_not_depend_on_the_others(window, row, token):
     """To the last bit, alone as among 32 in two rows. Triton's interpreter multiplies; of the GPU's instruction see
-    below."""
+    test_kernels_compiled.py."""
     given, together = window
     assert equal_bits(alone(given, row, token), together[row : row + 1, token : token + 1])
 
@@ -264,44 +259,7 @@ def test_nor_on_which_part_is_the_last(window):
     assert not given[8].any(), "the next launch finds nobody counted in"
 
 
-# Machine code
-
-
-@pytest.mark.parametrize(
-    ("key_heads", "shared", "count", "slots", "dim", "halves", "norms"),
-    [
-        (20, 1, 1, 1280, 64, False, 0),
-        (20, 1, 32, 1280, 64, False, 0),
-        (8, 4, 1, 2560, 128, True, 0),
-        (32, 1, 32, 2560, 128, True, 2),
-        (32, 1, 32, 1280, 100, False, 0),
-        (2, 1, 1, 100, 64, False, 0),
-        (8, 8, 1, 4608, 128, True, 3),
-    ],
-)
-def test_it_compiles(key_heads, shared, count, slots, dim, halves, norms):
-    """Everywhere: for LlamaGen-XL, Emu3, Lumina-mGPT, LlamaGen-3B and Emu3.5, and where there is one part. Whatever
-    the number of queries, tensor cores sum in the same order by the same instruction; what a program leaves is released
-    before it is counted in, and acquired by the last."""
-    given = case(2, key_heads, shared, count, slots, dim, torch.bfloat16, halves=halves, norms=norms)
-    for kernel in compiled_everywhere("attention.attend_few", *given):
-        assert kernel.name == "_attend" and "cp.async" in kernel.ptx, "loading ahead"
-        instructions = set(re.findall(r"\bw?g?mma[.\w]*", kernel.ptx))
-        assert instructions == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
-        counted = re.findall(r"\batom[.\w]*", kernel.ptx)
-        assert counted == ["atom.global.gpu.acq_rel.add.u32"] * (slots > 128), "one part needs no counting"
-        if counted:
-            _, theirs = kernel.ptx.split(counted[0])
-            assert set(re.findall(r"\bld\.global[.\w]*", theirs)) <= {"ld.global.cg.b32", "ld.global.cg.v4.b32"}
-
-
-@pytest.mark.parametrize("count", [1, 32])
-def test_it_compiles_in_fp32(count):
-    compiled_everywhere("attention.attend_few", *case(2, 12, 4, count, 384, 128, halves=True))
-
-
-def test_it_compiles_in_fp16():
-    compiled_everywhere("attention.attend_few", *case(2, 4, 1, 20, 200, 64, torch.float16))
+# The function for longer prompts
 
 
 @pytest.mark.parametrize("heads", [2, 6])

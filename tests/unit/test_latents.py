@@ -94,13 +94,6 @@ def test_tokens_of_a_latent_are_its_own_as_long_as_they_fit_its_samples():
         assert (latents.tokens_of({"samples": samples, "ar_tokens": other}, model) == 7).all()
 
 
-def test_valid_ids_are_those_of_the_vocabulary():
-    samples = torch.zeros(1, 2, 1, 3)
-    assert latents.are_tokens(torch.tensor([[[0, 1, 2]]]), samples, 3)
-    for wrong in ([[[0, 1, 3]]], [[[-1, 1, 2]]]):
-        assert not latents.are_tokens(torch.tensor(wrong), samples, 3)
-
-
 def test_without_a_codebook_samples_are_ids():
     model = SimpleNamespace(continuous=False, codebook=None, vocab=4, latent_channels=1)
     samples = torch.tensor([[[[-3.0, 0.05, 0.95], [2.95, 3.0, 9.0]]]])

@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 from comfyui_specar.kernels import sampling
-from comfyui_specar.kernels.logits import guide
-from comfyui_specar.kernels.logits import probabilities as kernel
 from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, redraw, residual
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.probabilities import DeviceParams, probabilities
@@ -14,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ..support.closeness import fp64
+from ..support.toy import next_token_probs
 
 FREE = torch.tensor([[-1]])
 PROBS = torch.tensor([0.5, 0.3, 0.15, 0.05])
@@ -28,23 +27,33 @@ def close(found, wanted):
     return torch.allclose(found, torch.as_tensor(wanted, dtype=torch.float32), atol=1e-6)
 
 
-def test_softmax_and_temperature():
-    assert close(probs(PROBS.log()), PROBS)
-    assert close(probs(PROBS.log(), temperature=0.5), PROBS**2 / (PROBS**2).sum())
-    assert close(probs(PROBS.log(), temperature=2), PROBS**0.5 / (PROBS**0.5).sum())
+@fp64()
+@settings(max_examples=100)
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 12),
+    st.sampled_from([1.0, 1.5, 3.0]),
+    st.floats(0.1, 3),
+    st.integers(0, 12),
+    st.floats(0.01, 1),
+    st.sampled_from([None, None, (2.5, 3.0, 0.6), (0.0, 1.0, 1.2)]),
+)
+def test_any_row_becomes_the_distribution_that_was_written_independently(
+    seed, count, cfg, temperature, top_k, top_p, entropy
+):
+    """Guidance, temperature, top-k and top-p; an entropy temperature comes after the filters. Log-probabilities in the
+    place of logits make no difference."""
+    rows = 2 * torch.randn(2, 1, count, generator=torch.Generator().manual_seed(seed))
+    params = SamplingParams(cfg, temperature, min(top_k, count), top_p, entropy=entropy)
+    wanted = torch.tensor(next_token_probs(*rows[:, 0].tolist(), count, params))
+    rows = rows if params.guided else rows[:1]
+    for logits in (rows, rows.log_softmax(-1)):
+        found = probabilities(logits, params, count, None)[0, 0]
+        assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 def test_top_k_keeps_ties_with_the_last_one():
-    assert close(probs(PROBS.log(), top_k=2), [0.625, 0.375, 0, 0])
     assert close(probs([2.0, 1.0, 1.0, 0.0], top_k=2), probs([2.0, 1.0, 1.0, -math.inf]))
-    assert close(probs(PROBS.log(), top_k=4), PROBS) and close(probs(PROBS.log(), top_k=0), PROBS)
-
-
-def test_top_p_keeps_the_token_that_reaches_the_mass():
-    assert close(probs(PROBS.log(), top_p=0.6), [0.625, 0.375, 0, 0])
-    assert close(probs(PROBS.log(), top_p=0.45), [1, 0, 0, 0])
-    assert close(probs(PROBS.log(), top_p=0.81), [10 / 19, 6 / 19, 3 / 19, 0])
-    assert close(probs(PROBS.log(), top_p=1e-6), [1, 0, 0, 0])
 
 
 def test_top_p_keeps_or_drops_equal_logits_together():
@@ -54,7 +63,7 @@ def test_top_p_keeps_or_drops_equal_logits_together():
     assert close(probs([1.0, 1.0, 1.0], top_p=1e-6), [1 / 3] * 3)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_top_p_keeps_what_the_larger_ones_reach_exactly(seed):
     """A mass of exactly top_p before a token does not exclude it; the next smaller number does."""
     row = torch.randn(6, generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
@@ -71,33 +80,6 @@ def test_the_order_of_the_filters_matters():
     assert close(probs(PROBS.log(), top_k=2, top_p=0.6, order=("top_p", "top_k")), [0.625, 0.375, 0, 0])
 
 
-def test_filters_act_on_the_tempered_distribution():
-    """At temperature 2 the largest two have 0.606 of the mass, at 1 they have 0.8."""
-    assert int((probs(PROBS.log(), temperature=2, top_p=0.7) > 0).sum()) == 3
-    assert int((probs(PROBS.log(), temperature=1, top_p=0.7) > 0).sum()) == 2
-
-
-def heated(p, temperature):
-    """p^(1 / temperature), normalised, in double precision."""
-    weights = torch.as_tensor(p, dtype=torch.float64) ** (1 / temperature)
-    return (weights / weights.sum()).float()
-
-
-def test_the_entropy_temperature_is_that_of_the_paper():
-    entropy = -sum(p * math.log(p) for p in PROBS.tolist())
-    for params in ({}, {"temperature": 0.7}):
-        wanted = params.get("temperature", 1) * (2.5 * math.exp(-entropy / 3) + 0.6)
-        assert close(probs(PROBS.log(), entropy=(2.5, 3, 0.6), **params), heated(PROBS, wanted))
-
-
-def test_the_entropy_is_that_of_the_filtered_distribution_before_the_temperature():
-    """Top-p .7 keeps two of the tokens at temperature 1, as here, and three at temperature 2."""
-    entropy = -(0.625 * math.log(0.625) + 0.375 * math.log(0.375))
-    wanted = heated([0.625, 0.375, 0, 0], 2 * (math.exp(-entropy) + 0.5))
-    assert close(probs(PROBS.log(), temperature=2, top_p=0.7, entropy=(1, 1, 0.5)), wanted)
-    assert close(probs(PROBS.log(), temperature=2, top_k=2, entropy=(1, 1, 0.5)), wanted)
-
-
 def test_an_entropy_temperature_of_one_changes_no_bit_and_greedy_decoding_and_forced_tokens_ignore_it():
     rows = 3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     for row in rows:
@@ -106,37 +88,6 @@ def test_an_entropy_temperature_of_one_changes_no_bit_and_greedy_decoding_and_fo
         assert torch.equal(probs(row, temperature=0, entropy=(2.5, 3, 0.6)), probs(row, temperature=0))
         forced = torch.tensor([[7]])
         assert torch.equal(probs(row, forced=forced, entropy=(2.5, 3, 0.6)), probs(row, forced=forced))
-
-
-@pytest.mark.parametrize(
-    ("cfg", "temperature", "top_k", "top_p", "entropy"),
-    [(3.0, 0.7, 2, 0.9, None), (1.0, 1.3, 0, 0.6, None), (1.5, 1.0, 3, 1.0, (0.5, 2.0, 0.6))],
-)
-def test_numbers_on_the_device_are_those_of_the_call(cfg, temperature, top_k, top_p, entropy):
-    """A captured step reads them there; the arguments then only say what is off."""
-    rows = torch.randn(2 if cfg != 1 else 1, 3, 5, generator=torch.Generator().manual_seed(4))
-    order = ("top_k", "top_p")
-    on = 9.0 if cfg != 1 else 1, 9.0, min(top_k, 1), 0.1 if top_p < 1 else 1.0
-    with fp64():
-        wanted = kernel(rows, None, cfg, temperature, 5, top_k, top_p, order, entropy)
-        numbers = torch.tensor([cfg, temperature, top_k, top_p, *(entropy or (0, 1, 1))])
-        found = kernel(rows, None, *on[:2], 5, *on[2:], order, entropy and (9.0, 9.0, 9.0), numbers)
-    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12) and torch.equal(found > 0, wanted > 0)
-
-
-def test_guidance_comes_before_everything():
-    conditional, unconditional = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.0, 3.0, -1.0])
-    rows = torch.stack((conditional, unconditional))[:, None]
-    assert torch.equal(guide(rows, 2.5)[0, 0], torch.tensor([2.5, 0.5, 1.5]))
-    assert guide(rows[:1], 1) is not None and torch.equal(guide(rows[:1], 1), rows[:1])
-    p = probabilities(rows, SamplingParams(cfg=2.5, top_k=1), 3, FREE)
-    assert torch.equal(p[0, 0], torch.tensor([1.0, 0.0, 0.0]))
-
-
-def test_guiding_log_probabilities_gives_the_same_distribution():
-    rows = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
-    raw, normalised = (probabilities(z, SamplingParams(cfg=3), 8, FREE) for z in (rows, rows.log_softmax(-1)))
-    assert torch.allclose(raw, normalised, atol=1e-6)
 
 
 def test_temperature_zero_is_the_first_largest():
@@ -181,32 +132,6 @@ def test_illegal_parameters_are_named(params, words):
         SamplingParams(**params).check(32)
 
 
-rows = st.lists(st.floats(-20, 20, width=32, allow_subnormal=False), min_size=2, max_size=12)
-
-
-@settings(deadline=None, max_examples=150)
-@given(rows, st.floats(0.1, 3), st.integers(0, 12), st.floats(0.01, 1))
-def test_any_row_becomes_a_distribution_whose_support_the_filters_bound(logits, temperature, k, top_p):
-    k = min(k, len(logits))
-    p = probs(logits, temperature=temperature, top_k=k, top_p=top_p)
-    assert abs(float(p.sum()) - 1) < 1e-5 and (p >= 0).all()
-    assert p[torch.tensor(logits).argmax()] == p.max()
-    if k and len(set(logits)) == len(logits):
-        assert int((p > 0).sum()) <= k
-    full = probs(logits, temperature=temperature)
-    kept = p > 0
-    assert float(full[kept].sum()) >= min(top_p, 1) * (1 if k == 0 else 0) - 1e-5
-    ratio = p[kept] / full[kept]
-    assert torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-3)
-
-
-@settings(deadline=None, max_examples=100)
-@given(rows, st.integers(1, 12))
-def test_top_k_keeps_what_it_kept(logits, k):
-    once = probs(logits, top_k=min(k, len(logits)))
-    assert torch.allclose(probs(once.log(), top_k=min(k, len(logits))), once, atol=1e-6)
-
-
 # The kernels below the processors
 
 
@@ -220,12 +145,6 @@ def test_categorical_inverts_the_cumulative_sum(weights, word):
     assert weights[drawn] > 0
     total = sum(weights)
     assert sum(weights[:drawn]) <= u * total + 1e-5 and u * total <= sum(weights[: drawn + 1]) + 1e-5
-
-
-def test_categorical_frequencies():
-    u = (torch.arange(10_000) + 0.5) / 10_000
-    drawn = categorical((2 * PROBS).expand(10_000, -1), u).bincount(minlength=4)
-    assert (drawn - PROBS * 10_000).abs().max() <= 1
 
 
 def test_categorical_never_returns_an_entry_a_wavering_sum_points_at(monkeypatch):

@@ -8,13 +8,11 @@ from comfyui_specar import api
 from comfyui_specar.model_loaders.decoders import glm_image
 from comfyui_specar.model_loaders.files import checkpoint, weights
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import save_file
 
 from ..support.fuzz_seeds import SEEDS
 from ..support.mapped_files import maps
 from ..support.tiny import VOCAB, llamagen, vq_weights, write_llamagen
-from ..support.toy import ToyModel, plain, request
 
 LOADERS = [(api, name) for name in ("load_model", "load_drafter", "load_image_decoder", "load_trace")]
 LOADERS += [(glm_image, "load")]
@@ -45,21 +43,20 @@ def kept(monkeypatch):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_without_maps_nothing_that_was_loaded_is_one(tmp_path, kept, without_maps, name):
-    """Models, the text encoders and image decoders beside them, drafters and traces of every kind, after their use."""
+def test_with_maps_only_weights_are_some_and_without_them_nothing(tmp_path, kept, name):
+    """Of models, the text encoders and image decoders beside them, drafters and traces of every kind, after their
+    use."""
     SEEDS[name].write(tmp_path)
-    SEEDS[name].use(tmp_path)
-    assert not maps(tmp_path)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_with_maps_only_weights_are_some(tmp_path, kept, name):
-    SEEDS[name].write(tmp_path)
-    SEEDS[name].use(tmp_path)
-    found = maps(tmp_path)
-    assert WITH_TEXT not in found and bool(found) == (name not in COPIED)
-    kept.clear()
-    assert not maps(tmp_path)
+    for allowed in (True, False):
+        checkpoint.use_mmap(allowed)
+        try:
+            SEEDS[name].use(tmp_path)
+        finally:
+            checkpoint.use_mmap(True)
+        found = maps(tmp_path)
+        assert WITH_TEXT not in found and bool(found) == (allowed and name not in COPIED)
+        kept.clear()
+        assert not maps(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -181,16 +178,6 @@ def test_a_drive_that_cannot_map_is_no_damage(tmp_path, monkeypatch, without_map
     assert api.load_model(path).family == "llamagen-c2i"
     checkpoint.use_mmap(True)
     assert "--disable-mmap" in refused(path)
-
-
-def test_a_trace_may_be_replaced_while_it_is_shown(tmp_path):
-    layout = plain(2, 2)
-    trace = NextToken().sample(request(ToyModel(layout), layout)).trace
-    api.save_trace(trace, tmp_path / "run")
-    loaded = api.load_trace(tmp_path / "run")
-    assert not maps(tmp_path)
-    (tmp_path / "run.safetensors").unlink()
-    assert loaded.totals == trace.totals
 
 
 def test_a_model_generates_after_its_file_was_overwritten(tmp_path, without_maps):

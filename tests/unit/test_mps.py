@@ -20,8 +20,8 @@ from ..support.mps import DEVICE, MetalTensor, metal
 from ..support.tiny_mar import write_mar
 from ..support.tiny_xar import HEADS, xar_weights
 
-FULLY = ("llamagen-c2i", "emu3")  # families that all methods run on: one without and one with tokens between rows
-FEW = ("next token", "sjd coupled", "static", "dynamic")  # those that run on the others
+BOTH = ("llamagen-c2i", "emu3")  # without and with tokens between rows: every method runs on one of them
+FEW = ("sjd coupled", "static")  # those that run on the others
 PROMPT = "heart, 3d, on a blue background"
 STORAGE = (None, torch.int8, torch.float8_e4m3fn)
 
@@ -53,13 +53,16 @@ def request(family: Family, guided: bool, alone: bool) -> Request:
 
 @pytest.mark.parametrize(
     ("families", "name"),
-    [(family, name) for family in FAMILIES for name in (METHODS if family in FULLY else FEW)],
+    [
+        *((BOTH[number % 2], name) for number, name in enumerate(METHODS)),
+        *((family, name) for family in FAMILIES if family not in BOTH for name in FEW),
+    ],
     indirect=["families"],
 )
 @torch.inference_mode()
 def test_every_method_generates_what_it_generates_on_the_cpu(families, name):
     on_cpu, on_metal = families
-    guided = (list(METHODS).index(name) + list(FAMILIES).index(on_cpu.model.family)) % 2 > 0
+    guided = (list(METHODS).index(name) // 2 + list(FAMILIES).index(on_cpu.model.family)) % 2 > 0
     alone = on_cpu.model.family != "emu3"  # parts of one image's tensors are contiguous, those of two are not
     wanted = METHODS[name](on_cpu).sample(request(on_cpu, guided, alone))
     with metal() as device:
@@ -96,11 +99,7 @@ def xar(folder):
 
 @pytest.mark.parametrize(
     ("write", "mode", "keeping"),
-    [
-        *((mar, mode, keeping) for mode in ("plain", "block", "prefix", "exact") for keeping in (False, True)),
-        (xar, "plain", False),
-        (xar, "block", False),
-    ],
+    [(mar, "plain", False), (mar, "block", True), (mar, "prefix", False), (mar, "exact", True), (xar, "block", False)],
 )
 def test_vectors_are_those_of_the_cpu(write, mode, keeping, tmp_path):
     file = write(tmp_path)
@@ -182,18 +181,15 @@ INTS, FLOATS = torch.arange(6), torch.rand(2, 3)
     ("error", "message", "run"),
     [
         (NotImplementedError, "no kernel for take", lambda x, f: x.take(x)),
-        (NotImplementedError, "no kernel for index_copy_", lambda x, f: f.index_copy_(0, x[:2], f)),
         (NotImplementedError, "no kernel for _cummax_helper", lambda x, f: x.cummax(0)),
         (NotImplementedError, "no kernel for linalg_svd|no kernel for _linalg_svd", lambda x, f: torch.linalg.svd(f)),
         (TypeError, "float64", lambda x, f: f.double()),
-        (TypeError, "float64", lambda x, f: torch.zeros(2, dtype=torch.float64, device=DEVICE)),
         (TypeError, "float64", lambda x, f: torch.rand(2, dtype=torch.float64).to(DEVICE)),
         (TypeError, "float8", lambda x, f: f.to(torch.float8_e4m3fn)),
         (RuntimeError, "different devices", lambda x, f: f + torch.ones(3)),
         (RuntimeError, "int64 numbers behind", lambda x, f: x.argsort()),
         (RuntimeError, "strides", lambda x, f: f.t().sort()),
         (RuntimeError, "as fp32", lambda x, f: (x + 2**24) // 7),
-        (RuntimeError, "as fp32", lambda x, f: (x + 2**24) % 7),
         (RuntimeError, "another place", lambda x, f: (x > 2)[1:] & (x < 4)[1:]),
     ],
 )

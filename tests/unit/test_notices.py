@@ -6,7 +6,6 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.changed_latents import repeated, strayed, whole_ids
-from comfyui_specar.model_loaders.decoders import glm_image
 from comfyui_specar.model_loaders.families.harmon import HarmonModel
 from comfyui_specar.model_loaders.sizes import unsupported_size
 from comfyui_specar.model_loaders.text import prompt_settings
@@ -42,12 +41,6 @@ def test_every_reader_has_the_same_notices(model, caplog):
     assert "crimsn (crimson?)" in unknown and left_out.endswith("at most 2 words of a prompt and leaves out: red.")
     assert out.trace.notices == out.trace.report()["settings"]["notices"] == out.notices
     assert api.run_report(out.trace).splitlines()[-2:] == out.notices == caplog.messages
-
-
-def test_a_run_that_does_all_it_was_asked_for_has_none(model, caplog):
-    with caplog.at_level(logging.WARNING):
-        out = sample(model, model.encode_prompt("a red cat"), model.encode_prompt("red"), cfg=2.0)
-    assert out.notices == [] and "notices" not in out.trace.settings and not caplog.messages
 
 
 def test_a_negative_prompt_without_guidance_is_not_used(model):
@@ -97,12 +90,6 @@ def test_prompts_that_were_joined_to_more_than_the_slots_are_named(model):
     assert fitting == []
     [notice] = longer
     assert f"has {slots + 1} words" in notice and f"{slots} at most" in notice
-
-
-def test_quotations_that_glm_image_cuts_are_named():
-    assert glm_image.notices(f'a sign "{"x" * 2047}"') == []
-    [notice] = glm_image.notices(f'a sign "{"x" * 2047}end"')
-    assert notice.endswith("leaves out: end.")
 
 
 # Settings of prompts

@@ -1,4 +1,5 @@
-"""Nothing in the pack assumes Linux, this Python or the encoding of this system, as far as its source tells."""
+"""Nothing in the pack assumes Linux or the encoding of this system, as far as its source tells. (That it needs no newer
+Python than pyproject.toml says is checked by basedpyright and ruff.)"""
 
 import ast
 import re
@@ -13,39 +14,6 @@ from ..support import other_systems
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 PACK = ("api", "batch", "common", "kernels", "model_loaders", "models", "nodes", "samplers")
 FOLDERS = (*PACK, "tests", "tools")
-NEWER = {  # module -> names that it does not have in Python 3.10
-    "asyncio": {"Barrier", "Runner", "TaskGroup", "timeout", "timeout_at"},
-    "contextlib": {"chdir"},
-    "datetime": {"UTC"},
-    "enum": {"EnumType", "ReprEnum", "StrEnum", "member", "nonmember", "verify"},
-    "hashlib": {"file_digest"},
-    "itertools": {"batched"},
-    "math": {"cbrt", "exp2", "fma", "sumprod"},
-    "operator": {"call"},
-    "os": {"process_cpu_count"},
-    "os.path": {"isdevdrive", "isjunction", "isreserved", "splitroot"},
-    "sys": {"exception", "monitoring"},
-    "typing": {
-        "LiteralString",
-        "Never",
-        "NotRequired",
-        "ReadOnly",
-        "Required",
-        "Self",
-        "TypeIs",
-        "TypeVarTuple",
-        "Unpack",
-        "assert_never",
-        "assert_type",
-        "dataclass_transform",
-        "override",
-        "reveal_type",
-    },
-    "warnings": {"deprecated"},
-}
-NEWER_MODULES = {"annotationlib", "compression", "tomllib"}
-NEWER_BUILTINS = {"BaseExceptionGroup", "ExceptionGroup"}
-NEWER_METHODS = {"add_note", "from_uri", "full_match", "walk_up"}  # of exceptions and paths
 
 
 def sources(folders: tuple[str, ...] = FOLDERS) -> list[Path]:
@@ -106,21 +74,13 @@ def test_text_is_read_and_written_in_a_named_encoding():
     [
         ("p.read_text()", True),
         ("p.read_text('utf-8')", False),
-        ("p.read_text(errors='replace')", True),
-        ("p.write_text(x)", True),
-        ("p.write_text(x, encoding='utf-8')", False),
         ("p.write_text(x, 'utf-8')", False),
-        ("open(p)", True),
         ("open(p, 'rb')", False),
-        ("open(p, mode='w')", True),
-        ("p.open('a')", True),
         ("p.open('w+b')", False),
         ("cache.open(tokens)", False),
         ("os.fdopen(1, 'w')", True),
         ("open(p, **how)", False),
         ("tempfile.TemporaryFile(mode='w+')", True),
-        ("tempfile.TemporaryFile()", False),
-        ("Image.open(p)", False),
         ("archive.open('a.pkl', 'w')", False),
     ],
 )
@@ -136,18 +96,7 @@ def test_every_module_can_be_imported_without_posix():
     assert other_systems.imported([part for part in PACK if part != "nodes"]) > 100
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import fcntl",
-        "from resource import RLIMIT_AS",
-        "os.killpg",
-        "signal.SIGKILL",
-        "from os import O_NOFOLLOW",
-        "signal.alarm",
-        "os.sched_getaffinity(0)",
-    ],
-)
+@pytest.mark.parametrize("code", ["import fcntl", "signal.alarm", "os.sched_getaffinity(0)"])
 def test_what_windows_lacks_is_taken_away(code):
     with pytest.raises(subprocess.CalledProcessError) as caught:
         other_systems.run(f"import os, signal\nother_systems.take_away()\n{code}")
@@ -180,48 +129,3 @@ def test_the_pack_uses_no_name_of_posix_that_is_not_guarded():
         "signal.SIGKILL",
         "os.sched_getaffinity",
     }
-
-
-# Python
-
-
-def newer_names(found: ast.AST) -> set[str]:
-    """Names that Python 3.10 does not have."""
-    used, aliases = set(), {}
-    for node in ast.walk(found):
-        if isinstance(node, ast.Import):
-            aliases |= {alias.asname or alias.name: alias.name for alias in node.names}
-            used |= {alias.name for alias in node.names if alias.name in NEWER_MODULES}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            used |= {node.module} & NEWER_MODULES
-            used |= {f"{node.module}.{a.name}" for a in node.names if a.name in NEWER.get(node.module, ())}
-    for node in ast.walk(found):
-        if isinstance(node, ast.Attribute):
-            module = aliases.get(ast.unparse(node.value))
-            used |= {f"{module}.{node.attr}"} if node.attr in NEWER.get(module, ()) else {node.attr} & NEWER_METHODS
-        elif isinstance(node, ast.Name):
-            used |= {node.id} & NEWER_BUILTINS
-        elif isinstance(node, ast.keyword):
-            used |= {node.arg} & NEWER_METHODS
-    return used
-
-
-def test_the_source_is_that_of_the_oldest_python():
-    """Its library; ruff, which pyproject.toml tells the version, refuses newer grammar and strings."""
-    assert {str(path.relative_to(ROOT)): names for path in sources() if (names := newer_names(tree(path)))} == {}
-
-
-@pytest.mark.parametrize(
-    ("code", "names"),
-    [
-        ("from typing import Self, Any", {"typing.Self"}),
-        ("import tomllib", {"tomllib"}),
-        ("import asyncio as a\na.TaskGroup()", {"asyncio.TaskGroup"}),
-        ("raise ExceptionGroup('', [])", {"ExceptionGroup"}),
-        ("e.add_note('')", {"add_note"}),
-        ("p.relative_to(q, walk_up=True)", {"walk_up"}),
-        ("self.timeout", set()),
-    ],
-)
-def test_the_scan_knows_newer_names(code, names):
-    assert newer_names(ast.parse(code)) == names

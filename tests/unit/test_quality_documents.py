@@ -67,13 +67,6 @@ def test_a_report_with_some_cases_and_one_model(results):
     assert "| 0 | 95 ± 2 % |" in rows[2], "next token has no change from itself"
 
 
-def test_the_map_is_a_table(results):
-    points = {name: {"cfg": 2.0} for name in ("guidance 2, temperature 1", "guidance 5")}
-    write(results, quality_report.model("default" + quality_tables.MAP, points))
-    assert len(quality_tables.sampling().splitlines()) == 2 + 2 + 2 and "| guidance 5 | " in quality_tables.sampling()
-    assert quality_tables.measured("default") == {}
-
-
 def test_what_find_fastest_shows_is_of_settings_with_the_same_drafts_and_rule(results, monkeypatch):
     """Of the first such setting: sizes of windows and trees, and the drafter, do not matter."""
 
@@ -172,14 +165,3 @@ def test_the_chart_of_quality_names_the_front_and_the_listed_methods_that_may_dr
     named = [p.name for p in points if p in front(points) or (p.listed and not p.exact)]
     assert named and all(any(text.endswith(f": {name}") for text in shown) for name in named)
     assert any("256" in text for text in texts(quality_chart([("x", [point(48, 0, True), point(256, 0, True)])])))
-
-
-def test_the_other_charts_name_every_line():
-    lines = [("far", [0.5, 2.0], False), ("near", [0.6, 0.52], True), ("nearer", [0.7, 0.5], True)]
-    shown = texts(charts.size_chart([("7 M", "fast"), ("87 M", "slow")], lines))
-    assert {"7 M", "fast", "87 M", "slow", "far: 2.00", "next token: 1", "near: 0.52", "nearer: 0.50"} <= {*shown}
-    assert {"a", "b", "48", "256"} <= {*texts(charts.passes_chart([("a", 256, True), ("b", 48, False)]))}
-
-
-def test_spans_name_both_ends_unless_they_are_written_alike():
-    assert documents.span([0.512, 0.39], 2) == "0.39 to 0.51" and documents.span([0.391, 0.389], 2) == "0.39"

@@ -51,6 +51,7 @@ def test_the_beginning_of_an_image_has_so_many_tokens_to_sample_in_every_image(t
     forced = torch.cat((FORCED, torch.tensor([[-1, -1, 0, 0, 0, -1]])))
     layout = replace(LAYOUT, forced=forced)
     assert torch.equal(layout.beginning(tokens).forced, forced[:, :length])
+    assert layout.sampled_tokens == 3 and layout.beginning(9) is layout, "there are no more"
     assert (layout.beginning(tokens).rows, layout.beginning(tokens).cols) == (2, 3)
 
 

@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from comfyui_specar.model_loaders.neighbours import neighbour_table
@@ -164,26 +163,6 @@ def test_the_papers_residual_samples_worse_and_the_tv_bound_holds_for_what_they_
             least += distance(certain_group(best, p, likely), p)
             worse += drift > least + 1e-3
     assert (worse > 10) == (redraw != "optimal"), worse
-
-
-def test_residuals_cost_what_was_measured_elsewhere():
-    """Total variation of 1 and 3 certain children under LANTERN, computed once independently of this pack."""
-    random = np.random.default_rng(5)
-    vocab = 48
-    line = torch.tensor(np.sort(random.random(vocab)))[:, None].float()
-    noise = np.convolve(random.normal(size=vocab) * 4, np.ones(5) / 5, "same")
-    p = torch.tensor(noise).softmax(-1)
-    q = (p.log() + torch.tensor(random.normal(size=vocab)) * 0.5).softmax(-1)
-    order = q.argsort(descending=True).tolist()
-    for (count, delta, redraw), wanted in {
-        (12, 0.3, "paper"): (0.239, 0.332),
-        (12, 0.3, "optimal"): (0.239, 0.239),
-        (4, 0.1, "paper"): (0, 0),
-        (4, 0.1, "optimal"): (0, 0),
-    }.items():
-        rule = bound(Lantern(count, delta, redraw), line)
-        for children, tv in zip((1, 3), wanted, strict=True):
-            assert abs(distance(certain_group(rule, p, order[:children]), p) - tv) < 5e-4, (count, delta, redraw)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -390,14 +369,6 @@ def test_a_rule_describes_itself():
         "delta": 0.1,
         "redraw": "optimal",
         "neighbours_available": 11,
-    }
-    assert described[CoolSD(2, 0.5)] == {
-        "rule": "cool_sd",
-        "delta": 2,
-        "decay": 0.5,
-        "steps": 5,
-        "schedule": "exponential",
-        "floor": True,
     }
     assert described[Exact()] == {"rule": "exact"}
     assert {d["rule"] for d in described.values()} == {rule.name for rule in registry.RULES}

@@ -74,6 +74,7 @@ DECLARED = {
     },
 }
 # Defaults of what declares no legal values.
+REQUEST = {"negative": None, "seed": 0, "batch": 1, "callback": None, "notices": ()}
 PLAIN = {
     "Lantern": {"table": None},
     "LanternPP": {"table": None},
@@ -102,24 +103,8 @@ PLAIN = {
         "kind": "ddpm",
         "iterations": None,
     },
-    "Request": {
-        "negative": None,
-        "seed": 0,
-        "batch": 1,
-        "callback": None,
-        "strength": None,
-        "skippable": None,
-        "notices": (),
-    },
-    "ContinuousRequest": {
-        "negative": None,
-        "seed": 0,
-        "batch": 1,
-        "callback": None,
-        "tokens": None,
-        "kept": None,
-        "notices": (),
-    },
+    "Request": REQUEST | {"strength": None, "skippable": None},
+    "ContinuousRequest": REQUEST | {"tokens": None, "kept": None},
 }
 OWNERS = {
     owner.__name__: owner
@@ -229,11 +214,6 @@ def test_a_tree_has_fewer_drafts_than_a_round_has_random_numbers():
     Static(tuple((n,) for n in range(DRAWS - 1))).check()
     with pytest.raises(ValueError, match=f"{DRAWS} drafts.*{DRAWS - 1}"):
         Static(tuple((n,) for n in range(DRAWS))).check()
-
-
-def test_other_trees_are_refused_by_name():
-    with pytest.raises(ValueError, match="eagle_25, lantern_57"):
-        published("eagle_63")
 
 
 def test_sigma_is_that_of_the_paper_or_upside_down_as_in_the_official_code():

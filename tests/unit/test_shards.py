@@ -99,11 +99,6 @@ def test_an_index_that_is_none(index, content):
     refused(index, index, "Download")
 
 
-def test_an_index_in_another_encoding(index):
-    index.write_bytes(b"\xff\xfe{")
-    refused(index, index, "read")
-
-
 def test_code_in_a_shard_is_never_run(tmp_path):
     index = write_folder(tmp_path / "folder", WEIGHTS, {}, shards=2, pickled=True) / KINDS[True]
     shard = shards_of(index)[0]

@@ -83,26 +83,6 @@ def test_of_one_token_the_bound_is_the_drift():
     assert found == pytest.approx(bound, abs=1e-6) and bound < certain - 0.1
 
 
-def test_shares_by_hand():
-    """Paths of 3, 2 and 1 tokens below one root, of which the second splits in two: leaves 1, 2 and 1."""
-    tree = tree_of_paths(3, 2, 1)  # slots 1 2 3, 4 5, 6
-    extra = {"token": 7, "parent": 4, "depth": 2, "rank": 1, "exists": True, "probability": 1.0}
-    tree = replace(
-        tree,
-        **{name: torch.cat((getattr(tree, name), torch.tensor([[value]])), dim=1) for name, value in extra.items()},
-    )
-    whole = Skipping(truncate=False)
-    for u, path, shares in (
-        (0.1, [1, 2, 3], [1 / 4, 1, 1]),
-        (0.3, [4, 5], [2 / 4, 1 / 2]),
-        (0.6, [6], [1 / 4]),
-        (0.9, [4, 7], [2 / 4, 1 / 2]),
-    ):
-        slots, count = choose_path(whole, tree, torch.tensor([u]))
-        assert slots[0, : int(count)].tolist() == path
-        assert path_probability(whole, tree, slots)[0, : len(path)].tolist() == pytest.approx(shares)
-
-
 def sampled_trees(drafter: Table, shape: tuple[tuple[int, ...], ...]):
     """Every tree that sampling without replacement can grow in this shape (children of a slot in order), with its
     probability."""

@@ -1,19 +1,13 @@
 """Caches and bookkeeping of the drafting loop on a tiny LlamaGen: after any round they are those of a fresh pass."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from comfyui_specar import api
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
-from comfyui_specar.samplers.rules.cool_sd import CoolSD
-from comfyui_specar.samplers.trace import Source
 
 from ..support.rounds import begin
-from ..support.tiny import caption_features
 
 STRUCTURES = {
     "chain": Chain(3),
@@ -93,50 +87,3 @@ def test_the_eagle_drafter_knows_the_true_pairs(text_model, text_drafters, struc
                 assert torch.allclose(cache.keys[:, row, :, :length], behind.cache.keys[:, row, :, :length], atol=1e-4)
             checked += 1
         assert checked > 0
-
-
-def test_the_small_model_needs_no_hidden_states(text_model, text_drafters):
-    """The target drafting for itself: accepted throughout, also where rounds were skipped before."""
-    for skipping in (None, Skipping(interval=2, guard=0)):
-        run = begin(text_model, DraftTree(text_drafters["model"], Chain(3), skipping=skipping))
-        while not run.done:
-            run.round()
-        sources = run.finish().positions["source"]
-        assert not (sources == Source.RESIDUAL).any()
-        assert (sources == Source.SKIPPED).any() == (skipping is not None)
-
-
-def test_skipping_never_is_the_host(text_model, text_drafters):
-    for structure in STRUCTURES.values():
-        host = DraftTree(text_drafters["eagle"], structure)
-        for never in (Skipping(interval=1000), Skipping(schedule="dynamic", threshold=1.01)):
-            a, b = (begin(text_model, m) for m in (host, replace(host, skipping=never)))
-            while not (a.done and b.done):
-                a.round()
-                b.round()
-            assert torch.equal(a.run.record.image, b.run.record.image)
-
-
-def test_rounds_are_never_skipped_twice_running(text_model, text_drafters):
-    greedy = Skipping(schedule="dynamic", threshold=0.0)
-    run = begin(text_model, DraftTree(text_drafters["eagle"], Static("eagle_25"), skipping=greedy), batch=4)
-    while not run.done:
-        run.round()
-    trace = run.finish()
-    skipped = trace.rounds["skipped"].bool()
-    assert skipped.any() and not (skipped[1:] & skipped[:-1]).any()
-    taken = trace.positions["source"] == Source.SKIPPED
-    assert (trace.positions["p"][taken] > 0).any() and (trace.positions["tv_bound"][taken] > 0).any()
-    totals = trace.totals
-    assert totals["passes_per_image"] == ((trace.rounds["committed"] > 0) & ~skipped).sum(0).tolist()
-
-
-def test_relaxation_means_fewer_passes_on_a_real_backbone(text_model, text_drafters):
-    """Through the headless interface, with a strength map that forbids it on the upper half."""
-    prompt = text_model.encode_features(caption_features())
-    strength = torch.ones(4, 4)
-    strength[:2] = 0
-    method = DraftTree(text_drafters["eagle"], Static(), CoolSD(8.0))
-    out = api.sample(text_model, prompt, method, top_k=0, batch_size=8, strength=strength)
-    tv_bound = out.trace.grid("tv_bound")
-    assert not tv_bound[:, :2].any() and tv_bound[:, 2:].any()

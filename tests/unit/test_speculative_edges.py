@@ -10,11 +10,9 @@ from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.layout import TokenLayout
-from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rng import Stream
-from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
@@ -85,37 +83,6 @@ def test_images_of_one_token_and_of_forced_tokens_alone():
             summary = decoded.trace.summary()
             assert summary["accepted_drafts"] == 0
             assert summary["tv_bound"] == (0 if getattr(method, "bounded", True) else None)
-
-
-def test_images_that_keep_different_tokens_are_single_runs():
-    """Kept tokens differ from image to image; one image keeps its first, one its last, one all but one, one nothing."""
-    layout = with_line_ends(2, 2)
-    rows = layout.forced.repeat(4, 1)
-    rows[0, 0] = rows[1, 4] = 2
-    rows[2, [0, 1, 4]] = torch.tensor([0, 1, 2])
-    together = replace(layout, forced=rows)
-    toy = ToyModel(layout, 2)
-    for method in methods(toy, rules=[UniformRSD(5.0)]):
-        many = method.sample(request(toy, together, seed=3, batch=4))
-        assert torch.equal(many.tokens[rows >= 0], rows[rows >= 0])
-        for i in range(4):
-            single = method.sample(request(toy, replace(layout, forced=rows[i : i + 1]), seed=3 + i))
-            assert torch.equal(many.tokens[i], single.tokens[0])
-            for field, values in many.trace.positions.items():
-                assert torch.allclose(values[i].double(), single.trace.positions[field][0].double(), atol=1e-6), field
-
-
-@pytest.mark.parametrize(
-    "params", [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0, cfg=3.0)], ids=str
-)
-def test_greedy_drafting_is_greedy_decoding(params):
-    layout = plain(2, 3)
-    toy = ToyModel(layout)
-    greedy = NextToken().sample(request(toy, layout, params)).tokens
-    for structure in STRUCTURES.values():
-        for rule in (Exact(), *RULES) if not structure.block else (Exact(),):
-            decoded = DraftTree(ToyDrafter(toy), structure, rule).sample(request(toy, layout, params, batch=2))
-            assert torch.equal(decoded.tokens, greedy.expand(2, -1)), rule
 
 
 def test_greedy_trees_have_siblings():
@@ -247,20 +214,6 @@ def test_rules_stand_the_smallest_probabilities(rule):
 # What the trace says.
 
 
-def test_the_drift_of_skipping_is_not_understated():
-    """A perfect drafter, but not the first sampled child is taken: the drift is not zero, nor may its bound be."""
-    layout = plain(2, 3)
-    toy = ToyModel(layout)
-    probs = toy.distribution(layout, SamplingParams())
-    for path in ("uniform", "confident", "first"):
-        skipping = Skipping(interval=2, guard=0, path=path)
-        method = DraftTree(ToyDrafter(toy, noise=0, stale=True), Static(((0,), (1,), (2,))), skipping=skipping)
-        exact = replace(method, skipping=None)
-        skipped, noise = (m.sample(request(toy, layout, batch=3000)) for m in (method, exact))
-        tv_bound = skipped.trace.positions["tv_bound"].sum(1).mean()
-        assert chi_square(skipped.tokens, probs).tv <= tv_bound + chi_square(noise.tokens, probs).tv + 0.05, path
-
-
 def test_drafts_that_nobody_tested_were_not_refused():
     layout = plain(2, 3)
     toy = ToyModel(layout)
@@ -270,14 +223,6 @@ def test_drafts_that_nobody_tested_were_not_refused():
     summary = method.sample(request(toy, layout, batch=20)).trace.summary()
     assert summary["sources"]["skipped"] and "residual" not in summary["sources"]
     assert summary["acceptance_rate"] == 1
-
-
-def test_rounds_count_accepted_drafts_without_forced_tokens():
-    layout = with_line_ends(2, 2)
-    toy = ToyModel(layout, 2)
-    for structure in STRUCTURES.values():
-        trace = DraftTree(ToyDrafter(toy), structure).sample(request(toy, layout, batch=20)).trace
-        assert int(trace.rounds["accepted"].sum()) == trace.summary()["accepted_drafts"]
 
 
 def test_a_refused_likely_child_keeps_its_own_ratio():

@@ -12,23 +12,15 @@ BLUEPRINTS = sorted((WORKFLOWS.parent / "subgraphs").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", [*TEMPLATES, *BLUEPRINTS], ids=lambda path: path.stem)
-def test_the_prompt_of_a_subgraph_is_an_input_and_nothing_else(path):
-    """Named among its proxyWidgets too, front end 1.32.9 draws it over the outputs."""
-    graph = json.loads(path.read_text(encoding="utf-8"))
-    for subgraph in graph.get("definitions", {"subgraphs": []})["subgraphs"]:
-        [node] = [node for node in graph["nodes"] if node["type"] == subgraph["id"]]
-        assert "text" in [each["name"] for each in subgraph["inputs"]]
-        assert "text" not in [name for _, name in node["properties"]["proxyWidgets"]]
-
-
-@pytest.mark.parametrize("path", [*TEMPLATES, *BLUEPRINTS], ids=lambda path: path.stem)
-def test_the_widgets_of_a_subgraph_have_names_of_their_own(path):
-    """Of two proxies with one name, front end 1.58.1 keeps the first. An input has the name that it gets."""
+def test_the_widgets_of_a_subgraph_have_names_of_their_own_and_its_prompt_is_an_input(path):
+    """Of two proxies with one name, front end 1.58.1 keeps the first. An input has the name that it gets. A prompt
+    that is named among the proxyWidgets too is drawn over the outputs by front end 1.32.9."""
     graph = json.loads(path.read_text(encoding="utf-8"))
     for subgraph in graph.get("definitions", {"subgraphs": []})["subgraphs"]:
         [node] = [node for node in graph["nodes"] if node["type"] == subgraph["id"]]
         proxies = [name for _, name in node["properties"]["proxyWidgets"]]
-        assert len(proxies) == len({*proxies})
+        assert len(proxies) == len({*proxies}) and "text" not in proxies
+        assert "text" in [each["name"] for each in subgraph["inputs"]]
         assert [each["name"] for each in node["inputs"]] == [each["name"] for each in subgraph["inputs"]]
         inside = {each["id"]: each for each in subgraph["nodes"]}
         for link in subgraph["links"]:
@@ -36,7 +28,7 @@ def test_the_widgets_of_a_subgraph_have_names_of_their_own(path):
                 assert inside[link["target_id"]]["inputs"][link["target_slot"]]["link"] == link["id"]
 
 
-@pytest.mark.parametrize("path", [*TEMPLATES, *BLUEPRINTS], ids=lambda path: path.stem)
-def test_nodes_name_no_pack_that_the_registry_does_not_have(path):
+def test_nodes_name_no_pack_that_the_registry_does_not_have():
     """ComfyUI Manager offers to install the pack of that name."""
-    assert set(re.findall(r'"cnr_id": "([^"]*)"', path.read_text(encoding="utf-8"))) <= {"comfy-core"}
+    for path in [*TEMPLATES, *BLUEPRINTS]:
+        assert set(re.findall(r'"cnr_id": "([^"]*)"', path.read_text(encoding="utf-8"))) <= {"comfy-core"}

@@ -12,7 +12,7 @@ from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
-from comfyui_specar.samplers.methods.jacobi import REUSE, SJD, Jacobi
+from comfyui_specar.samplers.methods.jacobi import SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ..support import toy_heads
-from ..support.toy import VOCAB, ToyDrafter, ToyModel, plain, request, with_kept_tokens, with_line_ends
+from ..support.toy import ToyDrafter, ToyModel, plain, request, with_kept_tokens, with_line_ends
 from ..support.toy_heads import ToyHead
 
 DATA = Path(__file__).parents[1] / "data"
@@ -36,43 +36,6 @@ CASES = {"line_ends": (ToyModel(LINE_ENDS, 2), LINE_ENDS), "kept": (ToyModel(KEP
 def trace_of(method, case="line_ends", batch=5, **options):
     model, layout = CASES[case]
     return method.sample(request(model, layout, batch=batch, **options)).trace
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("method", [NextToken(), *(SJD(window=3, reuse=reuse) for reuse in REUSE)], ids=str)
-def test_sources_and_passes_add_up(method, case):
-    trace, layout = trace_of(method, case), CASES[case][1]
-    summary = trace.summary()
-    free = int((layout.forced < 0).sum()) * 5
-    assert summary["tokens"] == free and summary["images"] == 5
-    assert sum(summary["sources"].values()) == 5 * layout.length
-    assert summary["sources"]["forced"] == 5 * layout.length - free
-    assert sum(summary["passes_per_image"]) == int((trace.rounds["committed"] > 0).sum())
-    assert summary["target_passes"] == max(summary["passes_per_image"]) == len(trace.rounds["width"])
-    assert (trace.rounds["committed"].sum(0) == layout.length).all()
-    assert summary["accepted_drafts"] == summary["sources"].get("accepted", 0) == int(trace.rounds["accepted"].sum())
-    assert summary["accepted_length"] == pytest.approx(free / sum(summary["passes_per_image"]))
-    given = int(case == "kept")  # its first token is kept: it is read with the prompt
-    assert summary["prefix_tokens"] == 5 * given
-    assert summary["step_compression"] == pytest.approx(5 * (layout.length - given) / sum(summary["passes_per_image"]))
-
-
-def test_positions_tell_a_consistent_story():
-    trace = trace_of(SJD(window=3, initial="uniform"), batch=200)
-    get = trace.positions.__getitem__
-    order = get("finalised_at")
-    assert (order[:, 1:] >= order[:, :-1]).all() and (order[:, 0] == 0).all()
-    for row in range(200):  # passes that committed what the positions say
-        committed = order[row].long().bincount(minlength=len(trace.rounds["width"]))
-        assert torch.equal(committed, trace.rounds["committed"][:, row])
-    accepted, redrawn, bonus = (get("source") == s for s in (Source.ACCEPTED, Source.RESIDUAL, Source.BONUS))
-    assert accepted.any() and redrawn.any() and bonus.any()
-    assert (get("depth")[accepted | redrawn] > 0).all() and (get("depth")[bonus] == 0).all()
-    assert (get("q")[bonus] == 0).all() and (get("q")[accepted] > 0).all()
-    assert torch.allclose(get("ratio")[accepted], get("p")[accepted] / get("q")[accepted])
-    assert (get("p") > 0).all() and (get("p") <= get("top1") + 1e-6).all() and (get("entropy") >= 0).all()
-    assert (get("tv_bound") == 0).all() and (get("refinements") >= 0).all()
-    assert get("finalised_at")[get("source") == Source.PREFILL].eq(0).all()
 
 
 def test_hand_made_run_has_the_hand_made_numbers():
@@ -143,15 +106,11 @@ def test_every_tensor_is_counted_where_comfyui_measures_its_cache():
     assert counted == {tensor.data_ptr() for tensor in (trace.positions | trace.rounds).values()} and len(counted) > 10
 
 
-def test_save_and_load_give_the_same_trace(tmp_path):
+def test_the_report_lies_beside_the_records(tmp_path):
     method = SJD(window=3, reuse="threshold_exact", threshold=0.7)
     trace = trace_of(method, params=SamplingParams(top_k=2, temperature=0.9))
     save_trace(trace, tmp_path / "run")
     loaded = load_trace(tmp_path / "run.safetensors")
-    for group in ("positions", "rounds"):
-        saved, found = getattr(trace, group), getattr(loaded, group)
-        assert saved.keys() == found.keys()
-        assert all(torch.equal(saved[key], found[key]) and saved[key].dtype == found[key].dtype for key in saved)
     assert loaded.summary() == trace.summary() and (loaded.rows, loaded.cols, loaded.stride) == (2, 2, 3)
     assert loaded.report() == json.loads(json.dumps(trace.report()))
     report = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
@@ -221,13 +180,20 @@ def threads():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_number_is_read_back_bit_for_bit(name, tmp_path, threads):
+    """And what earlier versions did not store is computed again."""
     trace = RUNS[name]()
     whole = json.dumps(trace.report())  # a float's text has all its bits
     report, record = save_trace(trace, tmp_path / "run")
     assert json.dumps(json.loads(report.read_text(encoding="utf-8"))) == whole
     for number in (1, 2, 4):
         threads(number)
-        assert json.dumps(load_trace(record).report()) == whole
+        loaded = load_trace(record)
+        assert json.dumps(loaded.report()) == whole
+    for saved, found in ((trace.positions, loaded.positions), (trace.rounds, loaded.rounds)):
+        assert saved.keys() == found.keys()
+        assert all(torch.equal(saved[key], found[key]) and saved[key].dtype == found[key].dtype for key in saved)
+    as_earlier_versions_wrote(record)
+    assert json.dumps(load_trace(record).report()) == whole
     sums = {
         "mean_square_distance": "continuous, " in name,
         "tv_bound": {"relaxed", "metered", "vvs"} & {*name.split()},
@@ -295,14 +261,6 @@ def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, earlier, tmp_
     assert {name: totals[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_files_of_earlier_versions_are_completed(name, tmp_path):
-    trace = RUNS[name]()
-    _, record = save_trace(trace, tmp_path / "run")
-    as_earlier_versions_wrote(record)
-    assert json.dumps(load_trace(record).report()) == json.dumps(trace.report())
-
-
 @pytest.mark.parametrize("name", ["trace_schema_1", "trace_schema_1_continuous"])
 def test_files_of_schema_1_are_read_under_the_names_of_today(name, tmp_path):
     """Real ones, each with its report: SJD with a relaxed rule and a prefix; vectors with failed resamples."""
@@ -366,10 +324,6 @@ def test_totals_that_contradict_the_records_are_refused(name, value, tmp_path):
     assert "damaged" in refused(record)
 
 
-def test_the_report_says_what_is_not_lossless():
-    assert trace_of(SJD(window=3, reuse="threshold_paper")).report()["settings"]["lossless"] is False
-
-
 @pytest.mark.parametrize("rule", [Exact(), UniformRSD(5.0)])
 def test_the_drift_bound_is_that_of_an_image_and_unknown_for_sjd_plus_plus_as_printed(rule):
     trace = trace_of(SJD(window=3, rule=rule))
@@ -401,21 +355,3 @@ def test_other_files_are_refused_by_name(tmp_path):
     for name in ("positions.p", "unknown.p", "nodot"):
         save_file({name: torch.zeros(1, 2)}, str(path), metadata={"specar": json.dumps(header)})
         refused(path)
-
-
-def test_damaged_and_missing_files_are_refused_by_name(tmp_path):
-    save_trace(trace_of(SJD(window=3)), tmp_path / "run")
-    whole = (tmp_path / "run.safetensors").read_bytes()
-    path = tmp_path / "damaged.safetensors"
-    pickled = b"\x80\x04cos\nsystem\n(S'true'\ntR."
-    for content in (whole[: len(whole) // 2], whole[:20], b"", pickled, bytes(range(256)) * 9):
-        path.write_bytes(content)
-        refused(path)
-    refused(tmp_path / "missing.safetensors")
-
-
-def test_ids_stay_inside_what_the_map_can_show():
-    trace = trace_of(SJD(window=3, reuse="gumbel"), batch=50)
-    assert set(trace.positions["source"].unique().tolist()) <= {int(s) for s in Source}
-    assert trace.positions["top1"].max() <= 1
-    assert trace.positions["entropy"].max() <= torch.tensor(float(VOCAB)).log() + 1e-5

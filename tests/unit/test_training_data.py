@@ -39,14 +39,6 @@ def test_captions_name_everything_or_drop_all_but_the_subject(captions):
     assert len({tuple(words) for words in seen}) > 10, "the order varies"
 
 
-def test_augmentation_without_ranges_is_exact_composition():
-    blue = list(BACKGROUNDS).index("blue")
-    pixels = augment(square(), torch.tensor([blue]), STILL, torch.Generator())
-    assert pixels.shape == (1, 3, 128, 128)
-    assert pixels[0, :, 64, 64] == pytest.approx(torch.ones(3), abs=1e-5)
-    assert (pixels[0, :, 2, 2] + 1) * 127.5 == pytest.approx(torch.tensor(BACKGROUNDS["blue"]).float(), abs=0.01)
-
-
 def test_augmentation_stays_in_its_ranges():
     ranges = Augmentation(scale=(0.9, 1.1), shift=0.05, colour_jitter=5.0)
     black = torch.full((200,), list(BACKGROUNDS).index("black"))
@@ -96,20 +88,6 @@ def test_a_small_thing_stands_where_it_is_put():
         assert float(rows.float().mean()) == pytest.approx(63.5 + 64 * y, abs=1)
 
 
-def test_only_the_most_frequent_hue_is_exchanged():
-    rgba = torch.zeros(4, 8, 8, dtype=torch.uint8)
-    rgba[3], rgba[0, :6], rgba[1, 6:] = 255, 200, 200  # mostly red, some green, opaque
-    blue = recolour(rgba, 240)
-    assert blue[2, :6].float().mean() > 150 and blue[0, :6].float().mean() < 60
-    assert torch.equal(blue[:, 6:], rgba[:, 6:])
-
-
-def test_no_view_is_shown_twice():
-    source = batches(3)
-    views = torch.cat([source.sample(4)[2] for _ in range(4)])
-    assert len(views.unique(dim=0)) == len(views)
-
-
 def test_batches_are_determined_by_their_seed():
     first, again, other = (batches(seed).sample(4) for seed in (5, 5, 6))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -146,13 +124,21 @@ def test_padding_does_not_change_the_logits():
     assert not torch.allclose(short, other, atol=1e-3)
 
 
-def test_learning_rate_ends_low_and_starts_warm():
-    assert rate(0.0, 0) == pytest.approx(0.02)
-    assert rate(0.3, 1000) == 1.0
-    assert rate(1.0, 1000) == pytest.approx(0.02)
-
-
 @pytest.mark.parametrize("shape", [(2, 8, 24), (1, 24, 8)])
 def test_muon_directions_have_singular_values_near_one(shape):
     values = torch.linalg.svdvals(orthogonalise(torch.randn(*shape, generator=torch.Generator().manual_seed(0))))
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_only_the_most_frequent_hue_is_exchanged():
+    rgba = torch.zeros(4, 8, 8, dtype=torch.uint8)
+    rgba[3], rgba[0, :6], rgba[1, 6:] = 255, 200, 200  # mostly red, some green, opaque
+    blue = recolour(rgba, 240)
+    assert blue[2, :6].float().mean() > 150 and blue[0, :6].float().mean() < 60
+    assert torch.equal(blue[:, 6:], rgba[:, 6:])
+
+
+def test_learning_rate_ends_low_and_starts_warm():
+    assert rate(0.0, 0) == pytest.approx(0.02)
+    assert rate(0.3, 1000) == 1.0
+    assert rate(1.0, 1000) == pytest.approx(0.02)

@@ -106,24 +106,6 @@ def test_bound_does_not_move_the_mean():
     assert gradient[:4].abs().max() == 0 and gradient[4:].abs().max() > 0
 
 
-def test_loss_falls_on_few_images(model):
-    model.requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
-    generator = torch.Generator().manual_seed(0)
-    schedule, tokens = Schedule.cosine(1000), torch.randn(2, 64, 4, generator=generator)
-    rows, keep, history = torch.tensor([[0], [1]]), torch.zeros(2, dtype=torch.bool), []
-    for step in range(70):
-        known = masked.random_known(2, 64, masked.known_count(64, 1.5, step), generator)
-        z, wanted = model.vectors(rows, keep, tokens, known)
-        loss = masked.diffusion_loss(model.head, schedule, z.repeat(4, 1), wanted.repeat(4, 1), generator)
-        optimizer.zero_grad()
-        (loss.error + loss.bound).backward()
-        optimizer.step()
-        history.append(float(loss.error.detach()))
-    assert history[0] > 0.9, "it starts by predicting no noise at all"
-    assert sum(history[-20:]) / 20 < 0.75 * history[0]
-
-
 def test_latents_are_scaled_and_sampled_anew(captions):
     torch.manual_seed(0)
     latents = masked.Latents(CONTINUOUS, TINY, images(), captions, Pooled(), 2.0, seed=3)
@@ -149,9 +131,8 @@ class Pooled(torch.nn.Conv2d):
         return mean, torch.full_like(mean, -4.0)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, steady_clock, monkeypatch, bf16):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, steady_clock, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)  # other tests train without
     torch.manual_seed(0)
     vae = Pooled()
     words, file = torch.randn(len(captions.words), 16), tmp_path / "masked_model.pt"
@@ -196,24 +177,12 @@ def test_sharpening_changes_the_decoder_and_no_token(tmp_path, steady_clock, mon
         "continuous": (kl_vae, KLModel(setting.kl_vae.config), "kl_vae.pt"),
     }[stage]
     torch.save({"average": model.state_dict()}, tmp_path / name)
-    kind.sharpen_decoder(setting, images(), tmp_path, 0.002)
+    kind.sharpen_decoder(setting, images(), tmp_path, 0.001)
     before, after = model.state_dict(), kind.restore(setting, tmp_path).state_dict()
     decoding = ("decoder.", "post_quant_conv.")
     assert all(torch.equal(before[n], after[n]) for n in before if not n.startswith(decoding))
     assert any(not torch.equal(before[n], after[n]) for n in before if n.startswith(decoding))
     assert all(tensor.isfinite().all() for tensor in after.values())
-
-
-def test_sharpening_prefers_one_of_two_possible_edges_to_the_blur_between_them():
-    def edge(at):
-        return torch.where(torch.arange(16) < at, -0.8, 0.8).expand(1, 3, 16, 16)
-
-    def expected(loss, output):
-        return (loss(output, edge(6)) + loss(output, edge(10))) / 2
-
-    blur = (edge(6) + edge(10)) / 2
-    assert expected(autoencoder.sharp_loss, edge(6)) < expected(autoencoder.sharp_loss, blur)
-    assert expected(F.mse_loss, edge(6)) > expected(F.mse_loss, blur), "where a squared error wants the blur"
 
 
 def test_a_decoder_is_sharpened_with_the_margin_it_is_used_with():
@@ -299,3 +268,15 @@ def test_the_bundled_pair_says_what_it_is():
     words = open_checkpoint(folder / "text_encoder.safetensors")
     assert words.metadata["words"] == default.metadata["words"]
     assert all(torch.equal(words.tensors[name], default.tensors[name]) for name in default.tensors)
+
+
+def test_sharpening_prefers_one_of_two_possible_edges_to_the_blur_between_them():
+    def edge(at):
+        return torch.where(torch.arange(16) < at, -0.8, 0.8).expand(1, 3, 16, 16)
+
+    def expected(loss, output):
+        return (loss(output, edge(6)) + loss(output, edge(10))) / 2
+
+    blur = (edge(6) + edge(10)) / 2
+    assert expected(autoencoder.sharp_loss, edge(6)) < expected(autoencoder.sharp_loss, blur)
+    assert expected(F.mse_loss, edge(6)) > expected(F.mse_loss, blur), "where a squared error wants the blur"

@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Every kernel, and every one at the sizes of released models; `bash tools/ttsem.sh` also runs the slow cases.
+# Small kernels, also at the sizes of released models; `bash tools/ttsem.sh` also runs the slow cases.
 QUICK = (
     "tests/ttsem",
-    *(
-        f"tests/unit/test_kernels_{name}.py"
-        for name in ("sizes", "cache", "continuous", "gating", "guesses", "neighbours", "noise", "records", "sampling")
-    ),
+    "tests/unit/test_kernels.py",
     "tests/unit/test_kernels_linear.py::test_the_kernel_does_what_a_block_does",
 )
 
