@@ -24,7 +24,6 @@ from comfyui_specar.reports import acceptance_map, comparison, run_report
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..support.hostile_files import HOSTILE, one_tensor, safetensors
@@ -247,24 +246,6 @@ def saved(trace: Trace, tmp_path: Path) -> Path:
 def test_a_trace_beyond_the_bounds_is_refused(tmp_path, trace, message):
     with pytest.raises(FileError, match=f"trace.safetensors.*{message}"):
         load_trace(saved(trace(), tmp_path))
-
-
-def test_a_trace_without_its_totals_is_refused(tmp_path):
-    """Here, and not by the node that shows it."""
-    trace = trace_of(2, 2)
-    file = saved(trace, tmp_path)
-    del trace.totals["images"]
-    with pytest.raises(FileError, match="is damaged"):
-        load_trace(saved_as_it_is(trace, file))
-
-
-def saved_as_it_is(trace: Trace, file: Path) -> Path:
-    """Over a file that was saved before, with other totals."""
-    with safe_open(file, "pt") as opened:
-        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    header = json.loads(metadata["specar"]) | {"totals": trace.totals}
-    save_file(tensors, file, {"specar": json.dumps(header)})
-    return file
 
 
 def test_settings_of_a_trace_are_quoted_short_and_printable(tmp_path):
