@@ -12,29 +12,13 @@ from pathlib import Path
 
 from . import fuzz_archives, fuzz_files
 
+OF_FILES = "truncate flip_bits overwrite become_enormous become_noise swap become_no_file edit_json spell_json"
+OF_FILES += " lead_elsewhere edit_header lie_about_the_header edit_metadata"
+OF_ARCHIVES = "edit_tensor become_hostile edit_archive lie_about_tensors become_bomb become_tar"
 MUTATIONS: dict[str, Callable[[Path, random.Random], None]] = {
-    change.__name__.replace("_", " "): change
-    for change in (
-        fuzz_files.truncate,
-        fuzz_files.flip_bits,
-        fuzz_files.overwrite,
-        fuzz_files.become_enormous,
-        fuzz_files.become_noise,
-        fuzz_files.swap,
-        fuzz_files.become_no_file,
-        fuzz_files.edit_json,
-        fuzz_files.spell_json,
-        fuzz_files.lead_elsewhere,
-        fuzz_files.edit_header,
-        fuzz_files.lie_about_the_header,
-        fuzz_files.edit_metadata,
-        fuzz_archives.edit_tensor,
-        fuzz_archives.become_hostile,
-        fuzz_archives.edit_archive,
-        fuzz_archives.lie_about_tensors,
-        fuzz_archives.become_bomb,
-        fuzz_archives.become_tar,
-    )
+    name.replace("_", " "): getattr(module, name)
+    for module, names in ((fuzz_files, OF_FILES), (fuzz_archives, OF_ARCHIVES))
+    for name in names.split()
 }
 OFTEN = ("edit json", "edit header", "edit metadata", "edit tensor", "edit archive", "flip bits")  # have most ways
 

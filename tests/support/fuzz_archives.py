@@ -20,6 +20,8 @@ from torch import Tensor
 from .fuzz_files import CANARY, ENORMOUS, UnfitError, strange_name
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+DTYPES = (torch.int8, torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float64, torch.int64)
+DTYPES += (torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def edit_tensor(file: Path, rng: random.Random) -> None:
@@ -41,22 +43,7 @@ def changed_tensor(tensor: Tensor, rng: random.Random) -> Tensor | None:
     flat = tensor.flatten()
     return rng.choice(
         [
-            lambda: tensor.to(
-                rng.choice(
-                    [
-                        torch.int8,
-                        torch.uint8,
-                        torch.bool,
-                        torch.float16,
-                        torch.bfloat16,
-                        torch.float64,
-                        torch.int64,
-                        torch.complex64,
-                        torch.float8_e4m3fn,
-                        torch.float8_e5m2,
-                    ]
-                )
-            ),
+            lambda: tensor.to(rng.choice(DTYPES)),
             lambda: tensor.float() * rng.choice([float("nan"), float("inf"), 0.0, 1e30, -1e4, 1e-40]),
             lambda: torch.cat((flat[1:].float(), torch.tensor([rng.choice([float("nan"), 3e38])]))).view_as(tensor),
             lambda: tensor.mT if tensor.ndim > 1 else flat[None],
@@ -98,72 +85,41 @@ def word(text: str) -> bytes:
     return b"X" + struct.pack("<i", len(text.encode())) + text.encode()
 
 
+RUN = (  # functions that run a command, a line of Python, or what is in a file
+    "os.system posix.system nt.system subprocess.getoutput os.popen torch.utils.collect_env.run "
+    "torch._inductor.codecache.compile_file",
+    "builtins.eval builtins.exec __builtin__.eval timeit.timeit pdb.run numpy.testing._private.utils.runstring "
+    "argparse.Namespace builtins.getattr",
+    "builtins.open torch.load torch.hub.load torch.jit.load runpy.run_path torch.serialization.load",
+)
+BIG = b"L" + str(10**12).encode() + b"L\n"
+GROW = b"]q\0" + b"".join(b"]q%c(h%ch%ce" % (i + 1, i, i) for i in range(100))  # a list of 2^100 lists
+ENDLESS = [
+    b"cbuiltins\nbytearray\n(" + BIG + b"tR",
+    b"ctorch\nFloatTensor\n(" + BIG + b"tR",
+    b"ctorch\nSize\n((" + BIG * 2 + b"ttR",
+    *(GROW, b"(" * 10**6, b"]" * 10**5, b"}}" * 9, b"\x82\x01", b"Q", word("a") + b"Q"),
+    *(b"\x8e" + struct.pack("<Q", 2**62), b"X\xff\xff\xff\x7f", b"\x8b\xff\xff\xff\x7f", b"r\xff\xff\xff\x7f"),
+    b"ccollections\nOrderedDict\n)R}" + word("__class__") + word("x") + b"sb",
+    b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n(" + BIG * 2 + b"t(" + BIG * 2 + b"t\x89tR",
+]
+
+
 def hostile(canary: Path, rng: random.Random) -> bytes:
     """A pickle that writes the canary when it is read by an ordinary reader, or asks for endless memory."""
     touch, write = f"touch '{canary}'", f"open({str(canary)!r}, 'w')"
-    module, name, argument = rng.choice(
-        [
-            ("os", "system", touch),
-            ("posix", "system", touch),
-            ("nt", "system", touch),
-            ("builtins", "eval", write),
-            ("builtins", "exec", write),
-            ("__builtin__", "eval", write),
-            ("subprocess", "getoutput", touch),
-            ("os", "popen", touch),
-            ("timeit", "timeit", write),
-            ("builtins", "open", str(canary)),
-            ("pdb", "run", write),
-            ("torch", "load", str(canary)),
-            ("torch.hub", "load", str(canary)),
-            ("torch.jit", "load", str(canary)),
-            ("numpy.testing._private.utils", "runstring", write),
-            ("runpy", "run_path", str(canary)),
-            ("torch.serialization", "load", str(canary)),
-            ("torch._utils", "_rebuild_tensor_v2.__globals__", write),
-            ("torch.utils.collect_env", "run", touch),
-            ("torch._inductor.codecache", "compile_file", touch),
-            ("shutil", "rmtree", str(canary.parent)),
-            ("argparse", "Namespace", write),
-            ("builtins", "getattr", write),
-            ("pathlib.Path", "touch", str(canary)),
-        ]
-    )
-    call = f"c{module}\n{name}\n(".encode() + word(argument) + b"tR"
-    big = b"L" + str(10**12).encode() + b"L\n"
-    grow = b"]q\0" + b"".join(b"]q%c(h%ch%ce" % (i + 1, i, i) for i in range(100))  # a list of 2^100 lists
-    return (
-        b"\x80\x02"
-        + rng.choice(
-            [
-                call,
-                b"}" + word("model") + call + b"s",
-                b"(" + word(argument) + f"i{module}\n{name}\n".encode(),
-                f"c{module}\n{name}\n".encode() + word(argument) + b"\x85\x81",
-                b"cbuiltins\nbytearray\n(" + big + b"tR",
-                b"ctorch\nFloatTensor\n(" + big + b"tR",
-                b"ctorch\nSize\n((" + big * 2 + b"ttR",
-                grow,
-                b"(" * 10**6,
-                b"]" * 10**5,
-                b"\x8e" + struct.pack("<Q", 2**62),
-                b"X\xff\xff\xff\x7f",
-                b"\x8b\xff\xff\xff\x7f",
-                b"}}" * 9,
-                b"r\xff\xff\xff\x7f",
-                b"ccollections\nOrderedDict\n)R}" + word("__class__") + word("x") + b"sb",
-                b"\x82\x01",
-                b"Q",
-                word("a") + b"Q",
-                b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n("
-                + big * 2
-                + b"t("
-                + big * 2
-                + b"t\x89tR",
-            ]
-        )
-        + b"."
-    )
+    calls = [
+        (*function.rsplit(".", 1), argument)
+        for functions, argument in zip(RUN, (touch, write, str(canary)), strict=True)
+        for function in functions.split()
+    ]
+    calls += [("torch._utils", "_rebuild_tensor_v2.__globals__", write), ("shutil", "rmtree", str(canary.parent))]
+    module, name, argument = rng.choice([*calls, ("pathlib.Path", "touch", str(canary))])
+    function = f"c{module}\n{name}\n".encode()
+    call = function + b"(" + word(argument) + b"tR"
+    attacks = [call, b"}" + word("model") + call + b"s", function + word(argument) + b"\x85\x81"]
+    attacks.append(b"(" + word(argument) + f"i{module}\n{name}\n".encode())
+    return b"\x80\x02" + rng.choice([*attacks * 2, *ENDLESS]) + b"."
 
 
 def become_hostile(file: Path, rng: random.Random) -> None:

@@ -5,6 +5,7 @@ Every change is made in place. One that a file of this kind cannot have raises `
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -15,23 +16,9 @@ from typing import Any
 ENORMOUS = 1 << 26  # bytes of a file that is not changed again
 CANARY = "executed"  # a file that only content that is run would write, beside the changed one
 SETTINGS = (  # that files of ours may have
-    "heads",
-    "grid",
-    "defaults",
-    "scale",
-    "margin",
-    "levels",
-    "pixels_per_token",
-    "first_step",
-    "target",
-    "head_steps",
-    "caption_slots",
-    "llm_heads",
-    "codes",
-    "words",
-    "prompt",
-    "rows",
-)
+    "heads grid defaults scale margin levels pixels_per_token first_step target head_steps caption_slots llm_heads "
+    "codes words prompt rows"
+).split()
 DTYPES = ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "F16", "BF16", "I32", "F32", "F64", "I64", "U64", "C64", "Q")
 
 
@@ -112,54 +99,15 @@ def become_no_file(file: Path, rng: random.Random) -> None:
 # JSON
 
 
+ABSURD: list[Any] = [None, True, False, 0, -1, 1, 2, 3, 5, 7, 1000, 10**12, -(10**12), 10**30, 0.5, -2.5, 1e308]
+ABSURD += [float("nan"), float("inf"), "", "abc", "9" * 50, "x" * 100_000, "\0", "\ud800", "名前"]
+ABSURD += ["../../etc/passwd", "/etc/passwd", ".", "..", "a/b", [], {}, [[]], [None], [1, 2, 3], [0] * 50_000]
+ABSURD += [[10**9, 10**9], {"a": {"b": []}}, {"": 0}, ["default"], {"rope_type": ["x"]}]
+
+
 def absurd(rng: random.Random) -> Any:
     """A value that no file of settings should hold there."""
-    return rng.choice(
-        [
-            None,
-            True,
-            False,
-            0,
-            -1,
-            1,
-            2,
-            3,
-            5,
-            7,
-            1000,
-            10**12,
-            -(10**12),
-            10**30,
-            0.5,
-            -2.5,
-            1e308,
-            float("nan"),
-            float("inf"),
-            "",
-            "abc",
-            "9" * 50,
-            "x" * 100_000,
-            "\0",
-            "\ud800",
-            "名前",
-            "../../etc/passwd",
-            "/etc/passwd",
-            ".",
-            "..",
-            "a/b",
-            [],
-            {},
-            [[]],
-            [None],
-            [1, 2, 3],
-            [0] * 50_000,
-            [10**9, 10**9],
-            {"a": {"b": []}},
-            {"": 0},
-            ["default"],
-            {"rope_type": ["x"]},
-        ]
-    )
+    return copy.deepcopy(rng.choice(ABSURD))
 
 
 def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -201,29 +149,11 @@ def spell_json(file: Path, rng: random.Random) -> None:
     """The same, in an encoding or of a form that JSON does not have."""
     text = json.dumps(read_json(file))
     deep = 100_000
-    file.write_bytes(
-        rng.choice(
-            [
-                text.encode("utf-16"),
-                b"\xef\xbb\xbf" + text.encode(),
-                text.encode() + b"\xff\xfe",
-                text.encode() * 2,
-                b"[" * deep,
-                b"[" * deep + b"]" * deep,
-                b'{"a":' * deep + b"1" + b"}" * deep,
-                text.replace(":", ": NaN, ").encode(),
-                text.replace("1", "1" * 6000, 1).encode(),
-                b"null",
-                b"[]",
-                b'"text"',
-                b"{}",
-                b"1e999",
-                text[:-1].encode(),
-                text.replace("{", '{"a": 1, "a": 2, ', 1).encode(),
-                b" " * 10**6 + text.encode(),
-            ]
-        )
-    )
+    bare = [b"null", b"[]", b'"text"', b"{}", b"1e999", b"[" * deep, b"[" * deep + b"]" * deep]
+    encoded = [text.encode("utf-16"), b"\xef\xbb\xbf" + text.encode(), text.encode() + b"\xff\xfe"]
+    changed = [text * 2, '{"a":' * deep + "1" + "}" * deep, text.replace(":", ": NaN, "), text[:-1]]
+    changed += [text.replace("1", "1" * 6000, 1), text.replace("{", '{"a": 1, "a": 2, ', 1), " " * 10**6 + text]
+    file.write_bytes(rng.choice([*bare, *encoded, *(each.encode() for each in changed)]))
 
 
 def lead_elsewhere(file: Path, rng: random.Random) -> None:
@@ -232,27 +162,9 @@ def lead_elsewhere(file: Path, rng: random.Random) -> None:
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict):
         raise UnfitError
-    target = rng.choice(
-        [
-            "../../../../etc/passwd",
-            "/etc/passwd",
-            "..",
-            ".",
-            "",
-            file.name,
-            "config.json",
-            "x" * 300,
-            "a\0b",
-            "sub/../" + next(iter(shards.values())),
-            "C:\\x",
-            "\ud800",
-            5,
-            None,
-            ["a"],
-            "/dev/zero",
-            "nothing-00001-of-00002.safetensors",
-        ]
-    )
+    targets = ["../../../../etc/passwd", "/etc/passwd", "..", ".", "", file.name, "config.json", "x" * 300, "a\0b"]
+    targets += ["sub/../" + next(iter(shards.values())), "C:\\x", "\ud800", 5, None, ["a"], "/dev/zero"]
+    target = rng.choice([*targets, "nothing-00001-of-00002.safetensors"])
     for name in rng.choice([list(shards)[:1], list(shards)]):
         shards[name] = target
     file.write_text(json.dumps(index), encoding="utf-8")
@@ -291,38 +203,13 @@ def edit_header(file: Path, rng: random.Random) -> None:
     if change == 0:
         entry["dtype"] = rng.choice(DTYPES)
     elif change == 1:
-        entry["shape"] = rng.choice(
-            [
-                [10**9],
-                [-1],
-                [2**62, 4],
-                [],
-                [0],
-                [0, 10**12],
-                [1] * 1000,
-                entry["shape"][::-1],
-                [1, *entry["shape"]],
-                entry["shape"] + [1],
-                [2**63],
-                ["1"],
-                None,
-                [1.5],
-            ]
-        )
+        shape = entry["shape"]
+        shapes = [[10**9], [-1], [2**62, 4], [], [0], [0, 10**12], [1] * 1000, [2**63], ["1"], None, [1.5]]
+        entry["shape"] = rng.choice([*shapes, shape[::-1], [1, *shape], [*shape, 1]])
     elif change == 2:
-        entry["data_offsets"] = rng.choice(
-            [
-                [0, 0],
-                [0, 2**63],
-                [-1, 4],
-                [4, 0],
-                [0, len(numbers)],
-                header[rng.choice(names)]["data_offsets"],
-                [0],
-                None,
-                [len(numbers), 2 * len(numbers)],
-            ]
-        )
+        end = len(numbers)
+        offsets = [[0, 0], [0, 2**63], [-1, 4], [4, 0], [0, end], [0], None, [end, 2 * end]]
+        entry["data_offsets"] = rng.choice([*offsets, header[rng.choice(names)]["data_offsets"]])
     elif change == 3:
         header[strange_name(name, rng)] = header.pop(name)
     elif change == 4:
@@ -336,16 +223,9 @@ def edit_header(file: Path, rng: random.Random) -> None:
             header[each]["dtype"] = rng.choice(DTYPES)
     text = json.dumps(header).encode()
     if change == 8:
-        text = rng.choice(
-            [
-                text[:-1] + b',"' + name.encode() + b'":' + json.dumps(entry).encode() + b"}",
-                b"[" * 10**5,
-                b'{"a":' * 10**5,
-                text.decode().encode("utf-16"),
-                text + b"\xff",
-                text.replace(b"4", b"NaN", 1),
-            ]
-        )
+        twice = text[:-1] + b',"' + name.encode() + b'":' + json.dumps(entry).encode() + b"}"
+        others = [text.decode().encode("utf-16"), text + b"\xff", text.replace(b"4", b"NaN", 1)]
+        text = rng.choice([twice, b"[" * 10**5, b'{"a":' * 10**5, *others])
     join_safetensors(file, text, numbers)
 
 
@@ -354,21 +234,8 @@ def strange_name(name: str, rng: random.Random) -> str:
     number = rng.choice(["999999999", "-1", "1e9", "٣", "9" * 5000, "", "00"])
     digits = [part for part in name.split(".") if part.isdecimal()]
     renumbered = name.replace(f".{digits[0]}.", f".{number}.") if digits else number
-    return rng.choice(
-        [
-            renumbered,
-            renumbered,
-            name + ".x",
-            "x" + name,
-            "../../etc/passwd",
-            "x" * 10**5,
-            "",
-            "\0",
-            name.replace("weight", "weight_scale"),
-            "model." + name,
-            f"layers.{number}.x",
-        ]
-    )
+    names = [renumbered, renumbered, name + ".x", "x" + name, "../../etc/passwd", "x" * 10**5, "", "\0"]
+    return rng.choice([*names, name.replace("weight", "weight_scale"), "model." + name, f"layers.{number}.x"])
 
 
 def lie_about_the_header(file: Path, rng: random.Random) -> None:
@@ -388,11 +255,8 @@ def edit_metadata(file: Path, rng: random.Random) -> None:
         own = edited(own, rng)
     if rng.random() < 0.3:
         own = own if isinstance(own, dict) else {}
-        own["defaults"] = {
-            rng.choice(
-                ["cfg", "temperature", "top_k", "top_p", "order", "steps", "kind", "iterations", "cfg_schedule", "x"]
-            ): absurd(rng)
-        }
+        settings = "cfg temperature top_k top_p order steps kind iterations cfg_schedule x".split()
+        own["defaults"] = {rng.choice(settings): absurd(rng)}
     text = json.dumps(own)
     header["__metadata__"] = {"specar": rng.choice([text] * 8 + ["[" * 10**5, text[:-1], "NaN", "1" * 6000])}
     join_safetensors(file, json.dumps(header).encode(), numbers)

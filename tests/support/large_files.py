@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-import json
 import threading
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from .process_memory import held
+from .tiny_folder import write_folder
 
 Shapes = dict[str, tuple[int, ...]]
 KINDS = {"anonymous": "RssAnon", "file-backed": "RssFile"}
@@ -34,19 +32,12 @@ def qwen2(dim: int, ffn: int, layers: int, keys: int, words: int) -> Shapes:
 
 def write(folder: Path, shapes: Shapes, config: dict[str, Any]) -> Path:
     """Random bf16 weights in two shards, in a folder as Hugging Face lays it out. Returns the folder."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
-    half, where = sum(map(prod, shapes.values())) / 2, {}
-    shards: list[dict[str, torch.Tensor]] = [{}, {}]
-    for name in sorted(shapes):
-        number = sum(tensor.numel() for tensor in shards[0].values()) >= half
-        shards[number][name] = torch.randn(shapes[name], dtype=torch.bfloat16, generator=generator) * 0.02
-        where[name] = f"model-{number + 1:05}-of-00002.safetensors"
-    for number, tensors in enumerate(shards):
-        save_file(tensors, folder / f"model-{number + 1:05}-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}), encoding="utf-8")
-    return folder
+    weights = {
+        name: torch.randn(shape, dtype=torch.bfloat16, generator=generator) * 0.02
+        for name, shape in sorted(shapes.items())
+    }
+    return write_folder(folder, weights, config, shards=2)
 
 
 def memory() -> dict[str, int]:

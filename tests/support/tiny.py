@@ -168,3 +168,8 @@ def write_eagle(folder: Path, weights: dict[str, Tensor] | None = None, **change
     (folder / "config.json").write_text(json.dumps(eagle_config(**changes)), encoding="utf-8")
     save_file(eagle_weights() if weights is None else weights, str(folder / "model.safetensors"))
     return folder
+
+
+def millions(module: torch.nn.Module) -> float:
+    """Numbers that a module holds, buffers included, in millions."""
+    return sum(tensor.numel() for tensor in module.state_dict().values()) / 1e6

@@ -134,54 +134,40 @@ def test_nothing_there(tmp_path, target):
     refused(tmp_path / "weights.txt", target, "weights.txt", "weight file")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_truncated(tmp_path, target, name):
-    folder = pickled(tmp_path / "cut", eagle_weights())
-    save_file(eagle_weights(), str(folder / "model.safetensors"))
-    if name == "pytorch_model.bin":
-        (folder / "model.safetensors").unlink()
-    whole = (folder / name).read_bytes()
-    for content in (whole[:-500], whole[: len(whole) // 2], whole[:50], b"", b"<html>404</html>"):
-        (folder / name).write_bytes(content)
-        refused(folder, target, name, f"({len(content)} bytes)", "damaged")
-
-
-def test_wrong_width(tmp_path, target):
-    folder = write_eagle(tmp_path / "wide", eagle_weights(dim=128), hidden_size=128)
-    refused(folder, target, "model.safetensors", "128", "64")
-    folder = write_eagle(tmp_path / "liar", eagle_weights(dim=128))
-    refused(folder, target, "128", "64")
-
-
-def test_wrong_vocabulary(tmp_path, target):
-    folder = write_eagle(tmp_path / "words", eagle_weights(vocab=2 * VOCAB), vocab_size=2 * VOCAB)
-    refused(folder, target, "model.safetensors", str(2 * VOCAB), str(VOCAB))
-
-
-@pytest.mark.parametrize(("kind", "side"), [("t2i2", 32), ("c2i", 24)])
-def test_wrong_grid(tmp_path, target, kind, side):
-    refused(write_eagle(tmp_path / "d", input_type=kind), target, kind, str(side), str(SIDE))
-
-
-def test_unknown_kind_of_input(tmp_path, target):
-    refused(write_eagle(tmp_path / "d", input_type="video"), target, "config.json", "video")
-
-
-def test_wrong_number_of_heads(tmp_path, target):
-    refused(write_eagle(tmp_path / "d", num_attention_heads=7), target, "config.json", "7")
-
-
-@pytest.mark.parametrize("name", sorted(eagle_shapes().keys() - {"fc.bias", "embed_tokens.weight"}))
-def test_missing_tensor(tmp_path, target, name):
-    weights = eagle_weights()
-    del weights[name]
-    refused(write_eagle(tmp_path / "d", weights), target, "model.safetensors")
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (64, 63), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", eagle_shapes(head_norms=1))
-def test_misshapen_tensor(tmp_path, target, name, shape):
-    refused(write_eagle(tmp_path / "d", eagle_weights() | {name: torch.zeros(shape)}), target, "model.safetensors")
+def test_missing_and_misshapen_tensors(tmp_path, target, name):
+    for number, shape in enumerate([(), (3,), (64, 63), (2, 2, 2)]):
+        weights = eagle_weights() | {name: torch.zeros(shape)}
+        refused(write_eagle(tmp_path / str(number), weights), target, "model.safetensors")
+    weights = eagle_weights()
+    if name in weights.keys() - {"fc.bias", "embed_tokens.weight"}:
+        del weights[name]
+        refused(write_eagle(tmp_path / "missing", weights), target, "model.safetensors")
+
+
+WIDE, WORDS = eagle_weights(dim=128), eagle_weights(vocab=2 * VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "words"),
+    [
+        (WIDE, {"hidden_size": 128}, ("model.safetensors", "128", "64")),
+        (WIDE, {}, ("128", "64")),
+        (WORDS, {"vocab_size": 2 * VOCAB}, ("model.safetensors", str(2 * VOCAB), str(VOCAB))),
+        (None, {"input_type": "t2i2"}, ("t2i2", "32", str(SIDE))),
+        (None, {"input_type": "c2i"}, ("c2i", "24", str(SIDE))),
+        (None, {"input_type": "video"}, ("config.json", "video")),
+        (None, {"num_attention_heads": 7}, ("config.json", "7")),
+        (None, {"hidden_act": "gelu"}, ("config.json", "hidden_act")),
+        (None, {"num_hidden_layers": 2}, ("config.json", "num_hidden_layers")),
+        (None, {"num_key_value_heads": 2}, ("config.json", "num_key_value_heads")),
+        (None, {"vocab_size": 2 * VOCAB}, ("config.json", "vocab_size")),
+        (None, {"intermediate_size": 128}, ("config.json", "intermediate_size")),
+    ],
+    ids=range(12),
+)
+def test_a_drafter_of_another_model_or_kind(tmp_path, target, weights, config, words):
+    refused(write_eagle(tmp_path / "d", weights, **config), target, *words)
 
 
 def test_unknown_and_broken_tensors(tmp_path, target):
@@ -215,34 +201,11 @@ def test_an_entry_that_is_null_says_nothing(tmp_path, target):
     )
 
 
-@pytest.mark.parametrize(
-    ("entry", "value"),
-    [
-        ("hidden_act", "gelu"),
-        ("num_hidden_layers", 2),
-        ("num_key_value_heads", 2),
-        ("vocab_size", 2 * VOCAB),
-        ("intermediate_size", 128),
-    ],
-)
-def test_a_config_of_another_drafter(tmp_path, target, entry, value):
-    refused(write_eagle(tmp_path / "d", **{entry: value}), target, "config.json", entry)
+METADATA = [{"grid": 5}, {"grid": [16]}, {"grid": "16x16"}, {"grid": [32, 32]}, {"target": "janus"}, {"target": 3}]
+METADATA += [{"num_attention_heads": 8}, {"rms_norm_eps": "small"}]
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"grid": 5},
-        {"grid": [16]},
-        {"grid": "16x16"},
-        {"grid": [32, 32]},
-        {"target": "janus"},
-        {"target": 3},
-        {"num_attention_heads": 8},
-        {"rms_norm_eps": "small"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("metadata", METADATA, ids=str)
 def test_nonsense_in_our_own_metadata(tmp_path, target, metadata):
     path = tmp_path / "drafter.safetensors"
     save_file(eagle_weights(), str(path), metadata={"specar": json.dumps(metadata)})

@@ -109,8 +109,15 @@ def test_a_forced_token_needs_no_prediction():
         assert method.sample(request(model, layout, batch=3)).tokens[:, 5].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("order", [("top_k", "top_p"), ("top_p", "top_k")], ids=["top-k first", "top-p first"])
-@pytest.mark.parametrize(("cfg", "temperature", "top_k", "top_p"), [(2, 0, 0, 1), (1, 0.7, 3, 1), (3, 1, 3, 0.5)])
+@pytest.mark.parametrize(
+    ("cfg", "temperature", "top_k", "top_p", "order"),
+    [
+        (2, 0, 0, 1, ("top_k", "top_p")),
+        (1, 0.7, 3, 1, ("top_k", "top_p")),
+        (3, 1, 3, 0.5, ("top_p", "top_k")),  # the order matters where both filter
+        (3, 1, 3, 0.5, ("top_k", "top_p")),
+    ],
+)
 def test_flawed_rows_become_nan_in_kernel_and_reference(cfg, temperature, top_k, top_p, order):
     rows = torch.randn(2, 7, 10, generator=torch.Generator().manual_seed(0))
     rows[0, 0], rows[0, 1, 4], rows[0, 2, 4], rows[0, 3, 4] = math.nan, math.nan, -math.nan, math.inf

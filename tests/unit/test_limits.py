@@ -2,7 +2,6 @@
 it costs anything."""
 
 import json
-import re
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from comfyui_specar.common.limits import FileError, bounded_int, legal_name, leg
 from comfyui_specar.common.printable import printable
 from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.model_loaders.families import harmon, llamagen, mar, xar
-from comfyui_specar.model_loaders.files import names, safetensors_files
+from comfyui_specar.model_loaders.files import checkpoint, names
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, read_settings
 from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
 from comfyui_specar.model_loaders.sizes import legal_grid
@@ -25,16 +24,15 @@ from comfyui_specar.reports import acceptance_map, comparison, run_report
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..support.hostile_files import BILLION, HOSTILE, one_tensor, safetensors
+from ..support.hostile_files import HOSTILE, one_tensor, safetensors
 from ..support.process_memory import forget_peak, held
 
 MOST_SECONDS = 5  # of the processor: 0.5 are intended, and a busy machine takes several times as long
 MOST_MEMORY = 300 << 20  # bytes beyond the file's own
 CONTROL = "\x1b[31m\u202egnp\n"
-QUIET = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def read(file: Path, mapped: bool) -> None:
@@ -49,9 +47,14 @@ def read(file: Path, mapped: bool) -> None:
 
 
 @pytest.mark.parametrize("write", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file_is_refused_at_once(tmp_path, write):
-    """For some, a reader without bounds would never end, or end the process."""
+def test_a_hostile_file_is_refused_at_once(tmp_path, write, monkeypatch):
+    """For some, a reader without bounds would never end, or end the process. The library of safetensors is not asked
+    where the header is hostile: it would multiply 100,000 sizes, while it holds the interpreter's lock."""
     file = write(tmp_path)
+    asked = []
+    sound = write is HOSTILE["safetensors: settings in 5 million lists"] and file.stat().st_size <= limits.HEADER
+    if not sound:
+        monkeypatch.setattr(checkpoint, "safe_open", lambda *given, **_options: asked.append(given))
     linux = Path("/proc/self/clear_refs").exists()
     for mapped in (True, False)[: 1 + (file.suffix == ".safetensors")]:
         if linux:
@@ -63,22 +66,10 @@ def test_a_hostile_file_is_refused_at_once(tmp_path, write):
         assert not linux or held("VmHWM") - before - file.stat().st_size < MOST_MEMORY
         assert file.name in str(refused.value) and len(str(refused.value)) <= limits.MESSAGE + 10
         del refused
-
-
-@pytest.mark.parametrize("name", [name for name in HOSTILE if name.startswith("safetensors")])
-def test_the_library_never_sees_a_hostile_header(tmp_path, monkeypatch, name):
-    """It would multiply 100,000 sizes, while it holds the interpreter's lock."""
-    file = HOSTILE[name](tmp_path)
-
-    def fail(*_args, **_kwargs):
-        pytest.fail("the library was asked")
-
-    monkeypatch.setattr("comfyui_specar.model_loaders.files.checkpoint.safe_open", fail)
-    if "settings" not in name or file.stat().st_size > limits.HEADER:
+    if file.suffix == ".safetensors":
         with pytest.raises(CheckpointError):
-            open_checkpoint(file, mapped=True)
-    with pytest.raises(CheckpointError):
-        outline(file)
+            outline(file)
+    assert not asked
 
 
 NUMBERS = st.one_of(st.integers(-2, 5), st.integers(-(2**70), 2**70), st.floats(), st.none(), st.text(max_size=3))
@@ -108,22 +99,6 @@ def test_any_header_is_read_alike_or_refused_by_every_reader(tmp_path, shape, pl
     assert found[0] == found[1] == found[2]
 
 
-def test_sizes_are_multiplied_only_within_bounds(tmp_path, monkeypatch):
-    """Counted, not timed: products of more than DIMENSIONS numbers, or of larger ones, are never taken."""
-    seen = []
-
-    def counted(numbers):
-        seen.append(list(numbers))
-        return 4
-
-    for module in (safetensors_files, limits):
-        monkeypatch.setattr(module, "prod", counted)
-    for shape in ([BILLION] * 100_000, [2**64], [1] * 9, [-1], [1.0]):
-        with pytest.raises(CheckpointError):
-            open_checkpoint(safetensors(one_tensor(shape), tmp_path, b"\0" * 4))
-    assert not seen
-
-
 def test_sizes():
     assert legal_sizes("x", [2, 3]) == (2, 3) and legal_sizes("x", ()) == ()
     assert legal_sizes("x", [0, 2**62]) == (0, 2**62)
@@ -132,16 +107,20 @@ def test_sizes():
             legal_sizes("x", sizes)
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "名前", "a" * limits.NAME])
-def test_names_that_tensors_have(name):
-    assert legal_name(name) == name
-
-
 @pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\u202eb", "a\0", "\ud800", "a" * (limits.NAME + 1), b"a", None])
 def test_names_that_no_tensor_has(name):
     with pytest.raises(FileError, match="name") as refused:
         legal_name(name)
     assert str(refused.value).isprintable() and len(str(refused.value)) < 300
+    for legal in ("", "a.b", "名前", "a" * limits.NAME):
+        assert legal_name(legal) == legal
+
+
+def test_grids():
+    assert legal_grid([1, 1024]) == (1, 1024)
+    with pytest.raises(ValueError, match="1 and 1024") as refused:
+        legal_grid([0] * 50_000)
+    assert len(str(refused.value)) < 300
 
 
 def test_a_value_in_a_message_is_short_whatever_it_is():
@@ -175,19 +154,6 @@ def test_json_within_the_bounds_is_read_as_json_is(text):
 def test_json_beyond_the_bounds_is_refused(text, message):
     with pytest.raises(FileError, match=message):
         parse_json(text)
-
-
-def test_grids_and_numbered_modules():
-    assert legal_grid([1, 1024]) == (1, 1024)
-    with pytest.raises(ValueError, match="1 and 1024") as refused:
-        legal_grid([0] * 50_000)
-    assert len(str(refused.value)) < 300
-    assert names.numbered({"up.0.w", "up.3.w"}, r"up\.", 4) == 4
-    with pytest.raises(ValueError, match="0 to 2"):  # a module would be built for each
-        names.numbered({"up.3.w"}, r"up\.", 3)
-    assert names.count({"up.0.w", "up.3.w", "up.3.b", "up.x.w"}, "up.") == 2
-    with pytest.raises(ValueError, match="0 to 256"):
-        names.count({f"up.{i}.w" for i in range(257)}, "up.")
 
 
 @pytest.mark.parametrize("module", [llamagen, mar, xar, harmon, t5, language_model])
@@ -239,51 +205,14 @@ def test_errors_about_files_are_short_and_printable_and_keep_both_ends():
     assert str(error).endswith("Download it again.") and isinstance(error, ValueError)
 
 
-# Archives and pickles
-
-
-def test_what_torch_saves_is_within_the_bounds(tmp_path):
-    """Both formats, with what training scripts keep beside the weights."""
-    from collections import Counter, OrderedDict
-
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    optimiser = torch.optim.AdamW(module.parameters())
-    module(torch.ones(2, 3)).sum().backward()
-    optimiser.step()
-    content = {
-        "model": module.state_dict(),
-        "parameters": list(module.parameters()),
-        "optimizer": optimiser.state_dict(),
-        "steps": Counter({3: 1}),
-        "other": OrderedDict(a=torch.tensor(2.5)),
-        "part": torch.ones(2, 3).mT,
-        "rng": torch.get_rng_state(),
-        "names": {"b", "a"},
-        "raw": bytearray(b"ab"),
-        "bytes": b"ab",
-        "large": 2**80,
-    }
-    for new in (True, False):
-        torch.save(content, tmp_path / "sound.pt", _use_new_zipfile_serialization=new)
-        found = open_checkpoint(tmp_path / "sound.pt").tensors
-        assert all(torch.equal(found[name], tensor) for name, tensor in module.state_dict().items())
-
-
 # Traces
 
 
 def trace_of(rows: int, cols: int, images: int = 1, **changes) -> Trace:
     positions = {name: torch.zeros((images, rows * cols), dtype=dtype) for name, dtype in POSITION_FIELDS.items()}
     positions["source"][:] = Source.PREFILL
-    totals = {
-        "target_passes": 1,
-        "passes_per_image": [1] * images,
-        "draft_passes": 0,
-        "images": images,
-        "tokens": images * rows * cols,
-        "seed": 1,
-        "seconds": 1.0,
-    }
+    totals = {"target_passes": 1, "passes_per_image": [1] * images, "draft_passes": 0, "images": images}
+    totals |= {"tokens": images * rows * cols, "seed": 1, "seconds": 1.0}
     settings_ = {"method": "next_token", "cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     trace = Trace(rows, cols, cols, positions, {"width": torch.ones(1, dtype=torch.int64)}, totals, settings_)
     for name, value in changes.items():
@@ -298,11 +227,6 @@ def trace_of(rows: int, cols: int, images: int = 1, **changes) -> Trace:
 def saved(trace: Trace, tmp_path: Path) -> Path:
     trace.totals.setdefault("tv_bound", 0.0)
     return save_trace(trace, tmp_path / "trace")[1]
-
-
-def test_a_trace_within_the_bounds_is_loaded(tmp_path):
-    trace = trace_of(2, 3)
-    assert load_trace(saved(trace, tmp_path)).rows == 2
 
 
 @pytest.mark.parametrize(
@@ -324,24 +248,6 @@ def test_a_trace_beyond_the_bounds_is_refused(tmp_path, trace, message):
         load_trace(saved(trace(), tmp_path))
 
 
-def test_a_trace_without_its_totals_is_refused(tmp_path):
-    """Here, and not by the node that shows it."""
-    trace = trace_of(2, 2)
-    file = saved(trace, tmp_path)
-    del trace.totals["images"]
-    with pytest.raises(FileError, match="is damaged"):
-        load_trace(saved_as_it_is(trace, file))
-
-
-def saved_as_it_is(trace: Trace, file: Path) -> Path:
-    """Over a file that was saved before, with other totals."""
-    with safe_open(file, "pt") as opened:
-        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    header = json.loads(metadata["specar"]) | {"totals": trace.totals}
-    save_file(tensors, file, {"specar": json.dumps(header)})
-    return file
-
-
 def test_settings_of_a_trace_are_quoted_short_and_printable(tmp_path):
     trace = trace_of(2, 2, settings={"method": CONTROL * 5000})
     with pytest.raises(FileError, match="Save Trace") as refused:
@@ -349,16 +255,9 @@ def test_settings_of_a_trace_are_quoted_short_and_printable(tmp_path):
     assert len(str(refused.value)) < 2 * limits.MESSAGE and str(refused.value).isprintable()
     trace = trace_of(2, 2)
     trace.settings["chosen"] = CONTROL * 5000
-    trace.totals |= {
-        "accepted_drafts": 0,
-        "acceptance_rate": 0.0,
-        "accepted_length": 4.0,
-        "step_compression": 4.0,
-        "prefix_tokens": 0,
-        "tv_bound": 0.0,
-        "mean_log_p": 0.0,
-        "sources": {},
-    }
+    counts = dict.fromkeys(("accepted_drafts", "prefix_tokens"), 0)
+    rates = dict.fromkeys(("acceptance_rate", "accepted_length", "step_compression", "tv_bound", "mean_log_p"), 1.0)
+    trace.totals |= counts | rates | {"sources": {}}
     for text in (*run_report.labels([trace])[0], *run_report.describe(trace).split("\n"), comparison.table([trace])):
         assert "\x1b" not in text and len(text) < 2 * limits.MESSAGE
     assert comparison.chart([trace]).shape[1] == comparison.WIDTH
@@ -369,24 +268,12 @@ def test_settings_of_a_trace_are_quoted_short_and_printable(tmp_path):
 
 @pytest.mark.parametrize(
     ("sides", "factor"),
-    [
-        ((256, 256), 2),
-        ((512, 600), 1),
-        ((1, 1024), 8),
-        ((1024, 1), 8),
-        ((16, 16), 32),
-        ((10_000, 10_000), 1),
-        ((16, 16384), 1),
-    ],
+    [((256, 256), 2), ((512, 600), 1), ((1, 1024), 8), ((1024, 1), 8), ((16, 16), 32), ((16, 16384), 1)],
 )
 def test_maps_are_enlarged_until_the_longer_side_is_long_enough(sides, factor):
     assert acceptance_map.enlargement(*sides) == factor
-
-
-@pytest.mark.parametrize("sides", [(1, 1024), (1024, 1)])
-def test_the_longest_grids_are_drawn(sides):
-    drawn = acceptance_map.acceptance_map(trace_of(*sides))
-    assert drawn.shape[0] == 1 and drawn.shape[2] == 8 * sides[1]
+    if 1 in sides:
+        assert acceptance_map.acceptance_map(trace_of(*sides)).shape[2] == factor * sides[1]
 
 
 def test_maps_of_too_many_pixels_are_not_begun(monkeypatch):
@@ -415,18 +302,3 @@ def test_a_value_that_is_too_long_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x" * (limits.CELL + 1)}), "utf-8")
     with pytest.raises(JobsError, match="line 1.*prompt.*131073 characters"):
         read_jobs(tmp_path / "a.jsonl")
-
-
-def test_every_limit_says_why():
-    """One line of reason for each."""
-    source = Path(limits.__file__).read_text(encoding="utf-8")
-    numbers = re.findall(r"^[A-Z]+ = (?P<value>.*)$", source, re.MULTILINE)
-    assert len(numbers) > 25 and all("#" in line for line in numbers)
-
-
-def test_no_other_module_of_the_readers_has_a_limit_of_its_own():
-    root = Path(limits.__file__).parent.parent
-    for folder in ("model_loaders/files", "model_loaders/text"):
-        for file in (root / folder).glob("*.py"):
-            text = file.read_text(encoding="utf-8")
-            assert not re.search(r"^_?(LARGEST|LONGEST|MOST|DEEPEST)\w* = ", text, re.MULTILINE | re.IGNORECASE), file

@@ -6,7 +6,6 @@ import pickle
 import re
 import sys
 from collections import OrderedDict
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -56,9 +55,9 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("text", [True, False])
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_every_container_gives_the_same_model(tmp_path, known_size, container, text):
+def test_every_container_gives_the_same_model(tmp_path, known_size, container):
+    text = container in ("FSDP", "stray rope table", "half precision")
     wanted = load_model(write_llamagen(tmp_path / "model.safetensors", text))
     torch.save(CONTAINERS[container](llamagen_weights(text)), tmp_path / "tiny_256.pt")
     found = load_model(tmp_path / "tiny_256.pt", grid=GRID)
@@ -69,23 +68,13 @@ def test_every_container_gives_the_same_model(tmp_path, known_size, container, t
     assert {p.dtype for p in found.parameters()} == {torch.float32}
 
 
-def test_old_pickles_without_zip_load_too(tmp_path, known_size):
-    weights = llamagen_weights(False)
-    torch.save(weights, tmp_path / "old_256.pth", _use_new_zipfile_serialization=False)
-    assert torch.equal(load_model(tmp_path / "old_256.pth").backbone.norm.weight, weights["norm.weight"])
+RENAMED = {"attention.wo": "self_attn.o_proj", "tok_embeddings": "embed_tokens", "attention_norm": "input_layernorm"}
+RENAMED |= {"ffn_norm": "post_attention_layernorm"}
+RENAMED |= {f"feed_forward.w{i}": f"mlp.{part}_proj" for i, part in ((1, "gate"), (3, "up"), (2, "down"))}
 
 
 def hugging_face_names(weights):
     out = {}
-    rules = {
-        "attention.wo": "self_attn.o_proj",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w3": "mlp.up_proj",
-        "feed_forward.w2": "mlp.down_proj",
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "tok_embeddings": "embed_tokens",
-    }
     for name, tensor in weights.items():
         if name == "output.weight":
             out["lm_head.weight"] = tensor
@@ -93,25 +82,24 @@ def hugging_face_names(weights):
             for part, rows in zip("qkv", tensor.chunk(3), strict=True):
                 out["model." + name.replace("attention.wqkv", f"self_attn.{part}_proj")] = rows.contiguous()
         else:
-            for old, new in rules.items():
+            for old, new in RENAMED.items():
                 name = name.replace(old, new)
             out[f"model.{name}"] = tensor
     return out
 
 
-@pytest.mark.parametrize("text", [True, False])
-def test_hugging_face_names_give_the_same_model(tmp_path, known_size, text):
-    wanted = load_model(write_llamagen(tmp_path / "model.safetensors", text))
+def test_hugging_face_names_give_the_same_model(tmp_path, known_size):
+    wanted = load_model(write_llamagen(tmp_path / "model.safetensors", True))
     folder = tmp_path / "LlamaGen-T2I"
     folder.mkdir()
-    save_file(hugging_face_names(llamagen_weights(text)), str(folder / "model.safetensors"))
+    save_file(hugging_face_names(llamagen_weights(True)), str(folder / "model.safetensors"))
     found = load_model(folder, grid=GRID)
     assert torch.equal(logits(found), logits(wanted))
     assert load_model(folder).grid == (16, 16)
 
 
 @pytest.mark.parametrize("text", [True, False])
-@pytest.mark.parametrize(("shards", "pickled"), [(1, False), (3, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("shards", "pickled"), [(3, False), (1, True)])
 def test_hugging_face_folders_give_heads_grid_and_norms(tmp_path, text, shards, pickled):
     """The layout of jadohu/LlamaGen-T2I: a size that was never released loads too, as its config.json tells."""
     wanted = load_model(write_llamagen(tmp_path / "model.safetensors", text))
@@ -133,22 +121,16 @@ def test_hugging_face_folders_give_heads_grid_and_norms(tmp_path, text, shards, 
     assert other.norm_eps == 1e-3 and other.heads == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "side"),
-    [
-        ("c2i_B_256.pt", 16),
-        ("c2i_XXL_384.pt", 24),
-        ("t2i_XL_stage1_256.pt", 16),
-        ("t2i_XL_stage2_512.pt", 32),
-        ("LlamaGen-T2I/model.safetensors", 16),
-        ("LlamaGen-T2I-2/model.safetensors", 32),
-        ("512/c2i_L_256.safetensors", 16),
-        ("LlamaGen-T2I-256/model.safetensors", 16),
-        ("LlamaGen-T2I-2/model.safetensors.index.json", 32),
-        ("LlamaGen-T2I-2/pytorch_model.bin", 32),
-        ("runs_256/c2i_L_384.safetensors", 24),
-    ],
-)
+SIDES = {  # released names and folders -> tokens beside each other
+    16: "c2i_B_256.pt t2i_XL_stage1_256.pt LlamaGen-T2I/model.safetensors 512/c2i_L_256.safetensors "
+    "LlamaGen-T2I-256/model.safetensors",
+    24: "c2i_XXL_384.pt runs_256/c2i_L_384.safetensors",
+    32: "t2i_XL_stage2_512.pt LlamaGen-T2I-2/model.safetensors LlamaGen-T2I-2/model.safetensors.index.json "
+    "LlamaGen-T2I-2/pytorch_model.bin",
+}
+
+
+@pytest.mark.parametrize(("side", "name"), [(side, name) for side, names in SIDES.items() for name in names.split()])
 def test_the_released_names_give_the_grid(name, side):
     assert llamagen.grid_of(Checkpoint({}, {}, Path("models") / name)) == (side, side)
 
@@ -219,12 +201,6 @@ def test_damaged_files(tmp_path, known_size, suffix, loader):
         refused(path, path.name, f"({len(content)} bytes)", remedy, loader=loader)
 
 
-def test_a_header_that_lies_about_sizes(tmp_path):
-    header = json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
-    (tmp_path / "huge.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)
-    refused(tmp_path / "huge.safetensors", "huge.safetensors", "damaged")
-
-
 @pytest.mark.parametrize("metadata", ["not json", "[]", "null", "3"])
 def test_metadata_of_another_kind(tmp_path, known_size, metadata):
     """Broken JSON is an error; JSON that is no object says nothing about the model."""
@@ -258,20 +234,6 @@ def test_code_in_a_file_is_never_run(tmp_path, known_size, loader):
 def test_the_attack_of_the_test_above_works(tmp_path):
     pickle.loads(pickle.dumps(Attack(tmp_path / "proof")))
     assert (tmp_path / "proof").read_text(encoding="utf-8") == "gotcha"
-
-
-def test_other_classes_in_a_pickle_are_refused(tmp_path):
-    torch.save({"model": llamagen_weights(False), "args": Fraction(1, 2)}, tmp_path / "run_256.pt")
-    refused(tmp_path / "run_256.pt", "run_256.pt", "code")
-
-
-def test_namespaces_are_not_allowed_for_good(tmp_path, known_size):
-    """Reading a file with argparse.Namespace beside the weights leaves torch's own allow-list as it was."""
-    torch.save({"model": llamagen_weights(False), "args": argparse.Namespace(a=1)}, tmp_path / "run_256.pt")
-    before = set(map(str, torch.serialization.get_safe_globals()))
-    load_model(tmp_path / "run_256.pt")
-    assert set(map(str, torch.serialization.get_safe_globals())) == before
-    assert open_checkpoint(tmp_path / "run_256.pt").tensors.keys() == llamagen_weights(False).keys()
 
 
 def test_files_without_tensors(tmp_path):

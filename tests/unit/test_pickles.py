@@ -4,7 +4,7 @@ import gc
 import logging
 import sys
 from argparse import Namespace
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
@@ -19,19 +19,8 @@ from comfyui_specar.model_loaders.files.unpickler import TensorUnpickler
 from ..support.bad_files import refused
 from ..support.tiny import vq_weights
 
-OLD = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-)
+OLD = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
+OLD += (torch.int8, torch.uint8, torch.bool, torch.complex64)
 NEW = (*OLD, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32)  # not in the format before zip files
 
 
@@ -51,16 +40,14 @@ def test_everything_is_read_as_torch_reads_it(tmp_path, zipped, mapped, protocol
         "optimizer": torch.optim.AdamW(module.parameters()).state_dict(),
         "size": torch.Size([1, 2]),
         "number": 2**70,
-        "bytes": b"abc",
+        "bytes": bytearray(b"ab") if protocol < 5 else b"ab",  # 5 has an instruction for it that no weights need
         "set": {1, 2},
+        "counted": Counter({3: 1}),
+        "rng": torch.get_rng_state(),
     }
-    torch.save(
-        {"content": content} | others,
-        tmp_path / "some.pt",
-        pickle_protocol=protocol,
-        _use_new_zipfile_serialization=zipped,
-    )
-    found = read_pickle(tmp_path / "some.pt", mapped)
+    file = tmp_path / "some.pt"
+    torch.save({"content": content} | others, file, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    found = read_pickle(file, mapped)
     for name, tensor in content.items():
         assert found["content"][name].dtype == tensor.dtype and found["content"][name].shape == tensor.shape
         assert found["content"][name].tolist() == tensor.tolist(), name
@@ -103,19 +90,7 @@ A, B = ({name: torch.full((2,), value) for name in ("a.weight", "b.weight")} for
         ({"model": A, "ema": None}, A),
         ({"generator": A, "discriminator": B}, A),
         ({"net": A, "optimizer": B}, A),
-        *(
-            ({key: A, "epoch": 3}, A)
-            for key in (
-                "model_state_dict",
-                "ema_model",
-                "net",
-                "generator",
-                "params_ema",
-                "weights",
-                "state_dict",
-                "module",
-            )
-        ),
+        *(({key: A, "epoch": 3}, A) for key in "model_state_dict ema_model weights state_dict module".split()),
     ],
 )
 def test_the_averaged_weights_of_a_container_are_taken(tmp_path, content, taken):
@@ -198,13 +173,6 @@ def test_what_others_declare_safe_changes_nothing(tmp_path, zipped):
     torch.save({"model": A, "x": Harmless()}, tmp_path / "some.pt", _use_new_zipfile_serialization=zipped)
     with torch.serialization.safe_globals([Harmless]), pytest.raises(CheckpointError, match=r"asks for .*Harmless"):
         open_checkpoint(tmp_path / "some.pt")
-
-
-def test_torch_s_own_long_advice_is_not_quoted(tmp_path):
-    torch.save({"x": Harmless()}, tmp_path / "some.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(tmp_path / "some.pt")
-    assert "weights_only" not in str(caught.value) and ".safetensors" in str(caught.value)
 
 
 def test_a_torchscript_archive_under_another_ending_is_named(tmp_path):

@@ -8,7 +8,7 @@ from comfyui_specar.model_loaders.decoders import vq
 from comfyui_specar.model_loaders.families import llamagen
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 
-from ..support.tiny import llamagen_shapes
+from ..support.tiny import llamagen_shapes, millions
 
 RELEASED = {  # name -> (dim, layers, heads, hidden, millions of parameters with a class prefix)
     "B": (768, 12, 12, 2048, 110.9),
@@ -25,10 +25,6 @@ def load_meta(monkeypatch, name, text, dim, layers, ffn):
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
     assert llamagen.recognise(tensors)
     return llamagen.load(Checkpoint(tensors, {}, Path(name)), torch.float32, None, ())
-
-
-def millions(module):
-    return sum(tensor.numel() for tensor in module.state_dict().values()) / 1e6
 
 
 @pytest.mark.parametrize("size", RELEASED)

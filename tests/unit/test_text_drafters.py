@@ -27,7 +27,7 @@ from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.tools.training import drafter as command_line
 from comfyui_specar.tools.training import drafter_export
 from comfyui_specar.tools.training.drafter_data import Pool, from_folder, own_samples
-from comfyui_specar.tools.training.drafter_training import EagleObjective, SmallObjective, overlap
+from comfyui_specar.tools.training.drafter_training import EagleObjective, overlap
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -292,11 +292,6 @@ def test_objectives_are_about_tokens_that_are_sampled(target, pool):
     assert objective.predict(objective.module, batch).shape[-1] == CODES
 
 
-def test_no_small_language_model_is_trained(target):
-    with pytest.raises(ValueError, match="--kind eagle"):
-        SmallObjective(target, 32, 1)
-
-
 def test_images_become_sequences_with_their_forced_tokens(tmp_path):
     path = tiny_chameleon.write(tmp_path, kind="lumina", layers=1)
     model, decoder = load_model(path), load_image_decoder(path / "chameleon_vqgan.safetensors")
@@ -312,21 +307,8 @@ def test_images_become_sequences_with_their_forced_tokens(tmp_path):
 def test_the_command_line_trains_a_drafter_for_a_language_model(tmp_path, monkeypatch):
     model, prompts = tiny_simplear.write(tmp_path / "model", layers=1), tmp_path / "prompts.txt"
     prompts.write_text("a cup\n", encoding="utf-8")
-    command = [
-        "drafter",
-        "--kind",
-        "eagle",
-        "--model",
-        str(model),
-        "--out",
-        str(tmp_path / "out"),
-        "--prompts",
-        str(prompts),
-        "--samples",
-        "3",
-        "--minutes",
-        "0.005",
-    ]
+    command = ["drafter", *"--kind eagle --samples 3 --minutes 0.005".split(), "--model", str(model)]
+    command += ["--out", str(tmp_path / "out"), "--prompts", str(prompts)]
     monkeypatch.setattr("sys.argv", command)
     monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)  # would stay on for all later tests
     command_line.main()
@@ -370,23 +352,10 @@ def test_released_drafters_fit(monkeypatch, family, norms):
         "layers.0.input_layernorm.weight": (dim,),
         "layers.0.post_attention_layernorm.weight": (dim,),
     }
-    settings = {
-        "architectures": ["ChameleonForConditionalGeneration"],
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": dim,
-        "intermediate_size": ffn,
-        "max_position_embeddings": 4096,
-        "model_type": "chameleon",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 32,
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": None,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "vocab_size": words,
-    }
+    settings = {"model_type": "chameleon", "hidden_act": "silu", "hidden_size": dim, "intermediate_size": ffn}
+    settings |= {"num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 1, "vocab_size": words}
+    settings |= {"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    settings |= {"attention_bias": False, "max_position_embeddings": 4096}
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
     with torch.device("meta"):
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}

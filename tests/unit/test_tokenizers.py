@@ -91,18 +91,11 @@ def called(file, length=5, to=64):
 
 
 @pytest.mark.parametrize("family", READING)
-def test_what_a_tokenizer_was_last_called_with_is_not_used(copy, family):
+def test_neither_the_last_call_of_a_tokenizer_nor_a_byte_order_mark_changes_what_it_reads(copy, family):
     path, file = copy(family)
     wanted = api.load_model(path).encode_prompt(TEXT)[0][0]
     called(file)
     assert len(Library.from_file(str(file)).encode(TEXT).ids) == 64
-    assert torch.equal(api.load_model(path).encode_prompt(TEXT)[0][0], wanted)
-
-
-@pytest.mark.parametrize("family", READING)
-def test_a_byte_order_mark_in_front_of_a_tokenizer_is_read_over(copy, family):
-    path, file = copy(family)
-    wanted = api.load_model(path).encode_prompt(TEXT)[0][0]
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert torch.equal(api.load_model(path).encode_prompt(TEXT)[0][0], wanted)
 
@@ -117,19 +110,9 @@ def test_nor_in_that_of_t5(tmp_path):
 def opened(tmp_path, **parts):
     """A tokenizer of one token, with parts of its file."""
     file = tmp_path / "tokenizer.json"
-    file.write_text(
-        json.dumps(
-            {
-                "version": "1.0",
-                "added_tokens": [],
-                "pre_tokenizer": None,
-                "decoder": None,
-                "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},
-            }
-            | parts
-        ),
-        "utf-8",
-    )
+    whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": None, "decoder": None}
+    whole["model"] = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    file.write_text(json.dumps(whole | parts), "utf-8")
     return Tokenizer(file, "missing")
 
 
@@ -245,8 +228,7 @@ def test_where_no_word_is_no_prompt_an_empty_one_is_named(sources, model):
     with pytest.raises(ValueError, match="positive prompt is empty"):
         loaded.request(empty)
     assert not loaded.request(prompt, empty, cfg=1.0).notices  # nothing that was asked for is left out
-    drawn = [api.sample(loaded, prompt, cfg=3.0, negative=negative).tokens for negative in (None, empty)]
-    assert torch.equal(*drawn)
+    assert loaded.request(prompt, empty, cfg=3.0).negative is None
 
 
 # Byte pair encoding
@@ -263,7 +245,7 @@ def plainly_joined(piece, ranks):
     return [ranks[part] for part in parts]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_ids_are_those_of_the_definition(data):
     letters = data.draw(st.sampled_from([b"a", b"ab", b"abc"]))

@@ -10,6 +10,8 @@ from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_
 from comfyui_specar.model_loaders.files.torchscript import read_torchscript
 from torch import nn
 
+from ..support.hostile_files import call, group, module, name, text
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # it still reads what there is
 
 
@@ -58,29 +60,8 @@ def test_equals_what_pytorch_loads(archives, name):
 # Pickles by hand: the codes of the virtual machine that reads them
 
 
-def name(module: str, attribute: str) -> bytes:
-    return f"c{module}\n{attribute}\n".encode()
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<i", len(value)) + value.encode()
-
-
 def number(value: int) -> bytes:
     return b"J" + struct.pack("<i", value)
-
-
-def group(*parts: bytes) -> bytes:
-    return b"(" + b"".join(parts) + b"t"
-
-
-def call(function: bytes, *arguments: bytes) -> bytes:
-    return function + group(*arguments) + b"R"
-
-
-def module(**attributes: bytes) -> bytes:
-    table = b"".join(text(key) + value for key, value in attributes.items())
-    return name("__torch__.some", "Net") + b")\x81}(" + table + b"ub"
 
 
 def storage(kind: str = "FloatStorage", key: str = "0", count: int = 4) -> bytes:
@@ -173,6 +154,14 @@ def test_unsound_archives_are_refused(write, pickle, message):
         open_checkpoint(write(pickle, **{"data/odd": b"123"}))
 
 
+def test_compressed_archives_and_the_other_byte_order_are_refused(write):
+    """Of a compressed one, a few bytes could stand for more than fit in memory."""
+    with pytest.raises(CheckpointError, match="compressed"):
+        open_checkpoint(write(module(x=tensor(storage())), zipfile.ZIP_DEFLATED))
+    with pytest.raises(CheckpointError, match="byte order"):
+        open_checkpoint(write(module(x=tensor(storage())), byteorder=b"big"))
+
+
 def test_modules_that_multiply_are_refused(write):
     """60 modules, each of which contains the one before twice: 2^60 ways to the first."""
     pickle = module(weight=tensor(storage())) + b"q\x00"
@@ -180,17 +169,6 @@ def test_modules_that_multiply_are_refused(write):
         pickle += b"0" + name("__torch__", "Net") + b")\x81}(" + text("a") + b"h\x00" + text("b") + b"h\x00ubq\x00"
     with pytest.raises(CheckpointError, match="without end"):
         open_checkpoint(write(pickle))
-
-
-def test_compressed_archives_are_refused(write):
-    """A few bytes could stand for more than fit in memory."""
-    with pytest.raises(CheckpointError, match="compressed"):
-        open_checkpoint(write(module(x=tensor(storage())), zipfile.ZIP_DEFLATED))
-
-
-def test_the_other_byte_order_is_refused(write):
-    with pytest.raises(CheckpointError, match="byte order"):
-        open_checkpoint(write(module(x=tensor(storage())), byteorder=b"big"))
 
 
 def test_damaged_archives_are_refused(archives, write, tmp_path):

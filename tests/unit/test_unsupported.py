@@ -65,11 +65,6 @@ def test_a_byte_order_mark_in_front_of_settings_is_read_over(tmp_path):
     assert load_model(folder).family == "anole"
 
 
-def test_a_backslash_is_answered_where_it_separates_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("comfyui_specar.model_loaders.files.checkpoint.os.sep", "/")
-    refused(r"models\c2i_B_256.pt", "exist", "backslash", "/")
-
-
 def test_an_index_names_files_beside_it_on_every_system(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     index = tmp_path / "model.safetensors.index.json"
