@@ -15,7 +15,7 @@ from comfyui_specar import api
 from comfyui_specar.samplers.drafts.adt_tree import INITIAL
 from comfyui_specar.samplers.drafts.guesses import INITIAL as GUESSES
 from comfyui_specar.samplers.methods.continuous import MODES
-from comfyui_specar.samplers.methods.jacobi import REUSE
+from comfyui_specar.samplers.methods.jacobi import COMPARED, REUSE
 from comfyui_specar.samplers.methods.skipping import PATHS
 from comfyui_specar.samplers.rules.cool_sd import SCHEDULES
 from comfyui_specar.samplers.rules.lantern import RESIDUALS
@@ -99,7 +99,7 @@ WINDOWS = dict(
         *(
             plain(f"sjd {reuse}, {name}", api.methods.SJD(6, reuse, rule=rule))
             for reuse in REUSE
-            if reuse != "gumbel"
+            if reuse not in COMPARED
             for name, rule in RULES.items()
             if name != "exact"
         ),

@@ -22,7 +22,7 @@ from ..support.toy import ToyModel, chi_square, marginal, plain, request, with_k
 RUNS = 16_000
 MANY = 80_000  # shows a drift of two percent, SJD++'s, beyond doubt
 SHARP = SJD(window=4, initial="uniform")  # the setting in which biased variants show best
-LOSSLESS = ("coupled", "gumbel", "threshold_exact", "resample")
+LOSSLESS = ("coupled", "gumbel", "threshold_exact", "resample", "equality", "none")
 LAYOUTS = {
     "plain": (plain(2, 2), 0),
     "row": (plain(2, 3), 0),

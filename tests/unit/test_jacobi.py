@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.samplers.drafts.guesses import Ring, neighbour_probs
+from comfyui_specar.samplers.drafts.guesses import Memory, Ring, first_guesses, neighbour_probs
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods import jacobi
-from comfyui_specar.samplers.methods.jacobi import REUSE, SJD, Jacobi
+from comfyui_specar.samplers.methods.jacobi import COMPARED, REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.rules.cool_sd import UniformRSD
 
@@ -64,7 +64,7 @@ def test_the_window_depends_on_device_and_dtype_unless_given(window, device, dty
         (SJD(threshold=0), "threshold.* 0.*above 0"),
         (SJD(threshold=float("nan")), "threshold.*nan"),
         (Jacobi(window=40), "window.*40.*2 to 16"),
-        (SJD(reuse="gumbel", rule=UniformRSD(2)), "'gumbel'.*coupled"),
+        *((SJD(reuse=reuse, rule=UniformRSD(2)), f"'{reuse}'.*coupled") for reuse in COMPARED),
         (SJD(settle=1.5), "settle.*1.5.* 1"),
         *((SJD(reuse=reuse, settle=0.1), f"settle.*{reuse}.*coupled") for reuse in REUSE if reuse != "coupled"),
     ],
@@ -171,6 +171,11 @@ def test_neighbour_distributions_are_those_of_the_neighbours(known, position, le
     forced = torch.full((1, 16), -1)
     forced[0, left] = 3
     assert torch.equal(probs("left", TokenLayout(4, 4, 4, forced)), uniform), "a forced token lends none"
+    memory = Memory.empty("coupled", "repeat_upper", 1, 4, 6, 6, torch.device("cpu"))
+    memory.tokens.put(torch.arange(known + 1)[None], torch.arange(known + 1.0)[None, :, None] % 5)
+    at = torch.tensor([[known]]), torch.tensor([[0]]), torch.tensor([[position]])
+    token, q = first_guesses("repeat_upper", memory, *at, torch.zeros(1, 1), None, layout, 5, False)
+    assert token.item() == upper % 5 and q[0, 0].tolist() == [float(each == upper % 5) for each in range(6)]
 
 
 def test_refinements_of_a_hand_made_run():

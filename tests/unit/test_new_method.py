@@ -1,6 +1,6 @@
 """A method in two functions: plain Jacobi decoding with sampling (SJD++, arXiv:2512.07503, table 6).
 
-It stands here and not in the pack because SJD takes fewer passes. To read when adding a method.
+The pack has it as SJD(reuse="equality"). Here it is a method of its own, to read when adding one.
 """
 
 from __future__ import annotations

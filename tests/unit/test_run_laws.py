@@ -19,7 +19,7 @@ from comfyui_specar.samplers.drafts.adt_tree import INITIAL as SHAPES
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine import prefill
-from comfyui_specar.samplers.methods.jacobi import INITIAL, REUSE, SJD, Jacobi
+from comfyui_specar.samplers.methods.jacobi import COMPARED, INITIAL, REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.skipping import PATHS, Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
@@ -66,7 +66,7 @@ def requests(draw) -> Request:
 @st.composite
 def windows(draw) -> SJD | NextToken:
     reuse, initial, width = draw(st.sampled_from([*REUSE])), draw(st.sampled_from(INITIAL)), draw(st.integers(2, 6))
-    rules = [Exact()] if reuse == "gumbel" else [Exact(), *RELAXED]
+    rules = [Exact()] if reuse in COMPARED else [Exact(), *RELAXED]
     settle = draw(st.sampled_from([0.0, 0.3])) if reuse == "coupled" else 0.0
     method = SJD(width, reuse, initial, rule=draw(st.sampled_from(rules)), settle=settle)
     return draw(st.sampled_from([method, method, method, NextToken(), Jacobi(width, initial=initial)]))
@@ -268,7 +268,7 @@ def test_fixed_noise_gives_the_next_token_image(asked, window, initial):
 @given(requests(), st.sampled_from(RELAXED), st.data())
 def test_strength_zero_is_the_exact_image(asked, rule, data):
     none = replace(asked, strength=torch.zeros(1, asked.layout.length))
-    window = SJD(4, data.draw(st.sampled_from([reuse for reuse in REUSE if reuse != "gumbel"])))
+    window = SJD(4, data.draw(st.sampled_from([reuse for reuse in REUSE if reuse not in COMPARED])))
     structure = data.draw(st.one_of(st.builds(Chain, COUNTS), static_trees()))  # others match samples of the target
     tree = DraftTree(DRAFTERS[False][asked.layout.length], structure)
     for method in (window, tree):

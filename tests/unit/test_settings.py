@@ -18,8 +18,8 @@ from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.settings import Setting, check_settings, settings_of
 
 REDRAW = ("optimal", "paper")
-INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
-REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
+INITIAL = ("mixed", "left", "upper", "uniform", "repeat", "repeat_upper")
+REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample", "equality", "none")
 ANY = math.inf
 # Of numbers: default, least, most, and the value at which a rule is exact. Of choices: default, options.
 DECLARED = {
