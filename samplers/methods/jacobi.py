@@ -8,8 +8,8 @@ MC-SJD   So et al., "MC-SJD: maximal coupling speculative Jacobi decoding for au
          acceleration", 2025 (arXiv:2510.24211): guesses are coupled from pass to pass     reuse="coupled"
 SJD++    Teng et al., 2025 (arXiv:2512.07503): guesses of high confidence are reused
          (section 4.1); biased                                                             reuse="threshold_paper"
-         Jacobi decoding with sampling (table 6): every token is sampled anew, a guess is
-         accepted if it is the token sampled                                               reuse="equality"
+         Jacobi decoding with sampling (table 6): every token is resampled, a guess is
+         accepted if it is the new sample                                                  reuse="equality"
          no refinement (section 5.6): new first guesses in every pass                      reuse="none"
 ours     a lossless variant of that reuse                                                  reuse="threshold_exact"
          Gumbel-Jacobi: fixed noise, the test is equality, the image is next-token's       reuse="gumbel"

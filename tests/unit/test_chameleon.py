@@ -1,4 +1,4 @@
-"""Lumina-mGPT, Lumina-mGPT 2.0 and Anole: told apart by weights and vocabulary, sizes by name, whose tokenizer is read,
+"""Lumina-mGPT, Lumina-mGPT 2.0 and Anole: distinguished by weights and vocabulary, sizes by name, whose tokenizer is read,
 and what is refused."""
 
 import json
