@@ -1,5 +1,5 @@
-"""Lumina-mGPT, Lumina-mGPT 2.0 and Anole: distinguished by weights and vocabulary, sizes by name, whose tokenizer is read,
-and what is refused."""
+"""Lumina-mGPT, Lumina-mGPT 2.0 and Anole: distinguished by weights and vocabulary, sizes by name, whose tokenizer is
+read, and what is refused."""
 
 import json
 import shutil
