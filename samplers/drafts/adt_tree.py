@@ -5,11 +5,12 @@ Lei et al., "Fast inference of visual autoregressive model with adjacency-adapti
 accepted, else shallower and wider (IV-B, eq. 2). Shapes depend on earlier rounds only, so an exact acceptance rule
 stays exact.
 
-The authors' repository lacks the method. Where the paper does not say: a tree's acceptance rate alpha is its accept
-length (accepted drafts, without the token sampled after them) over its levels, of which pruning and the end of the
-image may leave fewer than planned, so 1 means that every level was used; the first tree is EAGLE-2's; in the first
-column the left neighbour is the last tree, too; a round that decided tokens without verifying a draft teaches nothing,
-and these tokens get the shape of the last verified tree.
+The authors' repository lacks the method. A tree's acceptance rate alpha = tau / d is its accept length over its levels,
+of which pruning and the end of the image may leave fewer than planned. The paper says two things of it: at 1 every
+level was used (section IV-B), so that accepted drafts alone count, and tau counts the token sampled after them, too
+(section V; ``bonus``). Where the paper does not say: the first tree is EAGLE-2's; in the first column the left
+neighbour is the last tree, too; a round that decided tokens without verifying a draft teaches nothing, and these tokens
+get the shape of the last verified tree.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class ADTTree(Structure):
     depths, widths: inclusive bounds. A tree of one level may be wider, since its cost does not grow with the square.
     nodes: the most drafts verified, and the most siblings. first: shape of the first tree, clamped to the bounds.
     flock_distance: euclidean, or as printed in eqs. 7-8 the signed column difference.
+    bonus: alpha also counts the token sampled after the accepted drafts, so that all levels but one suffice for 1.
+    base: a fixed depth and width that eq. 2 changes, in place of the neighbour's (table V); 0: the neighbour's.
 
     alpha is that of the tree whose shape is adapted; for random and tokenflock, that of the last tree.
     """
@@ -91,6 +94,8 @@ class ADTTree(Structure):
     first: tuple[int, int] = (5, 10)
     radius: float = setting(2.0, 1, 64)
     flock_distance: str = setting("euclidean", options=FLOCK_DISTANCE)
+    bonus: bool = False
+    base: tuple[int, int] = (0, 0)
     kind: ClassVar[str] = "adt"
     varies: ClassVar[bool] = True
 
@@ -106,9 +111,16 @@ class ADTTree(Structure):
             ("nodes", self.nodes, self.depths[1], 1024),
             ("first depth", self.first[0], 1, 32),
             ("first width", self.first[1], 1, 64),
+            ("base depth", self.base[0], 0, 32),
+            ("base width", self.base[1], 0, 64),
         ):
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, but must be {low} to {high}.")
+
+    def describe(self) -> dict[str, Any]:
+        """Without the settings of table V and of alpha where they are off: earlier reports lack them."""
+        off = {"bonus": False, "base": (0, 0)}
+        return {k: value for k, value in super().describe().items() if k not in off or value != off[k]}
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
@@ -149,7 +161,11 @@ class ADTTree(Structure):
         base = self.neighbour(history, position, layout, u)
         good, bad = base.alpha >= self.beta, base.alpha < self.beta  # both false for NaN
         way = good.long() - bad.long()
-        return self.bounded(base.depth + way * self.depth_step, base.width - way * self.width_step)
+        depth, width = (
+            torch.full_like(near, fixed) if fixed else near
+            for near, fixed in zip((base.depth, base.width), self.base, strict=True)
+        )
+        return self.bounded(depth + way * self.depth_step, width - way * self.width_step)
 
     def neighbour(self, history: History, position: Tensor, layout: TokenLayout, u: Tensor) -> TreeShapes:
         """The shape [B] to adapt, and the alpha that decides the direction (section IV-A; eqs. 6-8)."""
@@ -235,7 +251,8 @@ class ADTTree(Structure):
     ) -> History:
         """The memory after a round that planned ``plan`` and verified ``tree``; see remember()."""
         levels = tree.spread()[0]
-        return remember(history, before, after, TreeShapes(*plan, accepted / levels), update & (levels > 0))
+        alpha = (accepted + self.bonus) / levels
+        return remember(history, before, after, TreeShapes(*plan, alpha), update & (levels > 0))
 
 
 def remember(history: History, before: Tensor, after: Tensor, tried: TreeShapes, update: Tensor) -> History:
