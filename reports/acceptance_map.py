@@ -40,7 +40,16 @@ MARKS = {  # metric -> (Source that is marked, title)
     "skipped": (Source.SKIPPED, "Tokens accepted unverified"),
     "accepted by relaxation": (Source.RELAXED, "Draft tokens that only a relaxed rule accepted"),
 }
-DISCRETE = ("ratio p/q", "entropy", "top-1 probability", *TREE, "skipped", "TV leak")  # metrics of token ids ...
+SIMILARITY = "similarity"  # of VVS, which skips rounds by it
+DISCRETE = (
+    "ratio p/q",
+    "entropy",
+    "top-1 probability",
+    *TREE,
+    "skipped",
+    "TV leak",
+    SIMILARITY,
+)  # metrics of token ids ...
 CONTINUOUS = ("distance", "log ratio", "order", "block", "tries")  # ... and of vectors; the others suit both
 METRICS = (
     "source",
@@ -53,6 +62,7 @@ METRICS = (
     *MARKS,
     "TV leak",
     *CONTINUOUS,
+    SIMILARITY,
 )
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
 NOT_JUDGED = "no draft was verified"
@@ -180,6 +190,8 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         return _amount(grids["top1"], 1, free, "Largest probability of the prediction", "0", "1, certain")
     if metric in TREE:
         return _tree(metric, grids[TREE[metric][0]], free)
+    if metric == SIMILARITY:
+        return _similarity(grids["similarity"], free & (grids["tree_depth"] > 0))
     if metric in MARKS:
         kind, title = MARKS[metric]
         name, colour = SOURCES[kind]
@@ -197,6 +209,8 @@ def lacking(trace: Trace, metric: str) -> str:
         return f"it sampled {'vectors' if trace.continuous else 'token ids'}"
     if metric in TREE and not trace.positions[TREE[metric][0]].any():
         return "it drafted no trees"
+    if metric == SIMILARITY and not trace.positions["similarity"].any():
+        return "no paths were compared"
     if metric == "tries" and not trace.positions["tries"].any():
         return "no token took tries"
     return ""
@@ -294,6 +308,13 @@ def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
 def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:
     most = int(values.max())
     return _amount(values, most, free & (values > 0), TREE[metric][1], "0", str(most), "not from a tree")
+
+
+def _similarity(values: np.ndarray, drafted: np.ndarray) -> TokenMap:
+    """Shares of the tokens are told at quarters, from which to choose a threshold."""
+    quarters = np.quantile(values[drafted], (0.25, 0.5, 0.75))
+    title = "Similarity of paths, quarters {:.2f}, {:.2f}, {:.2f}".format(*quarters)
+    return _amount(values, 1, drafted, title, "0 or less", "1, alike", "not from a tree")
 
 
 def _marks(marked: np.ndarray, free: np.ndarray, colour: tuple[int, int, int], name: str, title: str) -> TokenMap:

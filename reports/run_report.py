@@ -119,6 +119,8 @@ def describe(trace: Trace) -> str:
     if totals["acceptance_rate"] or totals["draft_passes"]:
         rate = f"{totals['acceptance_rate']:.0%} of the positions tested"
         lines.append(f"accepted drafts: {totals['accepted_drafts']} ({rate})")
+    if totals.get("mean_width", 0) > 1:
+        lines.append(f"draft trees on average: {totals['mean_depth']:.1f} levels, {totals['mean_width']:.1f} wide")
     if skipped := totals["sources"].get("skipped"):
         lines.append(f"accepted unverified: {skipped}")
     if failed := totals.get("failed_resamples"):

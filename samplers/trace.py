@@ -44,6 +44,7 @@ POSITION_FIELDS = {  # of models of token ids: name -> dtype
     "rank": torch.int32,  # of the draft token verified here among its siblings, from 0
     "tree_depth": torch.int32,  # levels of the draft tree of the round that decided the token (0: no tree)
     "tree_width": torch.int32,  # largest number of draft tokens on one level of that tree
+    "similarity": torch.float32,  # of that tree's paths, the S of VVS (0: no tree, or another method)
 }
 
 CONTINUOUS_FIELDS = {  # of models of vectors: name -> dtype
@@ -112,8 +113,9 @@ class Trace:
         return self.totals["tv_bound"] / self.totals["images"]
 
     def summary(self) -> dict[str, Any]:
-        """Numbers of the whole run, as they were computed at its end; but tv_bound per image, None if not known."""
-        return self.totals | {"tv_bound": self.tv_bound}
+        """Numbers of the whole run, as they were computed at its end; but tv_bound per image, None if not known. With
+        those of :func:`tree_sizes`."""
+        return self.totals | {"tv_bound": self.tv_bound} | tree_sizes(self.positions, self.rounds)
 
     def report(self) -> dict[str, Any]:
         """The versioned JSON report: schema, settings and summary."""
@@ -149,6 +151,23 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
         "prefix_tokens": prefix,
         **(_continuous_numbers(positions, verified) if continuous else _discrete_numbers(positions, free)),
         "sources": {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()},
+    }
+
+
+def tree_sizes(positions: dict[str, Tensor], rounds: dict[str, Tensor]) -> dict[str, float]:
+    """mean_depth and mean_width: levels of a draft tree and its most drafts on one level, over rounds and images;
+    empty for methods without trees.
+
+    The tree of a round is recorded at the tokens that it decided, of which it decided one at least.
+    """
+    if "nodes" not in rounds:
+        return {}
+    committed, last = rounds["committed"], positions["tree_depth"].shape[1] - 1
+    first = committed.cumsum(0)[:-1].clamp(0, last).t()  # position that each round after the prompt's decided first
+    drafted = (committed[1:] > 0).t()
+    return {
+        f"mean_{name}": _mean(positions[f"tree_{name}"].gather(1, first)[drafted].tolist())
+        for name in ("depth", "width")
     }
 
 

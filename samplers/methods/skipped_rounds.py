@@ -83,7 +83,8 @@ def begin(method: DraftTree, state: Round, token: Tensor, p: Tensor, hidden: Ten
     """The state after the first token [B, 1], of p [B, 1, V+], which the hidden states [R, 1, D] predict."""
     one = torch.ones_like(state.committed)
     uncached = Uncached(token, torch.zeros_like(p[..., 0]), one)
-    features = hidden.expand(-1, method.structure.size()[1], -1)
+    assert method.skipping is not None
+    features = hidden.expand(-1, method.skipping.kept_features(method.structure.size()[1]), -1)
     return SkippingRound(**vars(state), uncached=uncached, skipped=one < 0, features=features, known=one)
 
 
@@ -92,29 +93,38 @@ def verify_or_skip(method: DraftTree, run: Run, state: SkippingRound, tree: Tree
     assert method.skipping is not None
     length = run.layout.length
     active = state.committed < length
+    alike = None if run.codebook is None else skipping.similarity(tree, run.codebook, method.skipping.decay)
     skip = active & skipping.decide(
-        method.skipping, tree, run.codebook, state.index, state.committed, length, state.skipped, run.skippable
+        method.skipping, tree, alike, state.index, state.committed, length, state.skipped, run.skippable
     )
     verifies, skips = torch.stack(((active & ~skip).any(), skip.any())).tolist()
     kind = "verify" if verifies or not skips else "skip"
-    return run.call(kind, partial(commit, method), state, tree, skip, kind == "verify", skips)
+    return run.call(kind, partial(commit, method), state, tree, skip, alike, kind == "verify", skips)
 
 
 def commit(
-    method: DraftTree, run: Run, state: SkippingRound, tree: Tree, skip: Tensor, verifies: bool, skips: bool
+    method: DraftTree,
+    run: Run,
+    state: SkippingRound,
+    tree: Tree,
+    skip: Tensor,
+    alike: Tensor | None,
+    verifies: bool,
+    skips: bool,
 ) -> Round:
     """Verify the trees, except those of the images ``skip`` [B], which are taken as they are.
 
-    verifies, skips: are there images of either kind. Complete images stay as they are.
+    alike [B]: how similar the paths of each tree are, for the record; None: the model has no codebook. verifies, skips:
+    are there images of either kind. Complete images stay as they are.
     """
     before, uncached, plan = state.committed, state.uncached, state.plan
     verifying, accepted = (before < run.layout.length) & ~skip, torch.zeros_like(before)
     decided, q, width = None, tree.probability, 0
     if verifies:
         width = uncached.token.shape[1] + tree.token.shape[1] - 1
-        state, decided, accepted = verify(method, run, state, tree, verifying)
+        state, decided, accepted = verify(method, run, state, tree, verifying, alike)
     if skips:
-        taken, q = take_unverified(method, run, state, tree, skip)
+        taken, q = take_unverified(method, run, state, tree, skip, alike)
         decided = taken if decided is None else decided.where(~skip, taken)
     assert decided is not None  # a round verifies or skips
     method.record_round(run, state, tree, accepted, decided.count, width, skip)
@@ -128,7 +138,7 @@ def commit(
 
 
 def verify(
-    method: DraftTree, run: Run, state: SkippingRound, tree: Tree, verifying: Tensor
+    method: DraftTree, run: Run, state: SkippingRound, tree: Tree, verifying: Tensor, alike: Tensor | None
 ) -> tuple[SkippingRound, Decided, Tensor]:
     """Verify the trees with one forward pass of the target: the state, new tokens, and accepted drafts [B].
 
@@ -153,8 +163,10 @@ def verify(
     if refresh:
         method.drafter.rewind(run.memory, torch.where(verifying, uncached.count - 1, 0))
     decided = after_verification(uncached, verified, out.hidden, path, state.committed, length, verifying, refresh)
+    if not method.skipping.fresh:
+        decided = replace(decided, observed=aged(method.skipping, state, decided))
     before = torch.nn.functional.pad(verified.path, (1, 0))
-    method.record(run, state, tree, verified, decided.count, probs_after(before))
+    method.record(run, state, tree, verified, decided.count, probs_after(before), similarity=column(alike))
     if width > 1:
         record_uncached(run, state, out.logits, position, verifying)
     state = replace(
@@ -167,7 +179,7 @@ def verify(
 
 
 def take_unverified(
-    method: DraftTree, run: Run, state: SkippingRound, tree: Tree, skip: Tensor
+    method: DraftTree, run: Run, state: SkippingRound, tree: Tree, skip: Tensor, alike: Tensor | None
 ) -> tuple[Decided, Tensor]:
     """Take a path of the tree as if it were verified, for the images ``skip`` [B]; and its q [B, levels]."""
     assert method.skipping is not None
@@ -175,8 +187,10 @@ def take_unverified(
     slots, count = skipping.choose_path(method.skipping, tree, u)
     count = torch.where(skip, count, 0)
     token, q = tree.token.gather(1, slots), skipping.path_probability(method.skipping, tree, slots)
-    hidden = skipping.stale_features(state.features, state.known, count, slots.shape[1])
-    position = state.committed[:, None] + counting(slots.shape[1], skip.device)
+    index = counting(slots.shape[1], skip.device)
+    stale = skipping.staleness(method.skipping, state.index, skipped=True)
+    hidden = skipping.stale_features(state.features, state.known, count, index.expand_as(slots), stale)
+    position = state.committed[:, None] + index
     depth, width = tree.spread()
     run.record.write(
         position,
@@ -190,8 +204,27 @@ def take_unverified(
         rank=tree.rank.gather(1, slots),
         tree_depth=depth[:, None],
         tree_width=width[:, None],
+        similarity=column(alike),
     )
     return Decided(token, count, Observed(token, state.committed, count, hidden)), q
+
+
+def column(values: Tensor | None) -> Tensor | None:
+    """Numbers [B] of images as those of their tokens [B, 1]."""
+    return None if values is None else values[:, None]
+
+
+def aged(settings: skipping.Skipping, state: SkippingRound, decided: Decided) -> Observed:
+    """What the drafter observes of a verified round whose features are stale: the state's own are those before it.
+
+    Tokens that it observes again (see after_verification) keep their true ones.
+    """
+    observed, stale = decided.observed, skipping.staleness(settings, state.index, skipped=False)
+    place = counting(observed.token.shape[1], stale.device) - (observed.count - decided.count)[:, None]
+    older = skipping.stale_features(state.features, state.known, decided.count, place.clamp(min=0), stale.clamp(min=0))
+    is_older = (place >= 0) & (stale >= 0)
+    rows = is_older.repeat(len(older) // len(is_older), 1)[..., None]
+    return replace(observed, hidden=torch.where(rows, older, observed.hidden))
 
 
 def record_uncached(run: Run, state: SkippingRound, logits: Tensor, position: Tensor, verifying: Tensor) -> None:

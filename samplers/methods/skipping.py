@@ -13,7 +13,8 @@ second leaf counts).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,19 @@ from ..settings import check_settings, setting
 
 SCHEDULES = ("uniform", "dynamic")
 PATHS = ("uniform", "confident", "first")
+FEATURES = {  # name -> the paper's s1 and s2, and whether they take turns
+    "-1, 0": (-1, 0, False),  # s1 after verified rounds, s2 after skipped ones (tables 3 and 5)
+    "-1, 1": (-1, 1, False),
+    "-1, 2": (-1, 2, False),
+    "-1, 3": (-1, 3, False),
+    "0, 0": (0, 0, False),
+    "1, 1": (1, 1, False),
+    "2, 2": (2, 2, False),
+    "3, 3": (3, 3, False),
+    "-1 or 0": (-1, 0, True),  # s1 after odd rounds, s2 after even ones (table 6)
+    "-1 or 1": (-1, 1, True),
+    "-1 or 5": (-1, 5, True),
+}
 
 
 @dataclass(frozen=True)
@@ -36,8 +50,10 @@ class Skipping:
     path: uniform samples a leaf path, confident takes the one of highest draft probability, first that of the first
         children (in a sampled tree these are a sample from the drafter).
     truncate: take at most the mean length of leaf paths.
-    refresh: the drafter observes skipped tokens again once their true features are known.
-    guard: no skip while at most this many tokens of the image are decided.
+    refresh: the drafter observes skipped tokens again once their true features are known (ours).
+    guard: no skip while at most this many tokens of the image are decided (ours).
+    features: one of FEATURES, how stale the features are that the drafter gets of the tokens decided last: -1 the true
+        ones, 0 the newest that were cached before the round, n those of n tokens before these (tables 3, 5 and 6).
     """
 
     schedule: str = setting("uniform", options=SCHEDULES)
@@ -48,10 +64,25 @@ class Skipping:
     truncate: bool = True
     refresh: bool = True
     guard: int = setting(5, 0)
+    features: str = setting("-1, 0", options=tuple(FEATURES))
 
     def check(self) -> None:
         """Raise ValueError naming the setting and its legal values."""
         check_settings(self)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, JSON-ready; ``features`` only where it is not the paper's, as earlier reports lack it."""
+        return {k: v for k, v in asdict(self).items() if k != "features" or v != Skipping.features}
+
+    def kept_features(self, levels: int) -> int:
+        """How many true features are kept for drafts of so many levels."""
+        return levels + 1 + max(FEATURES[self.features][:2])
+
+    @property
+    def fresh(self) -> bool:
+        """Does the drafter always get the true features of what was verified?"""
+        first, _, turns = FEATURES[self.features]
+        return first < 0 and not turns
 
 
 def check_codebook(settings: Skipping, codebook: Tensor | None) -> None:
@@ -92,7 +123,7 @@ def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
 def decide(
     settings: Skipping,
     tree: Tree,
-    codebook: Tensor | None,
+    alike: Tensor | None,
     round_index: int | Tensor,
     committed: Tensor,
     length: int,
@@ -101,12 +132,11 @@ def decide(
 ) -> Tensor:
     """Which images take their tree unverified [B] (bool).
 
-    round_index (or [B]) is from 1; committed [B] of ``length`` tokens are decided; last_skipped [B] (bool). Never twice
-    in a row, on an empty tree, early in the image (``guard``), if the longest path that could be taken leaves no token
-    after it, or if a position of that path is not ``skippable`` [B, length] (bool; None: all are). Raises ValueError if
-    the schedule needs a codebook and there is none.
+    alike [B]: similarity(), which the dynamic schedule needs. round_index (or [B]) is from 1; committed [B] of
+    ``length`` tokens are decided; last_skipped [B] (bool). Never twice in a row, on an empty tree, early in the image
+    (``guard``), if the longest path that could be taken leaves no token after it, or if a position of that path is not
+    ``skippable`` [B, length] (bool; None: all are).
     """
-    check_codebook(settings, codebook)
     lengths = _lengths(tree, tree.leaves())
     path_length = _mean_length(tree) if settings.truncate else lengths.amax(1)
     allowed = ~last_skipped & (path_length > 0) & (committed > settings.guard) & (committed + path_length < length)
@@ -116,7 +146,8 @@ def decide(
         allowed = allowed & (here | (step >= path_length[:, None])).all(1)
     if settings.schedule == "uniform":
         return allowed & (round_index % settings.interval == 0)
-    return allowed & (similarity(tree, codebook, settings.decay) >= settings.threshold)
+    assert alike is not None  # check_codebook() has refused models without one
+    return allowed & (alike >= settings.threshold)
 
 
 def choose_path(settings: Skipping, tree: Tree, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,16 +191,27 @@ def path_probability(settings: Skipping, tree: Tree, slots: Tensor) -> Tensor:
     return torch.where((tree.rank * tree.exists).amax(1, keepdim=True) > 0, 1.0, drafted)
 
 
-def stale_features(features: Tensor, available: Tensor, count: Tensor, width: int) -> Tensor:
-    """Hidden states [R, width, D] that replace the unknown ones of ``count`` unverified tokens.
+def staleness(settings: Skipping, round_index: Tensor, skipped: bool) -> Tensor:
+    """How stale the features are that the drafter gets of what round ``round_index`` [] (int64, from 1) decided: []
+    (int64), -1 the true ones. Of a skipped round there are none, so it is 0 then."""
+    first, second, turns = FEATURES[settings.features]
+    if not turns:
+        return torch.full_like(round_index, second if skipped else first)
+    stale = torch.where(round_index % 2 == 0, second, first)
+    return stale.clamp(min=0) if skipped else stale
 
-    features [R, G, D]: true hidden states, the latest last, of which ``available`` are valid. The result is the latest
-    ``count`` of them in order, then the very latest repeated. available, count: [R], or [B] with R a multiple of B.
+
+def stale_features(features: Tensor, available: Tensor, count: Tensor, place: Tensor, extra: Tensor) -> Tensor:
+    """Hidden states [R, W, D] in place of the true ones of ``count`` tokens, for numbers ``place`` [B, W] of these.
+
+    features [R, G, D]: true hidden states, the latest last, of which ``available`` are valid. The tokens get the latest
+    ``count`` of them in order, then the very latest repeated, as if the ``extra`` [] (int64) latest were not there; of
+    fewer, one stays. available, count: [B], with R a multiple of B.
     """
-    stored = features.shape[1]
-    used = torch.minimum(available, count).clamp(max=stored)
-    index = stored - used[:, None] + torch.arange(width, device=features.device)
-    return take(features, index.clamp(max=stored - 1))
+    left_out = (available.clamp(max=features.shape[1]) - 1).minimum(extra)
+    end = features.shape[1] - left_out
+    used = (available - left_out).minimum(count).minimum(end)
+    return take(features, ((end - used)[:, None] + place).minimum(end[:, None] - 1))
 
 
 def push_features(features: Tensor, new: Tensor, count: Tensor) -> Tensor:

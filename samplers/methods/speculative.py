@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -178,8 +178,18 @@ class DraftTree(DiscreteMethod):
         root = torch.where(count > 0, last, state.root)
         return replace(state, committed=committed, root=root, plan=plan, extent=extent, index=index)
 
-    def record(self, run: Run, state: Round, tree: Tree, verified: Verified, count: Tensor, p: Tensor) -> None:
-        """Record the first ``count`` [B] verified tokens; p [B, L + 1, V+]: the target's probabilities."""
+    def record(
+        self,
+        run: Run,
+        state: Round,
+        tree: Tree,
+        verified: Verified,
+        count: Tensor,
+        p: Tensor,
+        similarity: Tensor | None = None,
+    ) -> None:
+        """Record the first ``count`` [B] verified tokens; p [B, L + 1, V+]: the target's probabilities; similarity
+        [B, 1]: of the tree's paths, where it was computed."""
         number, (depth, width) = counting(tree.levels + 2, count.device)[1:], tree.spread()
         run.record.write(
             state.committed[:, None] + number - 1,
@@ -195,6 +205,7 @@ class DraftTree(DiscreteMethod):
             tv_bound=verified.tv_bound,
             tree_depth=depth[:, None],
             tree_width=width[:, None],
+            similarity=similarity,
         )
 
     def record_round(
@@ -256,7 +267,7 @@ class DraftTree(DiscreteMethod):
             "rule": self.rule.describe(),
             "lossless": self.lossless,
         }
-        settings |= {"skipping": asdict(self.skipping)} if self.skipping else {}
+        settings |= {"skipping": self.skipping.describe()} if self.skipping else {}
         return settings if self.bounded else settings | {"bounded": False}
 
     @staticmethod

@@ -38,6 +38,7 @@ def made_trace(**grids) -> Trace:
         "tree_depth": [3, 3, 0, 0],
         "tree_width": [2, 4, 0, 0],
         "tv_bound": [0.0, 0.5, 0.25, 0.0],
+        "similarity": [-0.25, 0.75, 0.0, 0.0],
     }
     positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
     return Trace(2, 2, 2, positions, {}, {}, {})
@@ -63,6 +64,7 @@ def test_sources_have_their_colours_and_a_counted_legend():
         ("tree depth", [[1, 1], [0, 0]]),
         ("tree width", [[0.5, 1], [0, 0]]),
         ("TV leak", [[0, 1], [0.5, 0]]),
+        ("similarity", [[0, 0.75], [0, 0]]),
     ],
 )
 def test_metrics(metric, strength):
@@ -76,6 +78,14 @@ def test_an_exact_run_has_no_drift():
     assert not drawn.strength.any() and drawn.title == "TV leak (drift bound)"
     assert drawn.legend[0].text == "exact: no drift"
     assert token_map(made_trace(), "TV leak", 0).title.startswith("TV leak (drift bound), ")
+
+
+def test_the_similarities_of_a_run_tell_its_quarters():
+    """Of the tokens that a tree was drafted for, so that a threshold skips a known share of them."""
+    drawn = token_map(made_trace(tree_depth=[1, 1, 1, 0], similarity=[0.9, 0.5, 0.7, 0.0]), "similarity", 0)
+    assert drawn.title.endswith("quarters 0.60, 0.70, 0.80") and drawn.legend[-1].text == "not from a tree: 1"
+    none = token_map(made_trace(similarity=[0.0] * 4), "similarity", 0)
+    assert "no paths were compared" in none.legend[0].text
 
 
 @pytest.mark.parametrize(("metric", "kind"), [("skipped", Source.SKIPPED), ("accepted by relaxation", Source.RELAXED)])

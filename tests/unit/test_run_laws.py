@@ -21,7 +21,7 @@ from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine import prefill
 from comfyui_specar.samplers.methods.jacobi import COMPARED, INITIAL, REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
-from comfyui_specar.samplers.methods.skipping import PATHS, Skipping
+from comfyui_specar.samplers.methods.skipping import FEATURES, PATHS, Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.trace import Source
@@ -96,6 +96,8 @@ STRUCTURES = st.one_of(
         width_step=st.integers(0, 2),
         first=st.tuples(st.integers(1, 3), st.integers(1, 3)),
         nodes=st.integers(3, 9),
+        bonus=st.booleans(),
+        base=st.tuples(st.integers(0, 2), st.integers(0, 2)),
     ),
 )
 SKIPPING = st.builds(
@@ -107,6 +109,7 @@ SKIPPING = st.builds(
     truncate=st.booleans(),
     refresh=st.booleans(),
     guard=st.integers(0, 2),
+    features=st.sampled_from([*FEATURES]),
 )
 
 
@@ -162,6 +165,8 @@ def assert_adds_up(method, asked: Request, decoded: Result) -> None:
         assert (committed[1:] <= rounds["depth"][1:] + 1).all()
         for limit, name in zip(method.structure.size(), ("nodes", "depth"), strict=True):
             assert (rounds[name] <= limit).all() and (at["tree_depth"] <= method.structure.size()[1]).all()
+        drafted = rounds["depth"][1:][committed[1:] > 0].double()
+        assert summary["mean_depth"] == pytest.approx(float(drafted.mean()) if len(drafted) else 0)
 
     # What is recorded of a token
     tested, known = accepted | relaxed | (source == Source.RESIDUAL), at["p"] >= 0

@@ -20,6 +20,7 @@ from comfyui_specar.samplers.settings import Setting, check_settings, settings_o
 REDRAW = ("optimal", "paper")
 INITIAL = ("mixed", "left", "upper", "uniform", "repeat", "repeat_upper")
 REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample", "equality", "none")
+FEATURES = ("-1, 0", "-1, 1", "-1, 2", "-1, 3", "0, 0", "1, 1", "2, 2", "3, 3", "-1 or 0", "-1 or 1", "-1 or 5")
 ANY = math.inf
 # Of numbers: default, least, most, and the value at which a rule is exact. Of choices: default, options.
 DECLARED = {
@@ -71,6 +72,7 @@ DECLARED = {
         "decay": (0.9, 1e-6, 1, None),
         "path": ("uniform", ("uniform", "confident", "first")),
         "guard": (5, 0, ANY, None),
+        "features": ("-1, 0", FEATURES),
     },
 }
 # Defaults of what declares no legal values.
@@ -81,7 +83,7 @@ PLAIN = {
     "CoolSD": {"floor": True},
     "Grouped": {"codes": None},
     "Static": {"tree": "eagle_25"},
-    "ADTTree": {"depths": (1, 9), "widths": (4, 39), "nodes": 58, "first": (5, 10)},
+    "ADTTree": {"depths": (1, 9), "widths": (4, 39), "nodes": 58, "first": (5, 10), "bonus": False, "base": (0, 0)},
     "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "settle": 0.0},
     "SJD": {"threshold": 0.5},
     "DraftTree": {"skipping": None, "name": "draft_tree"},
@@ -261,6 +263,8 @@ def test_options_of_a_batch_that_are_not_given():
         ({"first": (1, 1)}, {"first": (0, 5)}),
         ({"first": (5, 64)}, {"first": (5, 65)}),
         ({"first": (5, 1)}, {"first": (5, 0)}),
+        ({"base": (32, 64)}, {"base": (33, 0)}),
+        ({"base": (0, 0)}, {"base": (0, -1)}),
         ({"depths": (1, 32)}, {"depths": (1, 33)}),
         ({"depths": (9, 9)}, {"depths": (10, 9)}),
         ({"depths": (1, 1)}, {"depths": (0, 1)}),

@@ -11,6 +11,7 @@ from comfyui_specar import api
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine.run import check_skippable
 from comfyui_specar.samplers.methods.skipping import (
+    FEATURES,
     PATHS,
     Skipping,
     choose_path,
@@ -30,7 +31,7 @@ from hypothesis import strategies as st
 from ..support.random_trees import leaf_paths, random_tree, row, tree_of_paths
 from ..support.tiny import VOCAB as TINY_VOCAB
 from ..support.tiny import caption_features, fill, llamagen, write_llamagen
-from ..support.toy import ToyDrafter, ToyModel, request, with_line_ends
+from ..support.toy import ToyDrafter, ToyModel, plain, request, with_line_ends
 
 seeds = st.integers(0, 10**6)
 VOCAB = 5  # random trees sample ids 0 .. 5: the last is a special token without a code vector
@@ -113,7 +114,8 @@ def run_of(skipping: Skipping, tree, rounds: int, codebook=None) -> list[list[bo
     batch = len(tree.token)
     committed, last, seen = torch.ones(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.bool), []
     for number in range(1, rounds + 1):
-        last = decide(skipping, tree, codebook, number, committed, 10**6, last)
+        alike = None if codebook is None else similarity(tree, codebook, skipping.decay)
+        last = decide(skipping, tree, alike, number, committed, 10**6, last)
         committed = committed + 2
         seen.append(last.tolist())
     return [list(image) for image in zip(*seen, strict=True)]
@@ -179,8 +181,6 @@ def test_a_model_without_codes_is_refused_before_anything_runs():
     method.check(asked)
     with pytest.raises(ValueError, match="codebook"):
         method.check(replace(asked, model=bare))
-    with pytest.raises(ValueError, match="codebook"):
-        run_of(Skipping("dynamic"), tree_of_paths(1), 1)
 
 
 @given(seeds, st.booleans(), st.sampled_from(PATHS))
@@ -211,9 +211,9 @@ def test_the_probability_of_a_path_by_hand(seed, sampled, path):
 # What a feature drafter is fed meanwhile.
 
 
-@given(seeds, st.integers(1, 5), st.integers(1, 6), st.booleans())
+@given(seeds, st.integers(1, 5), st.integers(1, 6), st.integers(0, 3), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_features_by_hand(seed, kept, width, guided):
+def test_features_by_hand(seed, kept, width, extra, guided):
     """Hidden states pushed in pieces; asked for the newest. Rows of both branches of guidance share the counts."""
     generator, batch = torch.Generator().manual_seed(seed), 2
 
@@ -229,14 +229,60 @@ def test_features_by_hand(seed, kept, width, guided):
         for r in range(rows):
             fed[r] += list(new[r, : int(count[r % batch])])
         assert features.shape == (rows, kept, 2)
-        asked = drawn(width)
-        hidden = stale_features(features, known, asked, width)
+        asked, place = drawn(width), torch.arange(width).expand(batch, -1)
+        hidden = stale_features(features, known, asked, place, torch.tensor(extra))
         assert hidden.shape == (rows, width, 2)
         for r in range(rows):
             count = int(asked[r % batch])
-            newest = fed[r][-min(count, kept) :] if count else []
-            newest += [fed[r][-1]] * (width - len(newest))
+            there = fed[r][-kept:]
+            there = there[: max(1, len(there) - extra)]
+            newest = there[-count:] if count else []
+            newest += [there[-1]] * (width - len(newest))
             assert torch.equal(hidden[r], torch.stack(newest))
+
+
+class Watched(ToyDrafter):
+    """Notes what it is given of every token: its position, and the number of the prefix that its feature is of."""
+
+    def observe(self, state, tokens, positions, hidden, count):
+        here = slice(int(count[0]))
+        self.seen.append(list(zip(positions[0, here].tolist(), hidden[0, here, 0].tolist(), strict=True)))
+        return super().observe(state, tokens, positions, hidden, count)
+
+
+@pytest.mark.parametrize("refresh", [True, False])
+@pytest.mark.parametrize("features", FEATURES)
+def test_what_the_drafter_gets_of_every_round(features, refresh):
+    """The features of these tokens, of those just before the round, or of older ones, round by round by hand."""
+    layout, (first, second, turns) = plain(2, 5), FEATURES[features]
+    toy, skips = ToyModel(layout), Skipping(interval=3, guard=1, features=features, refresh=refresh, path="first")
+    drafter = Watched(toy, stale=True)
+    for seed in range(4):
+        drafter.seen = []
+        out = DraftTree(drafter, Chain(3), skipping=skips).sample(request(toy, layout, seed=seed))
+        tokens, rounds = out.tokens[0].tolist(), out.trace.rounds
+        number = [sum(t * 3 ** (n - 1 - i) for i, t in enumerate(tokens[:n])) for n in range(len(tokens) + 1)]
+        assert drafter.seen[0] == [(0, number[0])]
+        begin, newest, uncached = 1, 0, 0  # newest: the longest prefix whose feature is known
+        for turn, (committed, skipped) in enumerate(
+            zip(rounds["committed"][1:, 0].tolist(), rounds["skipped"][1:, 0].tolist(), strict=True), 1
+        ):
+            stale = (second if turn % 2 == 0 else first) if turns else (second if skipped else first)
+            stale = max(stale, 0) if skipped else stale
+            wanted = []
+            if not skipped and refresh:
+                wanted = [(n, number[n]) for n in range(begin - uncached, begin)]
+            if stale < 0:
+                wanted += [(n, number[n]) for n in range(begin, begin + committed)]
+            else:
+                last = max(newest - stale, 0)
+                there = range(max(last - committed + 1, 0), last + 1)
+                ages = [*there, *[last] * (committed - len(there))]
+                wanted += [(begin + i, number[age]) for i, age in enumerate(ages)]
+            if turn < len(drafter.seen):  # the last round has nobody to tell
+                assert drafter.seen[turn] == wanted, (seed, turn)
+            begin, uncached = begin + committed, committed if skipped else 0
+            newest = newest if skipped else begin - 1
 
 
 # Whole runs.
@@ -291,6 +337,32 @@ def test_a_pass_is_fed_the_tokens_that_are_not_cached_and_the_drafts(skips):
 def test_masks_that_cannot_be_meant_are_refused(mask, said):
     with pytest.raises(ValueError, match=f"skippable.*{said}"):
         check_skippable(mask, 3, 4, mask.device)
+
+
+@pytest.mark.parametrize("schedule", ["uniform", "dynamic"])
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_the_similarity_of_every_tree_is_recorded(structure, schedule, monkeypatch):
+    """At all tokens that its round decided; a threshold of the dynamic schedule is compared with these numbers."""
+    found = []
+    where = "comfyui_specar.samplers.methods.skipping.similarity"
+    monkeypatch.setattr(where, lambda *tree: found.append(similarity(*tree)) or found[-1])
+    trace = draw(structure, Skipping(schedule, interval=2, threshold=0.3, guard=0), batch=8).trace
+    end = trace.rounds["committed"].cumsum(0)
+    for number, alike in enumerate(found[: len(end) - 1], 1):
+        for b in range(8):
+            recorded = trace.positions["similarity"][b, end[number - 1, b] : end[number, b]]
+            assert torch.equal(recorded, alike[b].expand_as(recorded))
+            if schedule == "dynamic" and trace.rounds["skipped"][number, b]:
+                assert (recorded >= 0.3).all()
+    assert trace.positions["similarity"].any() or isinstance(structure, Chain)
+
+
+def test_without_codes_the_uniform_schedule_records_no_similarity():
+    bare = ToyModel(LAYOUT, 2)
+    bare.codebook = None
+    method = DraftTree(DRAFTER, STRUCTURES["dynamic"], skipping=Skipping(interval=2, guard=0))
+    trace = method.sample(request(bare, LAYOUT)).trace
+    assert not trace.positions["similarity"].any() and trace.rounds["skipped"].any()
 
 
 def test_skipping_saves_passes():

@@ -9,7 +9,7 @@ from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.drafts.trees import Tree
-from comfyui_specar.samplers.methods.skipping import PATHS, Skipping, choose_path, decide, path_probability
+from comfyui_specar.samplers.methods.skipping import PATHS, Skipping, choose_path, decide, path_probability, similarity
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -169,7 +169,7 @@ def test_sampled_trees_that_decide_themselves_have_no_bound():
     sampled, skipped = {(x,): 0.0 for x in range(4)}, []
     for tree, chance in trees:
         tokens = tree.token[0, 1:].tolist()
-        if decide(chosen, tree, codes, 1, one, 9, no):
+        if decide(chosen, tree, similarity(tree, codes, chosen.decay), 1, one, 9, no):
             skipped.append((tree, chance))
             taken = [tokens.count(x) / 3 for x in range(4)]
         else:

@@ -85,6 +85,33 @@ def test_hand_made_run_has_the_hand_made_numbers():
     assert trace.grid("finalised_at").tolist() == [[[0, 1, 2]], [[0, 1, 1]]]
 
 
+def test_the_mean_tree_is_that_of_rounds_not_of_tokens():
+    """Two images: trees of 3 levels (which decides two tokens) and 1, and of 2; the prompt's pass has none."""
+    record = Record.empty(4, 2, torch.device("cpu"), round_fields=("accepted", "committed", "width", "nodes"))
+    trees = ([1, 1], [0, 0], [0, 0]), ([2, 3], [3, 2], [4, 2]), ([1, 0], [1, 9], [5, 9])
+    begin = torch.zeros(2, dtype=torch.int64)
+    for committed, levels, width in trees:
+        count, index = torch.tensor(committed), torch.arange(4)
+        depth, wide = torch.tensor(levels)[:, None], torch.tensor(width)[:, None]
+        record.write(begin[:, None] + index, index < count[:, None], tree_depth=depth, tree_width=wide)
+        record.round(accepted=0, committed=count, width=5, nodes=5)
+        begin = begin + count
+    summary = record.finish(plain(2, 2), 1, {"method": "by hand"}, 1.0).summary()
+    assert (summary["mean_depth"], summary["mean_width"]) == pytest.approx((2.0, 11 / 3))
+    assert not {"mean_depth", "mean_width"} & trace_of(SJD(window=3)).summary().keys()
+
+
+def test_a_file_without_the_later_records_is_read(tmp_path):
+    """Of an earlier version: the similarity of the paths of VVS's trees is zero there, as of other methods."""
+    trace = drafted(Dynamic(2, 3, 5), skipping=Skipping(interval=2, guard=0))
+    _, record = save_trace(trace, tmp_path / "run")
+    tensors, header = load_file(record), header_of(record)
+    tensors.pop("positions.similarity")
+    save_file(tensors, record, metadata={"specar": json.dumps(header)})
+    loaded = load_trace(record)
+    assert json.dumps(loaded.report()) == json.dumps(trace.report()) and not loaded.positions["similarity"].any()
+
+
 def test_forced_tokens_are_left_out_of_the_image_and_of_the_counts():
     trace = trace_of(SJD(window=3))
     assert trace.grid("source").shape == (5, 2, 2) and not (trace.grid("source") == Source.FORCED).any()

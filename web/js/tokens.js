@@ -38,6 +38,7 @@ function tokenPairs(data, value) {
     ["top-1 probability", value("top1")],
     value("tree_depth") > 0 && ["tree", `${value("tree_depth")} levels, ${value("tree_width")} wide`],
     value("tree_depth") > 0 && guessed && ["rank among siblings", value("rank") + 1],
+    "similarity" in data.fields && value("tree_depth") > 0 && ["similarity of the paths", value("similarity")],
     "tv_bound" in data.fields && ["drift bound (TV)", value("tv_bound")],
   ].filter(Boolean);
 }
