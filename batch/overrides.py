@@ -21,9 +21,9 @@ TEXTS = ("text", "prompt")  # what nodes that read a prompt call it
 SEEDS = ("seed", "noise_seed")
 # Inputs of this pack's nodes that are whole numbers. A workflow does not show it: ComfyUI's page saves 2.0 as 2.
 WHOLE = set(
-    "batch_size depth depth_max depth_min depth_step draft_length frames front_drafts head_steps height hold "
-    "interval iterations neighbours nodes picture seconds seed steps tokens top_k trial_seed width width_max "
-    "width_min width_step window".split()
+    "base_depth base_width batch_size depth depth_max depth_min depth_step draft_length frames front_drafts head_steps "
+    "height hold interval iterations neighbours nodes picture seconds seed steps tokens top_k trial_seed width "
+    "width_max width_min width_step window".split()
 )
 SCIENTIFIC = re.compile(r"\s*[+-]?\d+([.,]\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 LONG = 1e11  # from here on spreadsheets show a whole number in scientific notation, and save what they show

@@ -49,6 +49,12 @@ DEFAULT, COOL_SD_DEFAULT, VVS_DEFAULT = (
 MOST_LIKELY = "most likely (paper)"
 OWN_VALUES = "own values"
 PRESETS = {"LlamaGen": ADTTree(), "Anole": ANOLE}  # option -> the paper's steps and bounds
+FEATURES = {  # option -> Skipping.features
+    "fresh; skipped: 0 (paper)": "-1, 0",
+    **{f"fresh; skipped: {stale}": f"-1, {stale}" for stale in (1, 2, 3)},
+    **{f"always {stale}": f"{stale}, {stale}" for stale in range(4)},
+    **{f"fresh and {stale} by turns": f"-1 or {stale}" for stale in (0, 1, 5)},
+}
 PATHS = {"at random (paper)": "uniform", "most confident": "confident", "first drawn": "first"}
 
 
@@ -222,6 +228,9 @@ class ADTTreeSampler(io.ComfyNode):
                 advanced(io.Int.Input("nodes", default=ADTTree.nodes, min=1, max=1024)),
                 negative_input(),
                 rule_input(),
+                advanced(io.Boolean.Input("bonus", default=ADTTree.bonus, optional=True)),
+                advanced(io.Int.Input("base_depth", default=ADTTree.base[0], min=0, max=32, optional=True)),
+                advanced(io.Int.Input("base_width", default=ADTTree.base[1], min=0, max=64, optional=True)),
             ],
             outputs=sampler_outputs(),
         )
@@ -241,6 +250,9 @@ class ADTTreeSampler(io.ComfyNode):
         width_max: int,
         nodes: int,
         rule: ChosenRule = EXACT,
+        bonus: bool = ADTTree.bonus,
+        base_depth: int = ADTTree.base[0],
+        base_width: int = ADTTree.base[1],
         **inputs: Any,
     ) -> io.NodeOutput:
         own = ADTTree(
@@ -251,11 +263,15 @@ class ADTTreeSampler(io.ComfyNode):
             depths=(depth_min, depth_max),
             widths=(width_min, width_max),
         )
+        whatever_the_preset = {
+            "initial": choose("initialisation", initialisation, {name: name for name in INITIAL}),
+            "bonus": bonus,
+            "base": (base_depth, base_width),
+        }
         method = published.adt_tree(
             drafter.drafter,
             rule.rule,
-            **vars(choose("preset", preset, PRESETS | {OWN_VALUES: own}))
-            | {"initial": choose("initialisation", initialisation, {name: name for name in INITIAL})},
+            **vars(choose("preset", preset, PRESETS | {OWN_VALUES: own})) | whatever_the_preset,
         )
         return sample(method, Inputs(**inputs), drafter, rule.where)
 
@@ -280,6 +296,14 @@ class VVSSampler(io.ComfyNode):
                 negative_input(),
                 rule_input(),
                 io.Mask.Input("where", optional=True),
+                advanced(
+                    io.Combo.Input(
+                        "features",
+                        options=list(FEATURES),
+                        default=option_of(Skipping.features, FEATURES),
+                        optional=True,
+                    )
+                ),
             ],
             outputs=sampler_outputs(),
         )
@@ -297,6 +321,7 @@ class VVSSampler(io.ComfyNode):
         refresh: bool,
         rule: ChosenRule = EXACT,
         where: Tensor | None = None,
+        features: str = option_of(Skipping.features, FEATURES),
         **inputs: Any,
     ) -> io.NodeOutput:
         method = published.vvs(
@@ -309,5 +334,6 @@ class VVSSampler(io.ComfyNode):
             path=choose("path", path, PATHS),
             truncate=truncate,
             refresh=refresh,
+            features=choose("features", features, FEATURES),
         )
         return sample(method, Inputs(**inputs), drafter, rule.where, where)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comfyui_specar.nodes import tree_samplers
+from comfyui_specar.samplers.methods.skipping import FEATURES, Skipping
 from comfyui_specar.samplers.registry import RULES
 from comfyui_specar.samplers.trace import Source
 
@@ -78,6 +79,21 @@ def test_adt_presets_and_own_values(sample):
     assert tuple(trace.settings["structure"]["depths"]) == (1, 2)
 
 
+def test_alpha_and_base_work_with_every_preset(sample):
+    widgets = {"bonus": True, "base_depth": 2, "base_width": 25}
+    for preset in (*tree_samplers.PRESETS, tree_samplers.OWN_VALUES):
+        shape = sample("ADTTree", preset=preset, **widgets)[1].settings["structure"]
+        assert (shape["bonus"], tuple(shape["base"])) == (True, (2, 25))
+    assert not {"bonus", "base"} & sample("ADTTree")[1].settings["structure"].keys()
+
+
+def test_features_are_those_of_the_papers_tables(sample):
+    assert [*tree_samplers.FEATURES.values()] == [*FEATURES]
+    for option, features in tree_samplers.FEATURES.items():
+        skipping = sample("VVS", structure="chain", interval=2, features=option)[1].settings["skipping"]
+        assert skipping.get("features", Skipping.features) == features
+
+
 @pytest.mark.parametrize(
     ("name", "widgets", "message"),
     [
@@ -115,6 +131,8 @@ def test_absurd_numbers_show_on_the_rule_s_own_node(rule, name, widgets, message
         ("VVS", {"schedule": "magic"}, "schedule.*'magic'"),
         ("VVS", {"interval": 1}, "interval.* 1"),
         ("VVS", {"path": "magic"}, "path.*'magic'"),
+        ("VVS", {"features": "magic"}, "features.*'magic'"),
+        ("ADTTree", {"base_depth": 33}, "base.?depth.* 33"),
     ],
 )
 def test_illegal_inputs_are_named(sample, method, inputs, message):
