@@ -7,6 +7,8 @@
     launches    number of kernel launches per pass on a GPU, counted without a GPU
     quality     likelihood, prompt agreement and distances of every method's images; a check of the lossless ones
     same_seed   how often the same-seed mode and batches give the image of next-token sampling
+    vvs_replacement  what replacing verification results costs (VVS, table 4)
+    adt_depths  mean depths of ADT-Tree with and without the bonus token, calculated, beside the paper's
     documents   writes the tables of the documents from the published reports
 
 python -m tools.benchmarks WHAT --help explains the options. Reports are JSON; published ones are in
@@ -18,7 +20,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "gpu", "launches", "quality", "same_seed", "documents")
+WHAT = ("speed", "gpu", "launches", "quality", "same_seed", "vvs_replacement", "adt_depths", "documents")
 
 
 def main(arguments: list[str]) -> None:
