@@ -16,7 +16,7 @@ from comfyui_specar.samplers.drafts.adt_tree import INITIAL
 from comfyui_specar.samplers.drafts.guesses import INITIAL as GUESSES
 from comfyui_specar.samplers.methods.continuous import MODES
 from comfyui_specar.samplers.methods.jacobi import COMPARED, REUSE
-from comfyui_specar.samplers.methods.skipping import PATHS
+from comfyui_specar.samplers.methods.skipping import FEATURES, PATHS
 from comfyui_specar.samplers.rules.cool_sd import SCHEDULES
 from comfyui_specar.samplers.rules.lantern import RESIDUALS
 
@@ -34,7 +34,12 @@ STRUCTURES = {
     "dynamic": s.Dynamic(3, 3, 8),
     **{f"adt {initial}": s.ADTTree(initial, **ADT) for initial in INITIAL},
 }
-STRUCTURE_VARIANTS = {"blocks": s.Chain(3, "block"), "adt printed": s.ADTTree(flock_distance="printed", **ADT)}
+STRUCTURE_VARIANTS = {
+    "blocks": s.Chain(3, "block"),
+    "adt printed": s.ADTTree(flock_distance="printed", **ADT),
+    "adt bonus": s.ADTTree(bonus=True, **ADT),
+    "adt base": s.ADTTree(base=(2, 3), **ADT),
+}
 RULES = {
     "exact": r.Exact(),
     "lantern": r.Lantern(5, 0.3),
@@ -61,6 +66,10 @@ SKIP_VARIANTS = {
     **{f"every other {path}": api.methods.Skipping(interval=2, path=path, guard=1) for path in PATHS[1:]},
     "every other whole": api.methods.Skipping(interval=2, truncate=False, guard=1),
     "every other stale": api.methods.Skipping(interval=2, refresh=False, guard=1),
+    **{
+        f"every other, features {name}": api.methods.Skipping(interval=2, guard=1, features=name)
+        for name in list(FEATURES)[1:]
+    },
 }
 
 
