@@ -119,6 +119,8 @@ def describe(trace: Trace) -> str:
     if totals["acceptance_rate"] or totals["draft_passes"]:
         rate = f"{totals['acceptance_rate']:.0%} of the positions tested"
         lines.append(f"accepted drafts: {totals['accepted_drafts']} ({rate})")
+    if distance := totals.get("draft_tv"):
+        lines.append(f"drafter and model are {distance:.2f} apart (mean total variation)")
     if skipped := totals["sources"].get("skipped"):
         lines.append(f"accepted unverified: {skipped}")
     if failed := totals.get("failed_resamples"):

@@ -8,6 +8,7 @@ from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 
 from ...common.files import replace
@@ -22,6 +23,7 @@ RENAMED = {  # position fields and totals of SCHEMA_1 -> their names in SCHEMA
     "given": "prefix_tokens",
     "last_resorts": "failed_resamples",
 }
+LATER = ("draft_tv",)  # position fields that earlier files lack; zero stands for "not known"
 
 
 def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
@@ -101,6 +103,9 @@ def load_trace(path: str | Path) -> Trace:
     if schema == SCHEMA_1:
         positions = renamed(positions)
     wanted = CONTINUOUS_FIELDS if header.get("continuous") else POSITION_FIELDS
+    if "source" in positions and wanted is POSITION_FIELDS:
+        unknown = torch.zeros(positions["source"].shape)
+        positions = {name: unknown for name in LATER} | positions
     absent = [f"positions.{name}" for name in wanted if name not in positions]
     absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
     if absent:

@@ -153,8 +153,7 @@ def verify(
     if refresh:
         method.drafter.rewind(run.memory, torch.where(verifying, uncached.count - 1, 0))
     decided = after_verification(uncached, verified, out.hidden, path, state.committed, length, verifying, refresh)
-    before = torch.nn.functional.pad(verified.path, (1, 0))
-    method.record(run, state, tree, verified, decided.count, probs_after(before))
+    method.record(run, state, tree, verified, decided.count, probs_after)
     if width > 1:
         record_uncached(run, state, out.logits, position, verifying)
     state = replace(

@@ -45,6 +45,7 @@ from ..verification.tree import (
     TargetProbs,
     Verified,
     block_verification,
+    draft_tv,
     recursive_rejection,
     sample_and_match,
 )
@@ -131,7 +132,7 @@ class DraftTree(DiscreteMethod):
         path = torch.nn.functional.pad(verified.path, (1, 0))
         run.keep(torch.where(active, verified.accepted + 1, 0), path)
         accepted = torch.where(active, verified.accepted, 0)
-        self.record(run, state, tree, verified, count, probs_after(path))
+        self.record(run, state, tree, verified, count, probs_after)
         self.record_round(run, state, tree, accepted, count, tree.token.shape[1], skipped=0)
         history = self.structure.learn(
             state.history, state.plan, tree, state.committed, state.committed + count, accepted, active
@@ -178,9 +179,20 @@ class DraftTree(DiscreteMethod):
         root = torch.where(count > 0, last, state.root)
         return replace(state, committed=committed, root=root, plan=plan, extent=extent, index=index)
 
-    def record(self, run: Run, state: Round, tree: Tree, verified: Verified, count: Tensor, p: Tensor) -> None:
-        """Record the first ``count`` [B] verified tokens; p [B, L + 1, V+]: the target's probabilities."""
+    def record(
+        self,
+        run: Run,
+        state: Round,
+        tree: Tree,
+        verified: Verified,
+        count: Tensor,
+        probs_after: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Record the first ``count`` [B] verified tokens; probs_after: see accept()."""
         number, (depth, width) = counting(tree.levels + 2, count.device)[1:], tree.spread()
+        before = torch.nn.functional.pad(verified.path, (1, 0))
+        p = probs_after(before)
+        distance = draft_tv(tree, before, p)
         run.record.write(
             state.committed[:, None] + number - 1,
             number <= count[:, None],
@@ -195,6 +207,7 @@ class DraftTree(DiscreteMethod):
             tv_bound=verified.tv_bound,
             tree_depth=depth[:, None],
             tree_width=width[:, None],
+            draft_tv=None if distance is None else distance * verified.tested,
         )
 
     def record_round(
