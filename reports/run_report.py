@@ -121,6 +121,8 @@ def describe(trace: Trace) -> str:
         lines.append(f"accepted drafts: {totals['accepted_drafts']} ({rate})")
     if totals.get("mean_width", 0) > 1:
         lines.append(f"draft trees on average: {totals['mean_depth']:.1f} levels, {totals['mean_width']:.1f} wide")
+    if distance := totals.get("draft_tv"):
+        lines.append(f"drafter and model are {distance:.2f} apart (mean total variation)")
     if skipped := totals["sources"].get("skipped"):
         lines.append(f"accepted unverified: {skipped}")
     if failed := totals.get("failed_resamples"):

@@ -44,6 +44,7 @@ POSITION_FIELDS = {  # of models of token ids: name -> dtype
     "rank": torch.int32,  # of the draft token verified here among its siblings, from 0
     "tree_depth": torch.int32,  # levels of the draft tree of the round that decided the token (0: no tree)
     "tree_width": torch.int32,  # largest number of draft tokens on one level of that tree
+    "draft_tv": torch.float32,  # total variation of target and drafter here (0: no draft, or not sampled by a drafter)
     "similarity": torch.float32,  # of that tree's paths, the S of VVS (0: no tree, or another method)
 }
 
@@ -134,7 +135,8 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
     neither on the number of threads nor on how the records lie in memory. prefix_tokens: tokens that stood before the
     first one was sampled; no pass was spent on them. acceptance_rate: of the positions at which a draft was tested, the
     fraction decided by an accepted one; of a chain this is the alpha of Leviathan et al. (section 3.1), and siblings of
-    a tree that are tested at a position count once. tv_bound: the sum of the position field over all images.
+    a tree that are tested at a position count once. tv_bound: the sum of the position field over all images. draft_tv:
+    the mean of that field over the positions at which a draft was tested (Cool-SD, assumption 2 and table 3).
     """
     source = positions["source"]
     free = source != Source.FORCED
@@ -149,7 +151,7 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
         "accepted_length": counted["tokens"] / passes,
         "step_compression": (source.numel() - prefix) / passes,
         "prefix_tokens": prefix,
-        **(_continuous_numbers(positions, verified) if continuous else _discrete_numbers(positions, free)),
+        **(_continuous_numbers(positions, verified) if continuous else _discrete_numbers(positions, free, verified)),
         "sources": {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()},
     }
 
@@ -171,9 +173,13 @@ def tree_sizes(positions: dict[str, Tensor], rounds: dict[str, Tensor]) -> dict[
     }
 
 
-def _discrete_numbers(positions: dict[str, Tensor], free: Tensor) -> dict[str, float]:
+def _discrete_numbers(positions: dict[str, Tensor], free: Tensor, verified: Tensor) -> dict[str, float]:
     log_p = [math.log(max(p, 1e-30)) for p in positions["p"][free].tolist()]
-    return {"tv_bound": math.fsum(positions["tv_bound"].flatten().tolist()), "mean_log_p": _mean(log_p)}
+    return {
+        "tv_bound": math.fsum(positions["tv_bound"].flatten().tolist()),
+        "mean_log_p": _mean(log_p),
+        "draft_tv": _mean(positions["draft_tv"][verified].tolist()),
+    }
 
 
 def _continuous_numbers(positions: dict[str, Tensor], verified: Tensor) -> dict[str, float]:

@@ -18,12 +18,12 @@ from .checkpoint import open_checkpoint
 from .errors import CheckpointError
 
 SCHEMA_1 = "specar.trace/1"  # read, but no longer written
-LATER = {"similarity"}  # position fields that earlier files lack: zero there
 RENAMED = {  # position fields and totals of SCHEMA_1 -> their names in SCHEMA
     "tv_leak": "tv_bound",
     "given": "prefix_tokens",
     "last_resorts": "failed_resamples",
 }
+LATER = ("draft_tv", "similarity")  # position fields that earlier files lack; zero stands for "not known"
 
 
 def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
@@ -103,9 +103,9 @@ def load_trace(path: str | Path) -> Trace:
     if schema == SCHEMA_1:
         positions = renamed(positions)
     wanted = CONTINUOUS_FIELDS if header.get("continuous") else POSITION_FIELDS
-    for name in LATER & wanted.keys():
-        if name not in positions and "source" in positions:
-            positions[name] = torch.zeros_like(positions["source"], dtype=wanted[name])
+    if "source" in positions and wanted is POSITION_FIELDS:
+        shape = positions["source"].shape
+        positions = {name: torch.zeros(shape) for name in LATER} | positions  # one each: files hold no tensor twice
     absent = [f"positions.{name}" for name in wanted if name not in positions]
     absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
     if absent:

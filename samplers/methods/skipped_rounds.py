@@ -165,8 +165,7 @@ def verify(
     decided = after_verification(uncached, verified, out.hidden, path, state.committed, length, verifying, refresh)
     if not method.skipping.fresh:
         decided = replace(decided, observed=aged(method.skipping, state, decided))
-    before = torch.nn.functional.pad(verified.path, (1, 0))
-    method.record(run, state, tree, verified, decided.count, probs_after(before), similarity=column(alike))
+    method.record(run, state, tree, verified, decided.count, probs_after, similarity=column(alike))
     if width > 1:
         record_uncached(run, state, out.logits, position, verifying)
     state = replace(

@@ -45,6 +45,7 @@ from ..verification.tree import (
     TargetProbs,
     Verified,
     block_verification,
+    draft_tv,
     recursive_rejection,
     sample_and_match,
 )
@@ -131,7 +132,7 @@ class DraftTree(DiscreteMethod):
         path = torch.nn.functional.pad(verified.path, (1, 0))
         run.keep(torch.where(active, verified.accepted + 1, 0), path)
         accepted = torch.where(active, verified.accepted, 0)
-        self.record(run, state, tree, verified, count, probs_after(path))
+        self.record(run, state, tree, verified, count, probs_after)
         self.record_round(run, state, tree, accepted, count, tree.token.shape[1], skipped=0)
         history = self.structure.learn(
             state.history, state.plan, tree, state.committed, state.committed + count, accepted, active
@@ -185,12 +186,15 @@ class DraftTree(DiscreteMethod):
         tree: Tree,
         verified: Verified,
         count: Tensor,
-        p: Tensor,
+        probs_after: Callable[[Tensor], Tensor],
         similarity: Tensor | None = None,
     ) -> None:
-        """Record the first ``count`` [B] verified tokens; p [B, L + 1, V+]: the target's probabilities; similarity
-        [B, 1]: of the tree's paths, where it was computed."""
+        """Record the first ``count`` [B] verified tokens; probs_after: see accept(); similarity [B, 1]: of the tree's
+        paths, where it was computed."""
         number, (depth, width) = counting(tree.levels + 2, count.device)[1:], tree.spread()
+        before = torch.nn.functional.pad(verified.path, (1, 0))
+        p = probs_after(before)
+        distance = draft_tv(tree, before, p)
         run.record.write(
             state.committed[:, None] + number - 1,
             number <= count[:, None],
@@ -206,6 +210,7 @@ class DraftTree(DiscreteMethod):
             tree_depth=depth[:, None],
             tree_width=width[:, None],
             similarity=similarity,
+            draft_tv=None if distance is None else distance * verified.tested,
         )
 
     def record_round(

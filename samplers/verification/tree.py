@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import verification as kernels
-from ...kernels.sampling import row_of
+from ...kernels.sampling import row_of, take
 from ...kernels.verification import Verified
 from ..constants import counting
 from ..constants import numbers as constant
@@ -67,6 +67,16 @@ def recursive_rejection(
     if rule.has_budget:
         return kernels.relaxed_rejection_sampling(p, *arguments)
     return kernels.recursive_rejection_sampling(partial(row_of, p), *arguments)
+
+
+def draft_tv(tree: Tree, slots: Tensor, p: Tensor) -> Tensor | None:
+    """Total variation [B, n] of the target p [B, n, V+] and the drafter after slots [B, n] of a tree.
+
+    None if the drafter did not sample; meaningless after slots without children.
+    """
+    if tree.draft_probs is None or tree.draft_row is None:
+        return None
+    return (p - take(tree.draft_probs, tree.draft_row[slots])).clamp(min=0).sum(-1)
 
 
 def sample_and_match(tree: Tree, p: TargetProbs, random: RoundRandom) -> Verified:

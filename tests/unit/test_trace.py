@@ -277,13 +277,14 @@ def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, earlier, tmp_
             reports.add(json.dumps(load_trace(record).report()))
     [report] = reports
     totals, positions = json.loads(report)["totals"], trace.positions
+    judged = positions["depth"] > 0
     if continuous:
-        judged = positions["depth"] > 0
         wanted = {"mean_square_distance": positions["distance"][judged].double().square().mean().item()}
     else:
         wanted = {
             "tv_bound": positions["tv_bound"].double().sum(1).mean().item(),
             "mean_log_p": positions["p"].double().log().mean().item(),
+            "draft_tv": positions["draft_tv"][judged].double().mean().item(),
         }
     assert {name: totals[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
 
@@ -297,6 +298,7 @@ def test_files_of_schema_1_are_read_under_the_names_of_today(name, tmp_path):
     totals = {RENAMED.get(key, key): value for key, value in old["totals"].items()}
     # These reports had the sum over all images, and nothing of vectors.
     totals["tv_bound"] = None if trace.continuous else totals["tv_bound"] / totals["images"]
+    totals |= {} if trace.continuous else {"draft_tv": 0.0}  # not known
     assert trace.report() == old | {"schema": "specar.trace/2", "totals": totals}
     fields = CONTINUOUS_FIELDS if trace.continuous else POSITION_FIELDS
     assert trace.positions.keys() == fields.keys() and not RENAMED.keys() & (trace.positions | trace.totals).keys()
@@ -382,3 +384,24 @@ def test_other_files_are_refused_by_name(tmp_path):
     for name in ("positions.p", "unknown.p", "nodot"):
         save_file({name: torch.zeros(1, 2)}, str(path), metadata={"specar": json.dumps(header)})
         refused(path)
+
+
+@pytest.mark.parametrize("structure", [Chain(3), Static("eagle_25")], ids=["chain", "tree"])
+def test_drafter_and_model_are_apart_by_the_mean_of_what_a_drafted_token_lacks(structure):
+    """For x ~ q, the mean of [1 - p(x)/q(x)]+ is the total variation; a tree's distance does not depend on siblings."""
+    model, layout = CASES["kept"]
+    drafter = ToyDrafter(model)
+    runs = {s: DraftTree(drafter, s).sample(request(model, layout, batch=4000)) for s in (Chain(3), structure)}
+    known = {}  # by the tokens before
+    for run in runs.values():
+        distances = run.trace.positions["draft_tv"]
+        for row, values in zip(run.tokens.tolist(), distances.tolist(), strict=True):
+            for place, value in enumerate(values):
+                if value:
+                    assert known.setdefault(tuple(row[:place]), value) == pytest.approx(value, abs=1e-6)
+    trace = runs[Chain(3)].trace
+    tested = (trace.positions["depth"] > 0) & (trace.positions["source"] != Source.FORCED)
+    assert trace.totals["draft_tv"] == pytest.approx(float(trace.positions["draft_tv"][tested].mean()))
+    lacking = (1 - trace.positions["ratio"][tested]).clamp(min=0) - trace.positions["draft_tv"][tested]
+    assert abs(lacking.mean() / lacking.std() * len(lacking) ** 0.5) < 4
+    assert "apart (mean total variation)" in describe(trace)
