@@ -100,7 +100,7 @@ def main() -> None:
         passes, asked = row["passes"]["value"], row["agreement"]["all"]["value"]
         found = [tested.model.layout().length / passes, apart["frechet"]["value"], asked]
         found += [apart["precision"], apart["recall"], row["log_p"]["value"]]
-        report["rows"][share] = dict(zip(names, found, strict=True))
+        report["rows"][share] = dict(zip(names, found, strict=True)) | {"log p, 95 %": row["log_p"]["interval"]}
         print(f"{share:>10}" + "".join(f"{value:10.3f}" for value in found), f"  {PAPER[share]}")
     if options.out:
         write(report, options.out)
