@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.kernels.sampling import take
+from comfyui_specar.samplers.contract import SamplingParams, StepOut
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.drafts.trees import Tree
@@ -206,6 +207,32 @@ def test_whole_runs(structure, path):
     noise = chi_square(DraftTree(ToyDrafter(TOY), structure).sample(request(TOY, LAYOUT, batch=RUNS)).tokens, EXACT).tv
     assert chi_square(out.tokens, EXACT).tv <= out.trace.tv_bound + noise
     assert out.trace.tv_bound > 0.05
+
+
+class Feeling(ToyDrafter):
+    """Its predictions depend on the features that it is given."""
+
+    def observe(self, state, tokens, positions, hidden, count):
+        out = super().observe(state, tokens, positions, hidden, count)
+        last = take(hidden, (count - 1).clamp(min=0)[:, None])
+        return StepOut(out.logits + 2 * torch.sin(last + torch.arange(out.logits.shape[-1])).float(), out.hidden)
+
+
+@pytest.mark.parametrize("features", ["-1, 3", "3, 3", "-1 or 5"])
+@pytest.mark.parametrize("structure", [Dynamic(2, 3, 5), Static(((0,), (1,), (2,), (0, 0)))], ids=lambda s: s.kind)
+def test_stale_features_change_drafts_but_no_distribution(structure, features):
+    """Without skips images are exact, and with them the bound holds."""
+    drafter, asked = Feeling(TOY, stale=True), request(TOY, LAYOUT, batch=RUNS)
+    never, often = (
+        DraftTree(drafter, structure, skipping=Skipping(schedule, 2, threshold=2.0, guard=0, features=features))
+        for schedule in ("dynamic", "uniform")
+    )
+    exact, plain_run = never.sample(asked), DraftTree(drafter, structure).sample(asked)
+    assert torch.equal(exact.tokens, plain_run.tokens) == (features == "-1, 3"), "nothing was stale"
+    found = chi_square(exact.tokens, EXACT)
+    assert found.z < 4
+    skipped = often.sample(asked)
+    assert chi_square(skipped.tokens, EXACT).tv <= skipped.trace.tv_bound + found.tv
 
 
 def test_the_trace_tells_whether_the_bound_is_known():
