@@ -101,6 +101,13 @@ def sticky_refine(self, run, window, tested, p, position, exists):
     return token, torch.where(keep.unsqueeze(-1), draft.q, p)
 
 
+def stale_coupling(self, run, window, tested, p, position, exists, real=SJD.refine):
+    """A draft that the test accepted keeps the distribution it had, as in the published code of MC-SJD
+    (tools/benchmarks/results/references.md)."""
+    token, q = real(self, run, window, tested, p, position, exists)
+    return token, torch.where(tested.accepted.unsqueeze(-1), self.draft(run, window, position, exists).q, q)
+
+
 def fours(values):
     """Values [B] -> the smallest of every group of four images, repeated."""
     return values.unflatten(0, (-1, 4)).amin(1, keepdim=True).expand(-1, 4).flatten()
@@ -137,6 +144,11 @@ def test_sjd_plus_plus_as_printed_is_biased():
 def test_keeping_the_old_distribution_of_kept_tokens_is_biased(monkeypatch):
     monkeypatch.setattr(SJD, "refine", sticky_refine)
     assert_biased("threshold_exact")
+
+
+def test_keeping_the_old_distribution_of_coupled_tokens_is_biased(monkeypatch):
+    monkeypatch.setattr(SJD, "refine", stale_coupling)
+    assert_biased("coupled")
 
 
 def test_truncating_a_batch_with_stale_distributions_is_biased(monkeypatch):
