@@ -429,7 +429,7 @@ def test_settings_that_do_not_go_together_are_refused():
     kept[:, 0] = True
     keep = {"tokens": torch.zeros(1, LENGTH, 2), "kept": kept}
     for sampler in (method(drafter=Cells(2, GRID)), ContinuousNextToken()):
-        refuse("3 tokens at once.*keep", sampler, Cells(2, GRID), **keep)
+        refuse("cells of 3 tokens.*keep", sampler, Cells(2, GRID), **keep)
     for sampler in (method(), ContinuousNextToken()):
         refuse("mask.*every token", sampler, **keep | {"kept": torch.ones_like(kept)})
         for text, wrong in (("cfg.*inf", {"cfg": math.inf}), ("temperature.*nan", {"temperature": math.nan})):
