@@ -342,8 +342,8 @@ class Cells(ToyHead):
 def test_cells_are_drafted_judged_and_counted_together():
     target, drafter = Cells(2, GRID), Cells(2, GRID, noise=0.3)
     for length, prefill in ((1, 0), (2, 0), (8, 0), (1, 0.34), (1, 0.15), (1, 0.17), (2, 0.8)):
-        for condition in ("prefix", "drafts"):
-            run = ContinuousSpeculative(drafter, length, prefill, condition=condition)
+        for mode, condition in (mode for mode in MODES if decided_in_place(mode[0])):
+            run = ContinuousSpeculative(drafter, length, prefill, mode, condition)
             decoded = run.sample(request(target, 4))
             assert_whole(decoded, 4)
             begun = round(prefill * 3)
