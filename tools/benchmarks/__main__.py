@@ -6,6 +6,7 @@
                 measures passes; without a GPU a dry run
     launches    number of kernel launches per pass on a GPU, counted without a GPU
     quality     likelihood, prompt agreement and distances of every method's images; a check of the lossless ones
+    paper       the main table of a paper, measured on a model at hand
     same_seed   how often the same-seed mode and batches give the image of next-token sampling
     path_ratios ratios of whole denoising paths of two continuous models (table 6 of continuous speculative decoding)
     documents   writes the tables of the documents from the published reports
@@ -19,7 +20,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "gpu", "launches", "quality", "same_seed", "path_ratios", "documents")
+WHAT = ("speed", "gpu", "launches", "quality", "paper", "same_seed", "path_ratios", "documents")
 
 
 def main(arguments: list[str]) -> None:
