@@ -198,11 +198,7 @@ VECTOR_METHODS: dict[str, Make] = {
     "exact, unaligned": vectors(mode="exact", aligned=False),
 }
 # Of xAR, whose cells have more than one token:
-OF_CELLS = (
-    "next token",
-    "published",
-    *(name for name in VECTOR_METHODS if name.startswith("block")),
-)
+OF_CELLS = ("next token", "published", *(name for name in VECTOR_METHODS if name.startswith("block")))
 
 
 def kept_vectors(subject: Subject) -> dict[str, Any]:
