@@ -1,8 +1,8 @@
 """The transformer of xAR (Ren et al., "Beyond next-token: next-X prediction for autoregressive visual generation",
-arXiv:2502.20388): an image of four cells, each denoised by flow matching with attention to the clean cells before it.
+arXiv:2502.20388): an image of square cells, each denoised by flow matching with attention to the clean cells before it.
 
-A token's index is in cell order throughout: cell by cell, raster order inside. Parameter names follow the published
-files.
+A token's index is in cell order throughout: cell by cell, raster order inside. N is the number of tokens of a cell: 64
+in the released models. Parameter names follow the published files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .captured import Graphs, captured_step
 from .diffusion_head import KINDS, Endpoint, TimeEmbedding
 from .positions import grid_angles
 
-GRID, CELLS, CELL = 16, 4, 64  # tokens of a side; cells of an image (2 x 2), tokens of a cell (8 x 8)
+GRID = 16  # tokens of a side
 TRAINING_STEPS = 1000  # times are rounded down to thousandths
 
 KeysValues = list[tuple[Tensor, Tensor]]  # of every block, [R, heads, n, head_dim] each
@@ -30,7 +30,8 @@ KeysValues = list[tuple[Tensor, Tensor]]  # of every block, [R, heads, n, head_d
 
 @dataclass(frozen=True)
 class XARConfig:
-    """Sizes of a model; the defaults are xAR-B. ``classes`` does not count the null class after them."""
+    """Sizes of a model; the defaults are xAR-B. ``classes`` does not count the null class after them; ``side``: tokens
+    of a side of a cell (the paper's k), which divides GRID."""
 
     dim: int = 768
     encoder_layers: int = 8
@@ -39,6 +40,17 @@ class XARConfig:
     hidden: int = 2048
     channels: int = 16
     classes: int = 1000
+    side: int = 8
+
+    @property
+    def cell(self) -> int:
+        """Tokens of a cell."""
+        return self.side**2
+
+    @property
+    def cells(self) -> int:
+        """Cells of an image."""
+        return (GRID // self.side) ** 2
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ class FlowNumbers(NamedTuple):
 class CellDenoising:
     """R cells between two denoising steps: what the last step left, and what the next one reads.
 
-    mean [R, 64, C]; classes, places, past, mask, cfg: see XAR.denoise. Of the next step: time [D]; noise [R, 64, C],
+    mean [R, N, C]; classes, places, past, mask, cfg: see XAR.denoise. Of the next step: time [D]; noise [R, N, C],
     which is added before it; numbers [3]: FlowNumbers.
     """
 
@@ -121,7 +133,7 @@ class CellDenoising:
 
 
 class Places(NamedTuple):
-    """Learned positions [R or 1, G, 64, D] of G cells in encoder and decoder, and the rotation of all their tokens."""
+    """Learned positions [R or 1, G, N, D] of G cells in encoder and decoder, and the rotation of all their tokens."""
 
     encoder: Tensor
     decoder: Tensor
@@ -176,7 +188,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, condition: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x [R, G, 64, D] of G cells, given conditions [R, G, D]."""
+        """x [R, G, N, D] of G cells, given conditions [R, G, D]."""
         gain1, gain2, scale1, scale2, shift1, shift2 = self.ada_lin(condition).unsqueeze(2).chunk(6, dim=-1)
         attended, own = self.attn(modulated(x, scale1, shift1).flatten(1, 2), rotation, past, mask)
         x = x + gain1 * attended.view_as(x)
@@ -194,11 +206,11 @@ class XAR(nn.Module):
         self.time_embed = TimeEmbedding(dim, operations)
         self.z_proj = operations.Linear(config.channels, dim)
         self.z_proj_ln = operations.RMSNorm(dim, eps=1e-6)
-        self.encoder_pos_embed_learned = nn.Parameter(torch.zeros(1, CELLS * CELL, dim))
+        self.encoder_pos_embed_learned = nn.Parameter(torch.zeros(1, GRID * GRID, dim))
         self.encoder_blocks = nn.ModuleList(Block(config, operations) for _ in range(config.encoder_layers))
         self.encoder_norm = operations.RMSNorm(dim, eps=1e-6)
         self.decoder_embed = operations.Linear(dim, dim)
-        self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, CELLS * CELL, dim))
+        self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, GRID * GRID, dim))
         self.decoder_blocks = nn.ModuleList(Block(config, operations) for _ in range(config.decoder_layers))
         self.decoder_norm = operations.RMSNorm(dim, eps=1e-6)
         self.pred = operations.Linear(dim, config.channels)
@@ -210,9 +222,10 @@ class XAR(nn.Module):
     def places(self, cells: Tensor) -> Places:
         """Positions of the cells numbered cells [R, G] (int64)."""
         tables = self.encoder_pos_embed_learned, self.decoder_pos_embed_learned
-        places = cell_order(cells.device).view(CELLS, CELL)[cells].flatten(1)
+        shape = self.config.cells, self.config.cell
+        places = cell_order(self.config.side, cells.device).view(shape)[cells].flatten(1)
         angles = grid_angles(places, GRID, self.config.dim // self.config.heads)
-        encoder, decoder = (table.to(cells.device).view(CELLS, CELL, -1)[cells] for table in tables)
+        encoder, decoder = (table.to(cells.device).view(*shape, -1)[cells] for table in tables)
         return Places(encoder, decoder, Rotation(angles.cos(), angles.sin()))
 
     def times(self, times: Iterable[float], device: torch.device | str) -> Tensor:
@@ -228,10 +241,10 @@ class XAR(nn.Module):
         past: KeysValues | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, KeysValues]:
-        """Velocity [R, G, 64, C] of the cells tokens [R, G, 64, C], given conditions [R, G, D], and their keys and
+        """Velocity [R, G, N, C] of the cells tokens [R, G, N, C], given conditions [R, G, D], and their keys and
         values.
 
-        Tokens attend to ``past`` (n tokens) and all G cells, except where mask [R or 1, 1, 1 or G * 64, n + G * 64]
+        Tokens attend to ``past`` (n tokens) and all G cells, except where mask [R or 1, 1, 1 or G * N, n + G * N]
         (bool) is false. A condition is the sum of class and time embedding.
         """
         own = []
@@ -248,12 +261,12 @@ class XAR(nn.Module):
         return self.pred(self.decoder_norm(x)), own
 
     def read(self, cells: Tensor, classes: Tensor) -> KeysValues:
-        """Keys and values of the first G cells, clean: cells [R, G, 64, C] with class embeddings [R, D].
+        """Keys and values of the first G cells, clean: cells [R, G, N, C] with class embeddings [R, D].
 
         A cell attends to itself and those before it, so its keys and values do not depend on later ones.
         """
         index = torch.arange(cells.shape[1], device=cells.device)
-        sees = (index[:, None] >= index).repeat_interleave(CELL, 0).repeat_interleave(CELL, 1)
+        sees = (index[:, None] >= index).repeat_interleave(cells.shape[2], 0).repeat_interleave(cells.shape[2], 1)
         condition = (classes + self.times([0], cells.device))[:, None].expand(-1, len(index), -1)
         return self(cells, condition, self.places(index[None]), mask=sees[None, None])[1]
 
@@ -270,10 +283,10 @@ class XAR(nn.Module):
         schedule: Flow,
         graphs: Graphs | None = None,
     ) -> Endpoint:
-        """One cell per row, number cells [R], from noise0 [R, 64, C] along noise_t [T, R, 64, C] (the last is unused).
+        """One cell per row, number cells [R], from noise0 [R, N, C] along noise_t [T, R, N, C] (the last is unused).
 
         classes [R, D]: class embeddings; [2R, D], conditional rows first, with guidance, whose scales are cfg
-        [R, 64, 1]: the velocity is u + cfg (c - u). past, mask: as many rows as classes. The path of the endpoint is 0,
+        [R, N, 1]: the velocity is u + cfg (c - u). past, mask: as many rows as classes. The path of the endpoint is 0,
         because the widths of the steps do not depend on the model; a flow without noise has nominal widths. graphs:
         capture the steps.
         """
@@ -306,7 +319,7 @@ class XAR(nn.Module):
         return replace(state, mean=numbers.mean(kind, x, velocity))
 
 
-def cell_order(device: torch.device | str = "cpu") -> Tensor:
-    """Raster positions [256] (int64) in cell order: top left, top right, bottom left, bottom right."""
-    side = GRID // 2
-    return torch.arange(GRID * GRID, device=device).view(2, side, 2, side).transpose(1, 2).flatten()
+def cell_order(side: int, device: torch.device | str = "cpu") -> Tensor:
+    """Raster positions [GRID * GRID] (int64) in cell order, with cells of side * side tokens: row by row of cells."""
+    count = GRID // side
+    return torch.arange(GRID * GRID, device=device).view(count, side, count, side).transpose(1, 2).flatten()

@@ -22,6 +22,8 @@ MODES = {  # option -> ContinuousSpeculative.mode
     "each guess alone (approximate)": "block",
     "stop at a rejection (approximate)": "prefix",
     "exact (slow)": "exact",
+    "algorithm 1 as printed (biased, slow)": "printed",
+    "as the published code (approximate)": "published",
 }
 SEES = {  # option -> ContinuousSpeculative.condition
     "automatic": None,

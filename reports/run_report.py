@@ -30,6 +30,7 @@ FIRST_DRAFTS = {  # SJD.initial -> in words
     "repeat_upper": "repeat the upper token",
 }
 SIGMA = {"off": "", "paper": ", Sigma as in the paper", "official": ", Sigma as in the official code"}
+NOT_TOLERANT = {"exact": "exact, last step with noise", "printed": "algorithm 1 as printed, biased by its Sigma"}
 
 
 def drafting(settings: dict[str, Any]) -> str:
@@ -68,9 +69,10 @@ def judgement(settings: dict[str, Any]) -> str:
 
 def _tolerance(settings: dict[str, Any]) -> str:
     unaligned = "" if settings["aligned"] else ", noise not shared"
-    if settings["mode"] == "exact":
-        return f"exact, last step with noise{unaligned}"
-    within = f"approximate within {settings['tolerance']:g} (kappa {settings['kappa']:.0f})"
+    if settings["mode"] in NOT_TOLERANT:
+        return NOT_TOLERANT[settings["mode"]] + unaligned
+    like = "as the published code" if settings["mode"] == "published" else "approximate"
+    within = f"{like} within {settings['tolerance']:g} (kappa {settings['kappa']:.0f})"
     return within + SIGMA[settings["path"]] + unaligned
 
 

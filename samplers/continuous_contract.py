@@ -226,9 +226,10 @@ class Canvas:
 
     def _checked_kept(self, kept: Tensor, request: ContinuousRequest) -> tuple[Tensor, Tensor]:
         tokens, model = request.tokens, request.model
-        if model.group > 1:
+        if model.order is not None:
             raise ValueError(
-                f"This model samples {model.group} tokens at once: it cannot keep parts of an image. Remove the mask."
+                f"This model samples cells of {model.group} tokens in a fixed order: it cannot keep parts of an image. "
+                "Remove the mask."
             )
         if tokens is None:
             raise ValueError("kept marks tokens that stay, but tokens is missing. Pass the tokens of the image, too.")

@@ -1,7 +1,8 @@
 """xAR-B, L and H (Ren et al., arXiv:2502.20388): ImageNet classes, 256 pixels, four cells of 8 x 8 vectors.
 
 Accepts the released .pth files and safetensors. Everything is read from tensor shapes, except the number of heads
-(fused attention weights do not show it), which comes from our metadata or from the released sizes.
+(fused attention weights do not show it), which comes from our metadata or from the released sizes, and the side of a
+cell, which is 8 unless our metadata say otherwise: 1 for models that generate token by token (the paper's k = 1).
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...common.limits import bounded_int
+from ...common.limits import bounded_int, shown
 from ...models.captured import Graphs
 from ...models.prefix import check_class
-from ...models.xar import CELL, CELLS, GRID, XAR, Flow, XARConfig, cell_order
+from ...models.xar import GRID, XAR, Flow, XARConfig, cell_order
 from ...samplers.continuous_contract import ContinuousParams
 from ...samplers.distributions import Normal
 from ..ar_model import Conditioning
@@ -33,6 +34,7 @@ from .llamagen import class_names
 from .mar import defaults_of
 
 SCALE = 0.2325  # of KL-16's latents
+SIDES = (1, 2, 4, 8)  # tokens of a side of a cell
 _SIZES = {  # (width, encoder blocks) -> heads, guidance and denoising steps of the released models
     (768, 8): (12, 2.7, 40),
     (1024, 16): (16, 2.3, 50),
@@ -57,12 +59,11 @@ class CellModel(ContinuousBase):
     The known tokens of a variant must be the first cells of the order, and queried tokens whole cells.
     """
 
-    group = CELL
     order: Tensor
 
     def __init__(self, backbone: XAR, defaults: ContinuousParams, prompt_encoder: PromptEncoder):
         super().__init__("xar", (GRID, GRID), backbone.config.channels, SCALE, defaults, prompt_encoder)
-        self.backbone, self.order = backbone, cell_order()
+        self.backbone, self.order, self.group = backbone, cell_order(backbone.config.side), backbone.config.cell
 
     def schedule(self, params: ContinuousParams) -> Flow:
         """The denoising schedule. Raises ValueError for an invalid number of steps or kind."""
@@ -72,7 +73,7 @@ class CellModel(ContinuousBase):
         """Constant, or 1 for the first cell, rising linearly to cfg for the last."""
         if params.cfg_schedule == "constant":
             return torch.full_like(before, params.cfg, dtype=torch.float32)
-        return 1 + (params.cfg - 1) * (before // CELL).float() / (CELLS - 1)
+        return 1 + (params.cfg - 1) * (before // self.group).float() / (self.backbone.config.cells - 1)
 
     def start(
         self,
@@ -115,32 +116,32 @@ class CellModel(ContinuousBase):
         A clean cell's keys and values depend on earlier cells only, so all variants of an image share them; a mask
         hides the cells that are unknown to a variant.
         """
-        batch, variants, count = query.shape
-        if count % CELL:
+        (batch, variants, count), cell = query.shape, self.group
+        if count % cell:
             raise ValueError(
-                f"This model generates cells of {CELL} tokens; {count} tokens were requested. Request whole cells."
+                f"This model generates cells of {cell} tokens; {count} tokens were requested. Request whole cells."
             )
         order, branches = self.order.to(tokens.device), len(state.classes) // batch
-        each = variants * count // CELL  # queried cells of an image
-        cells = (self.order.argsort().to(query.device)[query[..., ::CELL]] // CELL).flatten()
-        readable = min(-(-seen // CELL), CELLS - 1)
+        each = variants * count // cell  # queried cells of an image
+        cells = (self.order.argsort().to(query.device)[query[..., ::cell]] // cell).flatten()
+        readable = min(-(-seen // cell), self.backbone.config.cells - 1)
         past = mask = None
         if readable:
-            clean = tokens[:, order[: readable * CELL]].unflatten(1, (readable, CELL))
+            clean = tokens[:, order[: readable * cell]].unflatten(1, (readable, cell))
             past = self.backbone.read(clean.repeat(branches, 1, 1, 1), state.classes)
             past = [tuple(t.repeat_interleave(each, dim=0) for t in pair) for pair in past]
-            sees = known[..., order[: readable * CELL : CELL]].repeat_interleave(count // CELL, dim=1).flatten(0, 1)
-            mask = nn.functional.pad(sees.repeat_interleave(CELL, dim=1), (0, CELL), value=True)
+            sees = known[..., order[: readable * cell : cell]].repeat_interleave(count // cell, dim=1).flatten(0, 1)
+            mask = nn.functional.pad(sees.repeat_interleave(cell, dim=1), (0, cell), value=True)
             mask = mask[:, None, None].repeat(branches, 1, 1, 1)
         end = self.backbone.denoise(
             cells,
             state.classes.repeat_interleave(each, dim=0),
             past,
             mask,
-            cfg.reshape(-1, CELL, 1),
+            cfg.reshape(-1, cell, 1),
             temperature,
-            noise0.reshape(-1, CELL, self.channels),
-            noise_t.reshape(schedule.steps, -1, CELL, self.channels),
+            noise0.reshape(-1, cell, self.channels),
+            noise_t.reshape(schedule.steps, -1, cell, self.channels),
             schedule,
             state.graphs,
         )
@@ -150,7 +151,7 @@ class CellModel(ContinuousBase):
         """Rough bytes (activations and keys) of a forward pass over rows that read ``tokens`` and sample ``draws``."""
         config = self.backbone.config
         activations = rows * max(tokens, draws) * (12 * config.dim + 2 * config.hidden)
-        keys = 2 * (config.encoder_layers + config.decoder_layers) * rows * CELLS * CELL * config.dim
+        keys = 2 * (config.encoder_layers + config.decoder_layers) * rows * GRID * GRID * config.dim
         return (activations + keys) * self.dtype.itemsize
 
 
@@ -159,15 +160,15 @@ def recognise(tensors: Mapping[str, Tensor]) -> bool:
     return {"class_emb.weight", "time_embed.mlp.0.weight", "pred.weight", "encoder_pos_embed_learned"} <= tensors.keys()
 
 
-def config_of(tensors: dict[str, Tensor], heads: int | None, path: Path) -> XARConfig:
-    """Sizes from shapes. Raises CheckpointError if they are unknown."""
+def config_of(tensors: dict[str, Tensor], heads: int | None, side: int, path: Path) -> XARConfig:
+    """Sizes from shapes; side: of a cell. Raises CheckpointError if they are unknown."""
     encoder, decoder = (count(tensors, f"{part}_blocks.") for part in ("encoder", "decoder"))
     if not encoder or not decoder:
         raise CheckpointError(f"{path.name} has no transformer blocks. It is incomplete: download it again.")
     hidden, dim = tensors["encoder_blocks.0.mlp.fc1_g.weight"].shape[:2]
     places = tensors["encoder_pos_embed_learned"].shape[1]
-    if places != CELLS * CELL:
-        raise CheckpointError(f"{path.name} generates {places} tokens; xAR models of {CELLS * CELL} are supported.")
+    if places != GRID * GRID:
+        raise CheckpointError(f"{path.name} generates {places} tokens; xAR models of {GRID * GRID} are supported.")
     heads = heads or _SIZES.get((dim, encoder), (None,))[0]
     if heads is None:
         raise CheckpointError(
@@ -177,7 +178,9 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, path: Path) -> XARC
     if dim % (4 * bounded_int("heads", heads, 1, dim)):
         raise CheckpointError(f"{path.name}: {heads} heads do not fit its width {dim}.")
     classes, channels = tensors["class_emb.weight"].shape[0] - 1, tensors["pred.weight"].shape[0]
-    return XARConfig(dim, encoder, decoder, heads, hidden, channels, classes)
+    if type(side) is not int or side not in SIDES:
+        raise CheckpointError(f"{path.name} has cells {shown(side)} tokens wide; use {', '.join(map(str, SIDES))}.")
+    return XARConfig(dim, encoder, decoder, heads, hidden, channels, classes, side)
 
 
 def load(
@@ -189,7 +192,7 @@ def load(
     path, meta = checkpoint.path, checkpoint.metadata
     chosen_grid(path, grid, (GRID, GRID), [(GRID, GRID)])
     try:
-        config = config_of(checkpoint.tensors, meta.get("heads"), path)
+        config = config_of(checkpoint.tensors, meta.get("heads"), meta.get("cell", 8), path)
     except (KeyError, IndexError) as error:  # a tensor that determines a size is missing or misshapen
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
     _, cfg, steps = _SIZES.get((config.dim, config.encoder_layers), (None, 2.2, 50))

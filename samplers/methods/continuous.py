@@ -6,19 +6,24 @@ paper's trajectory alignment) both heads end in Gaussians close to each other: q
 p = N(mu_p, sigma_p).
 
 Section 3 of the paper accepts x with min(1, Sigma p(x)/q(x)), stops at the first rejection, and resamples from
-[Sigma p - q]+ by acceptance-rejection. Its published code widens both Gaussians 42 times (the paper does not), verifies
-every token of the block in place without seeing the drafts, inverts Sigma, and leaves zeros where 100 proposals of the
-residual were rejected. Here are
+[Sigma p - q]+ by acceptance-rejection. Its published code widens both Gaussians 42 times in the test (the paper does
+not), verifies every token of the block in place without seeing the drafts, and inverts Sigma. A rejected token becomes
+a sample of [p - q / Sigma']+ with that inverted Sigma' and without widening, or zeros if 100 proposals of it fail. Here
+are
 
-  mode "block"   verify every token in place, as that code does, but replace a rejected one by the target's own sample,
-                 not by one of the residual. Fast; approximate within ``tolerance``.
-  mode "prefix"  the paper's algorithm 1: the first rejection ends the block; without one, one more token is sampled.
-  mode "exact"   "prefix" without widening and without Sigma, where both models add the noise of their last step: given
-                 the shared noise this is ordinary speculative sampling between two Gaussians, and exact. (MAR itself
-                 adds no noise in its last step. Two point masses never match, so any speed-up there is a tolerance.)
+  mode "block"      verify every token in place, as that code does, but replace a rejected one by the target's own
+                    sample, not by one of the residual. Fast; approximate within ``tolerance``.
+  mode "prefix"     the paper's algorithm 1 with that tolerance: the first rejection ends the block; without one, one
+                    more token is sampled.
+  mode "exact"      "prefix" without widening and without Sigma, where both models add the noise of their last step:
+                    given the shared noise this is ordinary speculative sampling between two Gaussians, and exact. (MAR
+                    itself adds no noise in its last step. Two point masses never match, so any speed-up there is a
+                    tolerance.)
+  mode "printed"    algorithm 1 to the letter: "exact" but for Sigma, which biases it.
+  mode "published"  "block" with the Sigma, residual and zeros of the published code.
 
-Sigma (eq. 8) is off by default: any other value biases the output distribution, and where Sigma p < q everywhere the
-residual is empty.
+Sigma (eq. 8) is off by default in the first two: any other value biases the output distribution, and where Sigma p < q
+everywhere the residual is empty.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import logging
 import math
 import time
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -44,13 +49,42 @@ from ..settings import check_settings, setting
 from ..trace import Source
 
 log = logging.getLogger(__name__)
-MODES = ("block", "prefix", "exact")
 CONDITIONS = ("prefix", "drafts")
 PATHS = {"off": 0.0, "paper": 1.0, "official": -1.0}  # sign of log Sigma
 TRIES = 100  # proposals of the residual, as in the published code; giving up then costs up to 0.4 % in total variation
-EXACT_TRIES = 100  # times as many in mode "exact", which is then exact to less than 0.004 %
+EXACT_TRIES = 100  # times as many in patient modes: "exact" is then exact to less than 0.004 %
 MAX_VALUE = 1e10  # no model samples numbers this large: such a draft is garbage, as NaN is
 SMALLEST_KAPPA, LARGEST_KAPPA = 1e-6, 1e15  # tolerances of zero and infinity
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What the modes decide differently.
+
+    in_place: every draft is decided by itself; else the first rejection ends the block. noise: tokens have the noise of
+    the last denoising step. widened: the test widens both Gaussians to the tolerance; else kappa is 1. path: the Sigma
+    of test and residual, one of PATHS; None: that of the method. residual: a rejected draft is replaced by a sample of
+    the residual; else by the target's own. patient: EXACT_TRIES times as many proposals of the residual. zeros: if all
+    of them fail, the token is zeros; else the last proposal.
+    """
+
+    in_place: bool = False
+    noise: bool = False
+    widened: bool = True
+    path: str | None = None
+    residual: bool = True
+    patient: bool = False
+    zeros: bool = False
+
+
+_EXACT = Decisions(noise=True, widened=False, path="off", patient=True)
+MODES = {
+    "block": Decisions(in_place=True, residual=False),
+    "prefix": Decisions(),
+    "exact": _EXACT,
+    "printed": replace(_EXACT, path="paper"),
+    "published": Decisions(in_place=True, path="official", zeros=True),
+}
 
 
 def log_ratio(x: Tensor, p: Distribution, q: Distribution, kappa: float = 1.0, sign: float = 0.0) -> Tensor:
@@ -90,17 +124,18 @@ class ContinuousSpeculative(Method):
 
     length: tokens (or cells) drafted per round. prefill: fraction of the image that the target samples alone first.
     mode: see above. condition: what the target sees of a block when it verifies a token of it: "prefix" (nothing: one
-    row for the whole block, mode "block" only) or "drafts" (the earlier drafts: one variant of the image per token).
-    Default: "prefix" in mode "block", else "drafts". tolerance: width, in units of the latent (whose standard deviation
-    is about 1), within which a draft passes for a target sample. kappa is tolerance / width of the last denoising step
-    (proportional to the temperature); 0.26 is the published code's 42. Not used in mode "exact". path: log Sigma "off",
-    as in the "paper", or inverted as in the "official" code. aligned: do both models share their noise.
+    row for the whole block, modes "block" and "published" only) or "drafts" (the earlier drafts: one variant of the
+    image per token). Default: "prefix" in these two modes, else "drafts". tolerance: width, in units of the latent
+    (whose standard deviation is about 1), within which a draft passes for a target sample. kappa is tolerance / width
+    of the last denoising step (proportional to the temperature); 0.26 is the published code's 42. Not used in modes
+    "exact" and "printed". path: log Sigma "off", as in the "paper", or inverted as in the "official" code; modes
+    "printed" and "published" have their own, and "exact" must have none. aligned: do both models share their noise.
     """
 
     drafter: ContinuousModel
     length: int = setting(8, 1)
     prefill: float = setting(0.05, 0, 1)
-    mode: str = setting("block", options=MODES)
+    mode: str = setting("block", options=tuple(MODES))
     condition: str | None = setting(None, options=CONDITIONS)
     tolerance: float = 0.26
     path: str = setting("off", options=tuple(PATHS))
@@ -113,20 +148,29 @@ class ContinuousSpeculative(Method):
         return self.mode == "exact"
 
     @property
+    def decisions(self) -> Decisions:
+        return MODES[self.mode]
+
+    @property
+    def sigma(self) -> str:
+        """The Sigma that is applied, one of PATHS."""
+        return self.decisions.path or self.path
+
+    @property
     def sees_drafts(self) -> bool:
-        return (self.condition or ("prefix" if self.mode == "block" else "drafts")) == "drafts"
+        return (self.condition or ("prefix" if self.decisions.in_place else "drafts")) == "drafts"
 
     @property
     def variants(self) -> int:
         """Variants of every image in a forward pass of the target."""
-        return self.length + (self.mode != "block") if self.sees_drafts else 1
+        return self.length + (not self.decisions.in_place) if self.sees_drafts else 1
 
     def check(self, request: ContinuousRequest) -> None:
         request.params.check()
         check_settings(self)
         if not self.tolerance >= 0:
             raise ValueError(f"tolerance is {self.tolerance}, but must be at least 0.")
-        if self.mode != "block" and self.condition == "prefix":
+        if not self.decisions.in_place and self.condition == "prefix":
             raise ValueError(
                 f"Mode {self.mode!r} needs a target that sees the earlier drafts. Use condition 'drafts' "
                 "(target_sees: what is decided, and earlier guesses)."
@@ -135,11 +179,12 @@ class ContinuousSpeculative(Method):
             raise ValueError(
                 "Mode 'exact' does not support Sigma, which biases the distribution. Use path 'off' (sigma)."
             )
-        if self.mode == "exact" and request.params.kind == "ddim":
+        if self.decisions.noise and request.params.kind == "ddim":
             raise ValueError(
-                "Mode 'exact' needs the noise of the last denoising step, which ddim lacks. Use ddpm (head_sampler)."
+                f"Mode {self.mode!r} needs the noise of the last denoising step, which ddim lacks. "
+                "Use ddpm (head_sampler)."
             )
-        if self.mode != "block" and request.model.group > 1:
+        if not self.decisions.in_place and request.model.group > 1:
             raise ValueError(
                 f"This model samples cells of {request.model.group} tokens. Use mode 'block' with it "
                 "(each guess alone)."
@@ -158,7 +203,7 @@ class ContinuousSpeculative(Method):
 
     def kappa(self, request: ContinuousRequest) -> float:
         """How much the test widens both Gaussians."""
-        if self.mode == "exact":
+        if not self.decisions.widened:
             return 1.0
         temperature = request.params.temperature if request.params.kind == "ddpm" else 1
         return self.tolerance / (request.model.schedule(request.params).last_width * temperature)
@@ -173,24 +218,28 @@ class ContinuousSpeculative(Method):
             "prefill": self.prefill,
             "mode": self.mode,
             "condition": "drafts" if self.sees_drafts else "prefix",
-            "path": self.path,
+            "path": self.sigma,
             "aligned": self.aligned,
             "lossless": self.lossless,
         }
-        if self.mode != "exact":
+        if self.decisions.widened:
             settings |= {"tolerance": self.tolerance, "kappa": self.kappa(request)}
         return settings | {name: value for name, value in asdict(request.params).items() if name != "iterations"}
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
-        seen = ", seen by the model" if settings["mode"] == "block" and settings["condition"] == "drafts" else ""
-        return f"small model, {'blocks' if settings['mode'] == 'block' else 'prefixes'} of {settings['length']}{seen}"
+        in_place = settings["mode"] in [name for name, mode in MODES.items() if mode.in_place]
+        seen = ", seen by the model" if in_place and settings["condition"] == "drafts" else ""
+        return f"small model, {'blocks' if in_place else 'prefixes'} of {settings['length']}{seen}"
 
     def run_bytes(self, request: ContinuousRequest) -> int:
         model, width = request.model, self.width(request)
         rows, variants = request.batch * (1 + request.guided), min(self.variants, width // model.group + 1)
         target = model.run_bytes(rows * variants, request.length, -(-width // variants))
-        return noise_bytes(request, width) + target + self.drafter.run_bytes(rows, request.length, model.group)
+        noise = noise_bytes(request, width)
+        if self.decisions.in_place and self.decisions.residual:  # proposals for every token of the block
+            noise += noise * TRIES // (request.params.steps + 1)
+        return noise + target + self.drafter.run_bytes(rows, request.length, model.group)
 
     def session_key(self, request: ContinuousRequest) -> Hashable:
         return continuous_session_key(request, self.name, self.drafter)
@@ -271,9 +320,9 @@ class ContinuousRun:
         return noises(self.stream, positions, self.model.channels, self.schedule.steps, purpose)
 
     def take(self, distribution: Distribution, positions: Tensor, purpose: Purpose) -> Tensor:
-        """A token [B, n, C] of the distribution: a sample in mode "exact", else as the model itself samples it."""
+        """A token [B, n, C] of the distribution: with the last step's noise, or as the model itself samples it."""
         numbers = own_noise(self.stream, positions, self.model.channels, purpose)
-        return distribution.sample(*numbers) if self.method.mode == "exact" else distribution.token(*numbers)
+        return distribution.sample(*numbers) if self.method.decisions.noise else distribution.token(*numbers)
 
     def prefill(self) -> None:
         """The target samples the first part of every image alone (section 3.2), one token or cell per forward pass."""
@@ -294,7 +343,7 @@ class ContinuousRun:
         method, canvas, group = self.method, self.canvas, self.group
         left = -(-(canvas.length - self.lowest) // group)  # tokens, or cells, of the slowest image
         drafts = min(method.length, left) * group
-        predicted = drafts + (method.mode != "block")  # and the token after the block
+        predicted = drafts + (not method.decisions.in_place)  # and the token after the block
         positions, exist = canvas.upcoming(0, predicted)
         noise = self.noise(positions)
         noise_q = noise if method.aligned else self.noise(positions[:, :drafts], Purpose.DRAFT_NOISE)
@@ -324,11 +373,11 @@ class ContinuousRun:
         seen = self.highest + (predicted - group if method.sees_drafts else 0)
         p = self.predict(self.model, self.state, ahead, positions, 0, seen, noise)
         self.rounds += 1
-        (self.decide_block if method.mode == "block" else self.decide_prefix)(p, q, x, positions, exist)
+        (self.decide_block if method.decisions.in_place else self.decide_prefix)(p, q, x, positions, exist)
 
     def verify(self, p: Distribution, q: Distribution, x: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Which drafts [B, n] pass the test log u <= log ratio, and what is recorded of the test. NaN never passes."""
-        ratio = log_ratio(x, p, q, self.kappa, PATHS[self.method.path])
+        ratio = log_ratio(x, p, q, self.kappa, PATHS[self.method.sigma])
         ratio = torch.where(x.isfinite().all(-1) & ~ratio.isnan(), ratio, -math.inf)
         # 1 - u is never 0, whose log would let anything pass.
         accept = (1 - self.stream.uniform(positions, Purpose.ACCEPT)).log() <= ratio
@@ -342,17 +391,21 @@ class ContinuousRun:
         return accept, test
 
     def decide_block(self, p: Distribution, q: Distribution, x: Tensor, positions: Tensor, exist: Tensor) -> None:
-        """Decide every token by itself: the draft if it passes, else the target's own sample."""
+        """Decide every token by itself: the draft if it passes, else the target's own sample or one of the residual."""
         accept, test = self.verify(p, q, x, positions)
-        token = torch.where(accept[..., None], x, self.take(p, positions, Purpose.TARGET))
-        self.canvas.write(positions, token, exist)
+        if self.method.decisions.residual:
+            other, tries = self.resample(p, q, positions, exist & ~accept)
+            test["tries"] = torch.where(accept, 0, tries)
+        else:
+            other = self.take(p, positions, Purpose.TARGET)
+        self.canvas.write(positions, torch.where(accept[..., None], x, other), exist)
         source = torch.where(accept, Source.RELAXED, Source.RESIDUAL)
         self.record.write(positions, exist, finalised_at=self.verified_passes, source=source, **test)
         self.finish_pass(exist.sum(1), (accept & exist).sum(1), x.shape[1])
 
     def decide_prefix(self, p: Distribution, q: Distribution, x: Tensor, positions: Tensor, exist: Tensor) -> None:
         """Decide the drafts before the first rejection, then one token from the residual, or from p without one."""
-        exact, n = self.method.mode == "exact", x.shape[1]
+        n = x.shape[1]
         p_drafts = p.map(lambda t: t[:, :n])
         accept, test = self.verify(p_drafts, q, x, positions[:, :n])
         accepted = (accept & exist[:, :n]).long().cumprod(1).sum(1)
@@ -368,7 +421,7 @@ class ContinuousRun:
         self.canvas.write(at, torch.where(rejected[..., None], resampled, bonus), there)
 
         is_accepted = torch.arange(n, device=x.device) < last
-        source = torch.where(is_accepted, Source.ACCEPTED if exact else Source.RELAXED, Source.RESIDUAL)
+        source = torch.where(is_accepted, Source.ACCEPTED if self.method.lossless else Source.RELAXED, Source.RESIDUAL)
         until = is_accepted | (torch.arange(n, device=x.device) == last)
         self.record.write(
             positions[:, :n], until & exist[:, :n], finalised_at=self.verified_passes, source=source, **test
@@ -380,25 +433,30 @@ class ContinuousRun:
         self.finish_pass(accepted + there[:, 0], accepted, n + 1)
 
     def resample(self, p: Distribution, q: Distribution, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """A token from the residual at positions [B, 1], and the tries it took. Mode "exact" tries for longer."""
-        token, count = residual(p, q, *self.proposals(positions, 0), PATHS[self.method.path])
-        for more in range(1, EXACT_TRIES if self.method.mode == "exact" else 1):
+        """A token [B, n, C] from the residual at positions [B, n], and the tries it took (negative: all failed).
+
+        Patient modes go on while a ``wanted`` token [B, n] has failed.
+        """
+        decisions, sign = self.method.decisions, PATHS[self.method.sigma]
+        token, count = residual(p, q, *self.proposals(positions, 0), sign)
+        for more in range(1, EXACT_TRIES if decisions.patient else 1):
             unfinished = count < 0
             if not (unfinished & wanted).any():
                 break
-            y, tries = residual(p, q, *self.proposals(positions, more))
+            y, tries = residual(p, q, *self.proposals(positions, more), sign)
             token = torch.where(unfinished[..., None], y, token)
             tries = torch.where(tries > 0, more * TRIES + tries, tries - more * TRIES)
             count = torch.where(unfinished, tries, count)
-        return token, count
+        return (token.where(count[..., None] > 0, 0.0) if decisions.zeros else token), count
 
     def proposals(self, positions: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The random numbers of TRIES proposals at positions [B, 1]: normal [n, B, 1, C], uniform twice [n, B, 1]."""
-        draws = torch.arange(part * TRIES, (part + 1) * TRIES, device=positions.device)
-        many = positions.expand(-1, TRIES)
+        """The random numbers of TRIES proposals at positions [B, m]: normal [n, B, m, C], uniform twice [n, B, m]."""
+        count = positions.shape[1]
+        draws = torch.arange(part * TRIES, (part + 1) * TRIES, device=positions.device).repeat(count)
+        many = positions.repeat_interleave(TRIES, dim=1)
         normal = self.stream.normal(many, self.model.channels, Purpose.REDRAW, draw=3 * draws)
         uniform, accept = (self.stream.uniform(many, Purpose.REDRAW, draw=3 * draws + i) for i in (1, 2))
-        return tuple(t.movedim(1, 0).unsqueeze(2) for t in (normal, uniform, accept))
+        return tuple(t.unflatten(1, (count, TRIES)).movedim(2, 0) for t in (normal, uniform, accept))
 
     def finish_pass(self, committed: Tensor, accepted: Tensor, width: int) -> None:
         """Commit tokens, record the round, call the callback."""

@@ -206,7 +206,8 @@ VECTOR_METHODS: dict[str, Make] = {
     "prefix, paper": vectors(mode="prefix", path="paper"),
     "exact, unaligned": vectors(mode="exact", aligned=False),
 }
-OF_CELLS = ("next token", *(name for name in VECTOR_METHODS if name.startswith("block")))  # xAR has no other
+# Of xAR, whose cells have more than one token:
+OF_CELLS = ("next token", "published", *(name for name in VECTOR_METHODS if name.startswith("block")))
 
 
 def kept_vectors(subject: Subject) -> dict[str, Any]:
@@ -253,7 +254,7 @@ def listed() -> Iterator[tuple[str, str, Make, str, Ask, Callable[[str], Subject
     for model, method in product((BUNDLED_VECTORS, "mar"), ("next token", *MODES)):
         for question, ask in VECTORS_ASKED.items():
             yield model, method, VECTOR_METHODS[method], question, ask, continuous
-        if method != "exact":  # needs the noise of the last step, which ddim has not
+        if method not in ("exact", "printed"):  # these need the noise of the last step, which ddim has not
             for question, ask in ONE_AT_A_TIME.items():
                 yield model, method, VECTOR_METHODS[method], question, ask, continuous
 

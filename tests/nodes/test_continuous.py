@@ -12,7 +12,7 @@ from comfyui_specar.samplers.trace import Source
 import nodes as core
 
 BOTH = pytest.mark.parametrize("method", ["NextToken", ""])
-BLOCK, PREFIX, EXACT = samplers.MODES
+BLOCK, PREFIX, EXACT, PRINTED, PUBLISHED = samplers.MODES
 LOWER = torch.zeros(1, 1, 32, 32)
 LOWER[..., 16:, :] = 1
 
@@ -92,6 +92,9 @@ def test_widgets_reach_the_method(draw_vectors):
     assert (trace.positions["source"] == Source.PREFILL).sum() == 4
     _, trace = draw_vectors("", mode=EXACT)
     assert trace.settings["mode"] == "exact" and trace.settings["lossless"] and "tolerance" not in trace.settings
+    for option, mode, path in ((PRINTED, "printed", "paper"), (PUBLISHED, "published", "official")):
+        _, trace = draw_vectors("", mode=option)  # which has a Sigma of its own
+        assert trace.settings.items() >= {"mode": mode, "path": path, "lossless": False}.items()
     _, trace = draw_vectors("", target_sees="what is decided, and earlier guesses")
     assert trace.settings["mode"] == "block" and trace.settings["condition"] == "drafts"
 
@@ -157,6 +160,7 @@ def test_mask_errors(draw_vectors):
         ({"tolerance": -0.1}, "tolerance.* -0.1"),
         ({"mode": EXACT, "sigma": "as in the paper"}, "Sigma.*off"),
         ({"mode": EXACT, "head_sampler": "ddim"}, "ddpm"),
+        ({"mode": PRINTED, "head_sampler": "ddim"}, "ddpm"),
         ({"mode": PREFIX, "target_sees": "what is decided"}, "drafts"),
         ({"latent_image": {"samples": torch.zeros(1, 6, 8, 8)}}, "only 32 x 32 pixels"),
         ({"positive": [[torch.zeros(1, 77, 768), {"pooled_output": None}]]}, "CLIP"),

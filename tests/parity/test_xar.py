@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.models.xar import CELL, CELLS, XAR, XARConfig
+from comfyui_specar.models.xar import XAR, XARConfig
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods import continuous_next_token
 from safetensors import safe_open
@@ -31,6 +31,7 @@ from ..support.tiny_xar import tiny_xar
 FILE = Path(__file__).parent / "xar.safetensors"
 OFFICIAL = load_file(FILE)
 STEPS = 6
+CELLS, CELL = XARConfig().cells, XARConfig().cell
 LABELS = torch.tensor([3.0, 8.0]).view(2, 1, 1)
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from comfyui_specar.samplers.continuous_contract import noises
+from comfyui_specar.samplers.methods import continuous
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken, mask_schedule
 from comfyui_specar.samplers.rng import Purpose, Stream
@@ -24,12 +25,17 @@ TARGET = ToyHead(2, GRID, bend=0.3)
 DRAFTER = ToyHead(2, GRID, noise=0.3, bend=0.2, widths=(0.4, 0.35, 0.5))
 MIXTURE, MIXTURE_DRAFTER = ToyMixture(2, GRID), ToyMixture(2, GRID, noise=0.3)
 MODES = [("block", "prefix"), ("block", "drafts"), ("prefix", "drafts"), ("exact", "drafts")]
+MODES += [("printed", "drafts"), ("published", "prefix"), ("published", "drafts")]
 
 
 def method(mode="block", condition=None, drafter=DRAFTER, **settings):
     return ContinuousSpeculative(
         drafter, **{"length": 4, "prefill": 0.2, "mode": mode, "condition": condition, "tolerance": 0.5} | settings
     )
+
+
+def decided_in_place(mode):
+    return continuous.MODES[mode].in_place
 
 
 def ragged_kept(batch):
@@ -43,7 +49,8 @@ def assert_whole(decoded, batch):
     """Every token is sampled, and recorded once, in an order that is a permutation."""
     trace, tokens = decoded.trace, decoded.tokens
     assert tokens.shape == (batch, LENGTH, 2) and tokens.dtype == torch.get_default_dtype()
-    assert tokens.isfinite().all() and (tokens != 0).all()
+    failed = (trace.positions["tries"] < 0) & (trace.settings.get("mode") == "published")
+    assert tokens.isfinite().all() and torch.equal((tokens == 0).all(-1), failed)
     assert torch.equal(drawing_order(decoded).sort(dim=1).values, torch.arange(LENGTH).expand(batch, -1))
     source, order = trace.positions["source"], trace.positions["order"]
     assert torch.equal(trace.rounds["committed"].sum(0), (source != Source.FORCED).sum(1))
@@ -98,7 +105,7 @@ def test_batch_rows_equal_single_runs(sampler, keeping):
         assert torch.equal(together.trace.positions["source"] == Source.FORCED, kept)
 
 
-@pytest.mark.parametrize("mode", ["block", "exact"])
+@pytest.mark.parametrize("mode", continuous.MODES)
 def test_mixtures_go_through_every_mode(mode):
     decoded = method(mode, "drafts", MIXTURE_DRAFTER).sample(request(MIXTURE, 20))
     assert_whole(decoded, 20)
@@ -119,8 +126,8 @@ def test_a_drafter_that_is_the_target_is_always_right(mode, condition):
     assert (trace.positions["source"][drafted] == (Source.ACCEPTED if mode == "exact" else Source.RELAXED)).all()
     assert trace.summary()["acceptance_rate"] == 1
     # After the prefill of 2: blocks of 4, and with a first rejection that never comes, one token more.
-    assert trace.totals["target_passes"] == 2 + math.ceil(7 / (4 if mode == "block" else 5))
-    if mode != "exact":  # whose tokens have noise of their own
+    assert trace.totals["target_passes"] == 2 + math.ceil(7 / (4 if decided_in_place(mode) else 5))
+    if not continuous.MODES[mode].noise:  # whose tokens have noise of their own
         torch.testing.assert_close(decoded.tokens, ContinuousNextToken().sample(request(TARGET, 50, cfg=1.7)).tokens)
 
 
@@ -268,7 +275,7 @@ def test_the_target_runs_once_a_block_over_as_many_variants_as_it_says():
         trace = run.sample(request(model, 3)).trace
         assert len(model.calls) == trace.totals["target_passes"]
         assert max(shape[1] for shape in model.calls) == run.variants
-        assert {shape[1] * shape[2] for shape in model.calls[:1]} == {4 if mode == "block" else 5}
+        assert {shape[1] * shape[2] for shape in model.calls[:1]} == {4 if decided_in_place(mode) else 5}
 
 
 @pytest.mark.parametrize(("mode", "condition"), MODES)
@@ -335,8 +342,8 @@ class Cells(ToyHead):
 def test_cells_are_drafted_judged_and_counted_together():
     target, drafter = Cells(2, GRID), Cells(2, GRID, noise=0.3)
     for length, prefill in ((1, 0), (2, 0), (8, 0), (1, 0.34), (1, 0.15), (1, 0.17), (2, 0.8)):
-        for condition in ("prefix", "drafts"):
-            run = ContinuousSpeculative(drafter, length, prefill, condition=condition)
+        for mode, condition in (mode for mode in MODES if decided_in_place(mode[0])):
+            run = ContinuousSpeculative(drafter, length, prefill, mode, condition)
             decoded = run.sample(request(target, 4))
             assert_whole(decoded, 4)
             begun = round(prefill * 3)
@@ -404,6 +411,7 @@ def refuse(text, run=None, model=TARGET, **options):
         ("tolerance.*nan", {"tolerance": math.nan}),
         ("(?i)mode 'prefix'.*condition 'drafts'", {"mode": "prefix", "condition": "prefix"}),
         ("(?i)mode 'exact'.*condition 'drafts'", {"mode": "exact", "condition": "prefix"}),
+        ("(?i)mode 'printed'.*condition 'drafts'", {"mode": "printed", "condition": "prefix"}),
         ("(?i)mode 'exact'.*Sigma.*off", {"mode": "exact", "path": "paper"}),
     ],
 )
@@ -413,14 +421,15 @@ def test_illegal_settings_are_refused(text, settings):
 
 def test_settings_that_do_not_go_together_are_refused():
     refuse("temperature.* 0.*above 0", temperature=0.0)
-    refuse("(?i)mode 'exact'.*ddim.*ddpm", method("exact"), kind="ddim")
-    for mode in ("prefix", "exact"):
+    for mode in ("exact", "printed"):
+        refuse(f"(?i)mode '{mode}'.*ddim.*ddpm", method(mode), kind="ddim")
+    for mode in ("prefix", "exact", "printed"):
         refuse("cells of 3 tokens.*'block'", method(mode), Cells(2, GRID))
     kept = torch.zeros(1, LENGTH, dtype=torch.bool)
     kept[:, 0] = True
     keep = {"tokens": torch.zeros(1, LENGTH, 2), "kept": kept}
     for sampler in (method(drafter=Cells(2, GRID)), ContinuousNextToken()):
-        refuse("3 tokens at once.*keep", sampler, Cells(2, GRID), **keep)
+        refuse("cells of 3 tokens.*keep", sampler, Cells(2, GRID), **keep)
     for sampler in (method(), ContinuousNextToken()):
         refuse("mask.*every token", sampler, **keep | {"kept": torch.ones_like(kept)})
         for text, wrong in (("cfg.*inf", {"cfg": math.inf}), ("temperature.*nan", {"temperature": math.nan})):
@@ -468,3 +477,8 @@ def test_settings_and_parameters_are_recorded():
     assert settings["cfg"] == 2.0 and settings["temperature"] == 0.9 and settings["condition"] == "prefix"
     exact = method("exact").sample(request(TARGET, 1)).trace.settings
     assert exact["lossless"] and "kappa" not in exact and exact["condition"] == "drafts"
+    for mode, path, condition in (("printed", "paper", "drafts"), ("published", "official", "prefix")):
+        for given in continuous.PATHS:  # which these modes do not read
+            found = method(mode, path=given).sample(request(TARGET, 1)).trace.settings
+            assert (found["path"], found["condition"], found["lossless"]) == (path, condition, False)
+            assert ("kappa" in found) == ("tolerance" in found) == (mode == "published")

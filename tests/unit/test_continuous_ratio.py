@@ -8,7 +8,7 @@ import torch
 from comfyui_specar.kernels import continuous as kernels
 from comfyui_specar.samplers.distributions import Mixture, Normal
 from comfyui_specar.samplers.methods import continuous
-from comfyui_specar.samplers.methods.continuous import ContinuousRun, log_ratio, residual
+from comfyui_specar.samplers.methods.continuous import MODES, ContinuousRun, log_ratio, residual
 
 from ..support.toy_heads import ks
 
@@ -155,23 +155,29 @@ def test_the_residual_of_two_dimensions():
         ("exact", [-100] * 100, [*range(100)], 99, -10_000),
         ("prefix", [-100, 5], [0], 0, -100),
         ("prefix", [3], [0], 0, 3),
+        ("printed", [-100, 5], [0, 1], 1, 105),
+        ("published", [-100, 5], [0], None, -100),
+        ("published", [3], [0], 0, 3),
     ],
 )
 @pytest.mark.parametrize("wanted", [True, False])
 def test_proposals_are_made_until_one_passes(monkeypatch, mode, tries, parts, token, count, wanted):
-    """Other modes than the exact one give up after the first hundred, and all do where no token is wanted."""
+    """Other modes than "exact" and "printed" give up after the first hundred, and all do where no token is wanted.
+    Mode "published" then leaves zeros."""
     asked, run = [], object.__new__(ContinuousRun)
-    run.method, run.proposals = SimpleNamespace(mode=mode, path="off"), lambda positions, part: (part, None, None)
+    run.method = SimpleNamespace(decisions=MODES[mode], sigma="off")
+    run.proposals = lambda positions, part: (part, None, None)
 
     def residual(p, q, part, *_):
         asked.append(part)
-        return torch.full((1, 1, 2), float(part)), torch.tensor([[tries[part]]])
+        return torch.full((1, 1, 2), 1.0 + part), torch.tensor([[tries[part]]])
 
     monkeypatch.setattr(continuous, "residual", residual)
     found, number = run.resample(None, None, torch.zeros(1, 1), torch.tensor([[wanted]]))
     if not wanted:
-        parts, token, count = [0], 0, tries[0]
-    assert asked == parts and found.tolist() == [[[token, token]]] and int(number) == count
+        parts, token, count = [0], token and 0, tries[0]
+    value = 0.0 if token is None else 1.0 + token
+    assert asked == parts and found.tolist() == [[[value, value]]] and int(number) == count
 
 
 def test_the_first_proposal_that_passes_is_taken_and_else_the_last():

@@ -61,7 +61,7 @@ DECLARED = {
     "ContinuousSpeculative": {
         "length": (8, 1, ANY, None),
         "prefill": (0.05, 0, 1, None),
-        "mode": ("block", ("block", "prefix", "exact")),
+        "mode": ("block", ("block", "prefix", "exact", "printed", "published")),
         "condition": (None, ("prefix", "drafts")),
         "path": ("off", ("off", "paper", "official")),
     },

@@ -192,7 +192,7 @@ RUNS = {  # a run of every kind of method
                 tolerance=0.5,
             )
         )
-        for mode in ("block", "prefix", "exact")
+        for mode in ("block", "prefix", "exact", "printed", "published")
     },
 }
 

@@ -6,16 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar.model_loaders.families import xar
-from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError
-from comfyui_specar.models.xar import CELL, CELLS, Flow, FlowNumbers, cell_order
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.models import xar as net
+from comfyui_specar.models.xar import Flow, FlowNumbers, XARConfig, cell_order
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
-from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous import MODES, ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 
 from ..support.tiny import fill
-from ..support.tiny_xar import HEADS, tiny_xar, xar_shapes, xar_weights
+from ..support.tiny_xar import HEADS, tiny_xar, write, xar_shapes, xar_weights
 
 PARAMS = ContinuousParams(cfg=3.0, steps=3)
+CELLS, CELL = XARConfig().cells, XARConfig().cell
 RELEASED = {  # width, blocks in either half, heads, hidden, millions of parameters, guidance, steps
     "xAR-B.pth": (768, 8, 12, 2048, 172.6, 2.7, 40),
     "xAR-L.pth": (1024, 16, 16, 2730, 608.4, 2.3, 50),
@@ -43,7 +45,7 @@ def predict(model, known, cells, cfg=3.0, temperature=1.0, kind="ddpm", tokens=N
     """The distribution of cells [B, V, n] where every variant knows its first known [B, V] cells."""
     known, cells = torch.tensor(known), torch.tensor(cells)
     batch, variants = known.shape
-    order = cell_order()
+    order = cell_order(8)
     query = order.view(CELLS, CELL)[cells].flatten(2)
     tokens = fill("tokens embedding", (2, 256, 16))[:batch] if tokens is None else tokens
     noise = fill("noise embedding", (4, 2, 256, 16))[:, :batch]  # by position, as the samplers' noise is
@@ -86,8 +88,8 @@ def test_released_files_fit(monkeypatch, name):
     assert abs(sum(t.numel() for t in model.state_dict().values()) / 1e6 - millions) < 0.05
 
 
-def spoilt(change):
-    weights = xar_weights()
+def spoilt(change, **sizes):
+    weights = xar_weights(**sizes)
     change(weights)
     return weights
 
@@ -104,6 +106,9 @@ def spoilt(change):
         (lambda w: w.update(encoder_pos_embed_learned=torch.ones(64)), {}, "damaged"),
         (lambda w: None, {"heads": None}, "width 32.*2 encoder blocks.*released"),
         (lambda w: None, {"heads": 5}, "5 heads.*width 32"),
+        (lambda w: None, {"cell": 3}, "cells 3 tokens wide.*1, 2, 4, 8"),
+        (lambda w: None, {"cell": 16}, "cells 16"),
+        (lambda w: None, {"cell": True}, "cells True"),
         (lambda w: None, {"defaults": {"steps": 10, "top_k": 3}}, "top_k"),
         (lambda w: None, {"defaults": {"cfg": 0.5}}, "cfg.*0.5"),
     ],
@@ -259,6 +264,84 @@ def test_a_smaller_model_drafts_and_the_target_judges(model, smaller, plain):
         assert out.trace.totals["target_passes"] == 2 and out.tokens.isfinite().all()
     assert torch.allclose(strict.tokens[:, rest], plain.tokens[:, rest], atol=1e-4)
     assert (loose.tokens[:, rest] - plain.tokens[:, rest]).abs().mean() > 0.1
+
+
+# One token at a time (k = 1): the xAR rows of table 1 of "Continuous speculative decoding".
+
+
+@pytest.fixture(scope="module")
+def ones(tmp_path_factory):
+    """Target and drafter whose cells are single tokens, from files that say so."""
+    target, drafter = (
+        xar.load(open_checkpoint(write(tmp_path_factory.mktemp("ones"), sizes, cell=1)), torch.float32, None, ())
+        for sizes in ({"blocks": 1}, {"dim": 16, "blocks": 1, "hidden": 24})
+    )
+    return target, drafter.as_drafter_for(target, Path("xar.safetensors"))
+
+
+def test_files_say_how_large_cells_are(ones, model, tmp_path):
+    assert ones[0].group == 1 and torch.equal(ones[0].order, torch.arange(256))
+    middle = xar.load(open_checkpoint(write(tmp_path, cell=4)), torch.float32, None, ())
+    assert middle.group == 16 and middle.order[:20].tolist() == [
+        *range(4),
+        *range(16, 20),
+        *range(32, 36),
+        *range(48, 52),
+        *range(4, 8),
+    ]
+    with pytest.raises(CheckpointError, match="cells of 1 tokens.*cells of 64 tokens"):
+        ones[1].as_drafter_for(model, Path("xar.safetensors"))
+
+
+@torch.inference_mode()
+def test_a_token_sees_the_tokens_before_it(ones):
+    """Whatever else its neighbours in the pass see; guidance rises from token to token."""
+    target, query = ones[0], torch.tensor([[[5], [9]]])
+    noise, tokens = fill("noise embedding", (4, 1, 2, 1, 16)), fill("tokens embedding", (1, 256, 16))
+    state = target.start(target.encode_class(3), None, 1, target.grid, guided=True)
+
+    def mean(tokens, known):
+        known = torch.arange(256) < torch.tensor(known)[None, :, None]
+        given = tokens, known, query, int(known.sum(-1).max()), torch.full((1, 2, 1), 2.0), 1.0, noise[0], noise[1:]
+        return target.predict(state, *given, Flow.of(3)).mean[0, :, 0]
+
+    found = mean(tokens, [5, 7])
+    for at, changes in ((4, [True, True]), (5, [False, True]), (6, [False, True]), (7, [False, False])):
+        other = tokens.clone()
+        other[:, at] += 1
+        assert ((mean(other, [5, 7]) - found).abs().amax(-1) > 1e-5).tolist() == changes, at
+    assert torch.allclose(mean(tokens, [5, 5])[0], found[0], atol=1e-5)
+    scales = target.guidance(ContinuousParams(cfg=4.0), torch.tensor([0, 51, 255]), torch.tensor([1, 52, 256]), 256)
+    torch.testing.assert_close(scales, torch.tensor([1.0, 1.6, 4.0]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("length", [4, 32])
+def test_single_tokens_go_through_every_mode(monkeypatch, mode, length):
+    """A drafter that is the target is always right, if the target sees the drafts. Images of 4 x 4 tokens."""
+    for module in (xar, net):
+        monkeypatch.setattr(module, "GRID", 4)
+    target, drafter = (
+        xar.load(Checkpoint(spoilt(shrink, **sizes), {"heads": HEADS, "cell": 1}, Path("x")), torch.float32, None, ())
+        for sizes in ({"blocks": 1}, {"dim": 16, "blocks": 1, "hidden": 24})
+    )
+    out = ContinuousSpeculative(drafter, length, 0.25, mode).sample(request(target))
+    assert out.tokens.isfinite().all() and out.trace.totals["draft_passes"] > 0
+    assert out.trace.positions["order"].tolist() == [[*range(16)]]
+    itself = ContinuousSpeculative(target, length, 0.25, mode, "drafts", tolerance=1.0).sample(request(target))
+    assert itself.trace.summary()["acceptance_rate"] == 1
+    assert itself.trace.totals["target_passes"] == 4 + math.ceil(12 / (length + (not MODES[mode].in_place)))
+
+
+def shrink(weights):
+    """Weights for images of 4 x 4 tokens."""
+    weights.update({name: table[:, :16] for name, table in weights.items() if name.endswith("_learned")})
+
+
+def test_single_tokens_in_a_fixed_order_cannot_be_kept(ones):
+    kept = torch.arange(256) < 3
+    with pytest.raises(ValueError, match="cells of 1 tokens.*mask"):
+        ContinuousNextToken().sample(request(ones[0], tokens=torch.zeros(1, 256, 16), kept=kept[None]))
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("ddpm", 500), ("ddim", 100)])

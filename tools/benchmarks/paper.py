@@ -28,7 +28,7 @@ from .report import command, find, grid, measured_on, parsed, write
 from .runs import PROMPTS
 
 NOT_MEASURED = "-"
-COUNTED = ("accepted_length", "step_compression", "acceptance_rate", "draft_tv")  # totals of a trace
+COUNTED = ("accepted_length", "step_compression", "acceptance_rate", "mean_depth", "draft_tv")  # totals of a trace
 
 
 class Measured:
@@ -54,10 +54,8 @@ class Measured:
         self.run(method, 0)
         for number in range(images):
             out, seconds = self.run(method, number)
-            totals, rounds = out.trace.totals, out.trace.rounds
-            values = {name: totals[name] for name in COUNTED if totals.get(name)} | {"seconds": seconds}
-            if "depth" in rounds and rounds["nodes"].any():
-                values["tree_depth"] = float(rounds["depth"][rounds["nodes"] > 0].double().mean())
+            summary = out.trace.summary()
+            values = {name: summary[name] for name in COUNTED if summary.get(name)} | {"seconds": seconds}
             for name, value in values.items():
                 found.setdefault(name, []).append(value)
             pixels = (self.decoder.decode(out.latent)[0] * 255).round().byte().cpu().numpy()
