@@ -113,6 +113,8 @@ def main() -> None:
     model = specar.load_model(find(name), device=device, dtype=getattr(torch, options.dtype))
     decoder = specar.load_image_decoder(find(options.decoder or name))
     sampling = table.sampling | ({} if options.cfg is None else {"cfg": options.cfg})
+    if "top_k" in sampling and sampling["top_k"] > model.vocab:
+        sampling["top_k"] = 0  # a paper's filter that would keep the whole vocabulary
     measured = Measured(model, specar.load_drafter(find(drafter), model), decoder, prompts, sampling)
     rows = []
     for number, row in enumerate(table.rows):
