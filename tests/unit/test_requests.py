@@ -82,10 +82,11 @@ def test_kept_tokens_that_cannot_be_meant_are_refused(changed):
         Canvas(asked, Stream.of(0, asked.batch, "cpu"))
 
 
-def test_a_model_of_cells_keeps_nothing():
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_model_with_a_fixed_order_keeps_nothing(group):
     asked = continuous()
-    asked.model.group = 2
-    with pytest.raises(ValueError, match="2 tokens at once"):
+    asked.model.group, asked.model.order = group, torch.arange(asked.length)
+    with pytest.raises(ValueError, match=f"cells of {group} tokens in a fixed order"):
         Canvas(asked, Stream.of(0, 2, "cpu"))
 
 
