@@ -87,6 +87,7 @@ def test_images_become_latents_and_images_again(kind, decoder):
     assert latent.shape == (2, decoder.channels, 2, 3) and latent.dtype == torch.float32
     back = decoder.decode(latent)
     assert back.shape == pixels.shape and back.dtype == torch.float32 and 0 <= back.min() < back.max() <= 1
+    torch.testing.assert_close(back, (decoder.module.decode(latent).movedim(1, -1) / 2 + 0.5).clamp(0, 1))
     if isinstance(decoder, ImageDecoder):
         tokens = decoder.encode(pixels)
         assert tokens.dtype == torch.int64 and 0 <= tokens.min() <= tokens.max() < decoder.codes == 32
