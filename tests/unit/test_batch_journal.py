@@ -211,6 +211,12 @@ def here(monkeypatch):
     monkeypatch.setattr(cli.signal, "signal", lambda *_given: None)
 
 
+def test_exit_codes_are_those_of_the_page():
+    page = (ROOT / "docs/batches.md").read_text(encoding="utf-8").partition("| exit code |")[2].partition("\n\n")[0]
+    codes = [cli.DONE, cli.UNFINISHED, cli.BAD_INPUT, cli.FAILED, cli.CANCELLED]
+    assert [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)] == codes
+
+
 def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, capsys):
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
     assert run_beside(FakeComfy()) == cli.FAILED
