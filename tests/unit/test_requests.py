@@ -82,6 +82,21 @@ def test_kept_tokens_that_cannot_be_meant_are_refused(changed):
         Canvas(asked, Stream.of(0, asked.batch, "cpu"))
 
 
+@pytest.mark.parametrize(
+    ("legal", "illegal"),
+    [
+        ({"top_k": 0}, {"top_k": -1}),
+        ({"top_k": 4}, {"top_k": 5}),
+        ({"top_p": 1.0}, {"top_p": 1.001}),
+        ({"top_p": 1e-9}, {"top_p": 0.0}),
+    ],
+)
+def test_filters_keep_some_of_a_models_tokens(legal, illegal):
+    SamplingParams(**legal).check(4)
+    with pytest.raises(ValueError, match=next(iter(illegal))):
+        SamplingParams(**illegal).check(4)
+
+
 @pytest.mark.parametrize("group", [1, 2])
 def test_a_model_with_a_fixed_order_keeps_nothing(group):
     asked = continuous()
