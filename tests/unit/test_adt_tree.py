@@ -9,10 +9,11 @@ import pytest
 import torch
 from comfyui_specar.samplers.drafts.adt_tree import ANOLE, FLOCK_DISTANCE, INITIAL, LLAMAGEN, ADTTree
 from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.toy import with_line_ends
+from ..support.toy import ToyDrafter, ToyModel, plain, request, with_line_ends
 
 GRID = TokenLayout.plain(8, 8)
 
@@ -225,3 +226,10 @@ def test_the_extent_is_that_of_the_largest_trees():
 
 
 # Whole runs.
+
+
+def test_no_tree_is_deeper_than_what_is_left_of_the_image():
+    layout = plain(1, 2)
+    model = ToyModel(layout)
+    method = DraftTree(ToyDrafter(model), ADTTree(first=(3, 2), depths=(1, 4), widths=(1, 3), nodes=12))
+    assert method.sample(request(model, layout)).trace.totals["draft_passes"] == 1  # observed, never expanded
