@@ -311,7 +311,7 @@ def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:
 
 
 def _similarity(values: np.ndarray, drafted: np.ndarray) -> TokenMap:
-    """Shares of the tokens are told at quarters, from which to choose a threshold."""
+    """With the quartiles in the title, from which to choose a threshold."""
     quarters = np.quantile(values[drafted], (0.25, 0.5, 0.75))
     title = "Similarity of paths, quarters {:.2f}, {:.2f}, {:.2f}".format(*quarters)
     return _amount(values, 1, drafted, title, "0 or less", "1, alike", "not from a tree")

@@ -27,6 +27,8 @@ def test_tables_are_whole(table):
 def test_a_table_is_measured_on_any_model(tmp_path, monkeypatch, capsys):
     model, drafter, prompts = tmp_path / "model", tmp_path / "eagle", tmp_path / "prompts.txt"
     model.mkdir()
+    for name in ("HF_HUB_OFFLINE", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"):  # which the command sets
+        monkeypatch.setenv(name, "1")
     tiny_llamagen.write_with_words(model)
     tiny.write_eagle(drafter, input_type=None)
     prompts.write_text("red cat\ncat", encoding="utf-8")

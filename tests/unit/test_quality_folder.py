@@ -17,8 +17,10 @@ MERGES = ["c a", "ca t</w>", "d o", "do g</w>"]
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
     """Eight images, whose prompts stand beside them or in a list."""
+    for name in ("HF_HUB_OFFLINE", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"):  # which the command sets
+        monkeypatch.setenv(name, "1")
     generator = np.random.default_rng(0)
     for name in ("made", "real"):
         (tmp_path / name).mkdir()
@@ -39,11 +41,12 @@ def run(monkeypatch, capsys, *arguments):
 
 
 def write_clip(folder):
-    torch.manual_seed(0)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = small | {"vocab_size": len(WORDS) + 2, "eos_token_id": 1, "bos_token_id": 0}
     vision = small | {"image_size": 32, "patch_size": 16}
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
     model.save_pretrained(folder)
     CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(folder)
     (folder / "words.json").write_text(json.dumps({word: i for i, word in enumerate(WORDS)}), encoding="utf-8")
@@ -97,14 +100,16 @@ def test_packages_get_files_and_prompts_as_they_read_them(folder, monkeypatch, c
         vars(made).update(content)
         monkeypatch.setitem(sys.modules, name, made)
 
+    def read(image):
+        return torch.tensor([0.25, 0.0])
+
     module("torch_fidelity")
     module("torch_fidelity.feature_extractor_inceptionv3", FeatureExtractorInceptionV3=Inception)
     module("ImageReward", load=lambda name, device, med_config: Reward())
     module("hpsv2")
     module(
         "hpsv2.img_score",
-        initialize_model=lambda: None,
-        model_dict={"model": Preference(), "preprocess_val": lambda image: torch.tensor([0.25, 0.0])},
+        create_model_and_transforms=lambda name, output_dict: (Preference(), None, read),
         get_tokenizer=lambda name: lambda texts: torch.tensor([[1.0, 0.0]]),
     )
     torch.save({"state_dict": {}}, folder / "hps.pt")

@@ -6,7 +6,7 @@
 
 The images are kept in --folder, each with its prompt, a folder per row. Times are of single images after a first one
 that does not count, in brackets their standard deviation. Columns of quality need networks of yours (see quality FOLDER
---help); "-" is what was not measured, or not printed. --batches adds the speed of larger batches (continuous).
+--help); "-" is what was not measured, or not printed. --batches: sizes of batches to time, of those in the table.
 The papers' numbers are theirs: other models, prompts and GPUs.
 """
 
@@ -55,14 +55,15 @@ class Measured:
         for number in range(images):
             out, seconds = self.run(method, number)
             summary = out.trace.summary()
-            values = {name: summary[name] for name in COUNTED if summary.get(name)} | {"seconds": seconds}
+            values = {name: summary[name] for name in COUNTED if name in summary} | {"seconds": seconds}
             for name, value in values.items():
                 found.setdefault(name, []).append(value)
             pixels = (self.decoder.decode(out.latent)[0] * 255).round().byte().cpu().numpy()
             Image.fromarray(pixels).save(folder / f"{number:04}.png")
             (folder / f"{number:04}.txt").write_text(self.prompts[number % len(self.prompts)], encoding="utf-8")
         for batch in batches:
-            found[f"seconds@{batch}"] = found["seconds"] if batch == 1 else [self.run(method, 0, batch)[1]]
+            timed = found["seconds"] if batch == 1 else [self.run(method, 0, batch)[1] for _ in range(2)][1:]
+            found[f"seconds@{batch}"] = timed
         return found
 
 
@@ -72,6 +73,8 @@ def cell(found: dict[str, Any], base: dict[str, Any], key: str) -> str:
         seconds = f"seconds{key.removeprefix('faster')}"
         return f"{statistics.mean(base[seconds]) / statistics.mean(found[seconds]):.2f}" if seconds in found else ""
     value = found.get(key)
+    if key == "draft_tv" and not any(value or ()):  # of no drafter that samples
+        return ""
     if isinstance(value, list):
         spread = statistics.stdev(value) if len(value) > 1 else 0.0
         mean = statistics.mean(value)
@@ -100,13 +103,19 @@ def main() -> None:
     parser.add_argument("--decoder", help="its image decoder, if it is in a file of its own")
     parser.add_argument("--prompts", type=Path, help="a text file with a prompt per line (default: six of ours)")
     parser.add_argument("--images", type=int, default=6, help="per row (default: %(default)s)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="sizes of batches to time")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1], help="(default: 1)")
     parser.add_argument("--cfg", type=float, help="guidance (default: the model's own)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--folder", type=Path, default=Path("runs/paper"), help="for the images (default: %(default)s)")
     quality_folder.add_networks(parser)
     options = parsed(parser)
     table, device = TABLES[options.paper], torch.device(options.device)
+    if unknown := [size for size in options.batches if f"faster@{size}" not in table.columns.values()]:
+        parser.error(f"the table has no batches of {', '.join(map(str, unknown))}.")
+    try:
+        measure = quality_folder.measurer(options)  # before images take hours
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     name = options.model or ("continuous" if table.continuous else "default")
     drafter = options.drafter or f"{name}/{'small' if table.continuous else 'eagle'}"
     prompts = options.prompts.read_text(encoding="utf-8").splitlines() if options.prompts else PROMPTS
@@ -120,8 +129,7 @@ def main() -> None:
     for number, row in enumerate(table.rows):
         folder = options.folder / options.paper / f"{number} {row.name.translate(str.maketrans('', '', '();'))}"
         found: dict[str, Any] = measured.row(row.method(measured.drafter), options.images, options.batches, folder)
-        if any((options.real, options.clip, options.image_reward, options.hps)):
-            found |= {key: value for key, value in quality_folder.measure(folder, options).items() if key in KEYS}
+        found |= {key: value for key, value in measure(folder).items() if key in KEYS}
         rows.append(found)
         if options.out:
             done = {each.name: values for each, values in zip(table.rows, rows, strict=False)}

@@ -10,8 +10,8 @@ import comfyui_specar as specar
 
 m, s, r = specar.methods, specar.structures, specar.rules
 
-# What can be measured: a key for every column. faster@N: seconds against the first row in batches of N; the last five
-# are those of quality_folder.
+# What can be measured: a key for every column. faster@N: seconds against the first row in batches of N; the second
+# line is of quality_folder.
 KEYS = (
     *("seconds", "accepted_length", "step_compression", "acceptance_rate", "mean_depth", "draft_tv"),
     *("clip", "frechet", "precision", "recall", "image_reward", "hps"),
@@ -20,7 +20,7 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A row: what the paper calls it, and the method with a drafter (None: there is none)."""
+    """A row: what the paper calls it, and its method, given a drafter."""
 
     name: str
     method: Callable[[Any], Any]

@@ -40,7 +40,7 @@ ALARM_RATE = 0.01  # probability that the check fails although every lossless me
 
 
 def main() -> None:
-    if sys.argv[1:] and Path(sys.argv[1]).is_dir():
+    if sys.argv[1:] and not sys.argv[1].startswith("-"):
         return quality_folder.main()
     parser = command("quality", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="bundled models (default: both)")

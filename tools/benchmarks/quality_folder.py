@@ -6,11 +6,12 @@
 The prompt of NAME.png is in NAME.txt beside it, or metadata.jsonl has lines {"file_name": ..., "text": ...}. --real
 gives Frechet distance, precision and recall: with --inception those of papers (FID), else in the features of the
 bundled classifier, which knows little of the world. The Frechet distance grows as sets get smaller: compare sets of one
-size. Nothing is downloaded: every network but the classifier is a file of yours.
+size. Nothing is downloaded, and pickles are read as weights only: every network but the classifier is a file of yours.
 
     --clip          a folder of CLIP as transformers reads it: cosine of image and prompt (papers: ViT-B/32 or L/14)
     --inception     weights-inception-2015-12-05-6726825d.pth, by the package torch-fidelity
-    --image-reward  a folder with ImageReward.pt and med_config.json, by the package image-reward
+    --image-reward  a folder with ImageReward.pt and med_config.json, by the package image-reward, which also needs the
+                    tokenizer of bert-base-uncased in Hugging Face's cache
     --hps           HPS_v2_compressed.pt or HPS_v2.1_compressed.pt, by the package hpsv2
 """
 
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -71,14 +73,13 @@ def prompts_of(files: Sequence[Path]) -> list[str]:
     return [known[file.name] for file in files]
 
 
-def pixels(file: Path) -> Tensor:
-    """An image [3, H, W] (uint8)."""
+def opened(file: Path) -> Image.Image:
     with Image.open(file) as image:
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        return image.convert("RGB")
 
 
-def features(files: Sequence[Path], inception: Path | None, device: torch.device) -> tuple[str, Tensor]:
-    """The name of a feature space, and the features [N, D] of images there."""
+def feature_space(inception: Path | None, device: torch.device) -> Callable[[Sequence[Path]], Tensor]:
+    """The features [N, D] of images, by Inception or by the bundled classifier."""
     if inception is None:
         classifier = Classifier.load(FOLDER / FILE).to(device)
 
@@ -92,9 +93,27 @@ def features(files: Sequence[Path], inception: Path | None, device: torch.device
         def described(batch: Tensor) -> Tensor:
             return network(batch)[0]
 
+    def features(files: Sequence[Path]) -> Tensor:
+        pixels = (torch.from_numpy(np.array(opened(file))).permute(2, 0, 1)[None] for file in files)
+        return torch.cat([described(each.to(device)).float().cpu() for each in pixels])
+
+    return features
+
+
+def comparison(real: Path, inception: Path | None, device: torch.device) -> Callable[[Sequence[Path]], dict[str, Any]]:
+    """A function that says how far images are from those of a folder, whose features are computed once, here."""
+    features, files = feature_space(inception, device), images_in(real)
     with torch.inference_mode():
-        found = [described(pixels(file)[None].to(device)).float().cpu() for file in files]
-    return "classifier" if inception is None else "inception", torch.cat(found)
+        theirs = features(files)
+
+    def compare(images: Sequence[Path]) -> dict[str, Any]:
+        own = features(images)
+        precision, recall = precision_recall(theirs, own)
+        space = "classifier" if inception is None else "inception"
+        distance = {"frechet": frechet_distance(own, theirs), "precision": precision, "recall": recall}
+        return {"real": len(files), "features": space, **distance}
+
+    return compare
 
 
 def clip_score(folder: Path, device: torch.device) -> Score:
@@ -105,9 +124,8 @@ def clip_score(folder: Path, device: torch.device) -> Score:
     processor = CLIPProcessor.from_pretrained(folder, local_files_only=True)
 
     def score(file: Path, prompt: str) -> float:
-        image = Image.open(file).convert("RGB")
-        given = processor(text=[prompt], images=image, return_tensors="pt", padding=True, truncation=True).to(device)
-        found = model(**given)
+        given = processor(text=[prompt], images=opened(file), return_tensors="pt", padding=True, truncation=True)
+        found = model(**given.to(device))
         return float((normalize(found.image_embeds) * normalize(found.text_embeds)).sum())
 
     return score
@@ -123,13 +141,12 @@ def image_reward(folder: Path, device: torch.device) -> Score:
 def human_preference(file: Path, device: torch.device) -> Score:
     """HPSv2 (Wu et al., 2023, arXiv:2306.09341): the cosine of a CLIP ViT-H/14 that was trained on preferences."""
     package = _package("hpsv2.img_score", "hpsv2")
-    package.initialize_model()
-    model, read = package.model_dict["model"], package.model_dict["preprocess_val"]
+    model, _, read = package.create_model_and_transforms("ViT-H-14", output_dict=True)  # without weights
     model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["state_dict"])
     model, tokenizer = model.eval().to(device), package.get_tokenizer("ViT-H-14")
 
     def score(image: Path, prompt: str) -> float:
-        found = model(read(Image.open(image))[None].to(device), tokenizer([prompt]).to(device))
+        found = model(read(opened(image))[None].to(device), tokenizer([prompt]).to(device))
         return float((found["image_features"] * found["text_features"]).sum())
 
     return score
@@ -142,36 +159,34 @@ def _package(module: str, package: str) -> Any:
         raise ValueError(f"This needs the package {package}, which cannot be imported here ({error}).") from error
 
 
-def scores(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Score]]:
-    """The scores whose networks were named."""
-    for name, file, load in (
-        ("clip", options.clip, clip_score),
-        ("image_reward", options.image_reward, image_reward),
-        ("hps", options.hps, human_preference),
-    ):
-        if file is not None:
-            yield name, load(file, device)
+def measurer(options: argparse.Namespace) -> Callable[[Path], dict[str, Any]]:
+    """A function that says of a folder of images what can be said with the networks at hand, which are loaded here.
 
-
-def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that can be said of a folder with the networks at hand."""
+    Raises ValueError for what is missing.
+    """
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}  # packages load in their own ways
     named = options.real, options.clip, options.inception, options.image_reward, options.hps
     if absent := [str(path) for path in named if path is not None and not path.exists()]:
         raise ValueError(f"{', '.join(absent)}: no such file or folder.")
-    device, files = torch.device(options.device), images_in(folder)
-    found: dict[str, Any] = {"images": len(files)}
-    for name, score in scores(options, device):
-        with torch.inference_mode():
+    device = torch.device(options.device)
+    loaders = {
+        "clip": (options.clip, clip_score),
+        "image_reward": (options.image_reward, image_reward),
+        "hps": (options.hps, human_preference),
+    }
+    scores = {name: load(file, device) for name, (file, load) in loaders.items() if file is not None}
+    compare = None if options.real is None else comparison(options.real, options.inception, device)
+
+    @torch.inference_mode()
+    def measure(folder: Path) -> dict[str, Any]:
+        files = images_in(folder)
+        found: dict[str, Any] = {"images": len(files)}
+        for name, score in scores.items():
             each = [score(file, prompt) for file, prompt in zip(files, prompts_of(files), strict=True)]
-        found[name] = bootstrap(torch.tensor(each))
-    if options.real is not None:
-        real = images_in(options.real)
-        space, theirs = features(real, options.inception, device)
-        own = features(files, options.inception, device)[1]
-        precision, recall = precision_recall(theirs, own)
-        frechet = frechet_distance(own, theirs)
-        found |= {"real": len(real), "features": space, "frechet": frechet, "precision": precision, "recall": recall}
-    return found
+            found[name] = bootstrap(torch.tensor(each))
+        return found | (compare(files) if compare else {})
+
+    return measure
 
 
 def main() -> None:
@@ -180,7 +195,7 @@ def main() -> None:
     add_networks(parser)
     options = parsed(parser)
     try:
-        found = measure(options.images, options)
+        found = measurer(options)(options.images)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(json.dumps(found, indent=1))
