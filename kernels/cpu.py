@@ -1,72 +1,84 @@
-"""Linear layers on a CPU: in 16-bit floats by blocks of rows (batch_invariant.py), in fp32 by a routine for few rows.
+"""Linear layers on a CPU: oneDNN's product with a packed weight, in blocks of rows (see batch_invariant.py).
 
-torch's BLAS library may read a matrix once per row, and may gain nothing from threads for a few rows (both on AMD's
-Zen 5). oneDNN's product does neither. For two or three rows, a token with guidance, (W x^T)^T, with the matrix as its
-first factor, is faster still (Zen 5, and an Intel Xeon with AMX). Which one is taken depends on the number of rows
-alone, so that an image is the same in every process.
+oneDNN reads a weight fastest in an order of its own. torch's product brings it into that order in every call, which
+takes longer than multiplying the few rows of a pass. Here it is done once, and the packed weight takes the place of the
+layer's: memory holds it once.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable, Hashable
 from functools import cache, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import batch_invariant
+from .batch_invariant import BLOCKS, invariant_rows, split
 
-FEW = 128  # rows; more are bound by computing, not by reading the matrix, and torch's own routine is as fast
-TRANSPOSED_ROWS = (2, 3)  # from four on oneDNN's product is as fast or faster
+ROWS = 32  # that oneDNN chooses the order for; others are multiplied about as fast
 BF16_ROWS, BF16_INPUTS, BF16_OUTPUTS = 34, 1024, 4096  # a window of 17 tokens with guidance, 4 million weights
 BF16_GAIN = 1.25  # the two kinds of processors are far apart (times 1.7 and more, times 0.3), so noise does not decide
 BF16_TRIES = 5
 
+log = logging.getLogger(__name__)
+
+_blocks: dict[Hashable, int] = {}  # rows per block, by kind of product
+_refused: set[Hashable] = set()  # shapes of which oneDNN has no packed product
+
 
 def linear(layer: nn.Module, x: Tensor, own_weights: bool = False) -> Tensor:
-    """layer(x) for x [..., inputs].
+    """layer(x) for x [..., inputs], by a packed weight where oneDNN has such a product.
 
-    own_weights: the layer is an nn.Linear whose parameters may be used instead of calling it.
+    A row's result does not depend on the others, except in fp32 where it has none. own_weights: the layer is an
+    nn.Linear whose parameters may be used instead of calling it, and packed.
     """
-    if not (own_weights and isinstance(layer, nn.Linear) and few_fp32_rows(layer, x)):
-        return batch_invariant.linear(layer, x, own_weights)
-    rows = x.reshape(-1, x.shape[-1])
-    if len(rows) in TRANSPOSED_ROWS:
-        product = (layer.weight @ rows.T).T.contiguous()
-    elif has_onednn():
-        product = onednn(rows, layer.weight)
-    else:
-        product = F.linear(rows, layer.weight)
-    return product.view(*x.shape[:-1], -1)
-
-
-def few_fp32_rows(layer: nn.Linear, x: Tensor) -> bool:
-    """Is layer(x), x [..., K], a product of few rows in fp32, without bias, gradients or a compiler?"""
-    return (
-        x.dtype == torch.float32
-        and x.numel() <= FEW * x.shape[-1]
-        and layer.bias is None
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
-
-
-def onednn(rows: Tensor, weight: Tensor) -> Tensor:
-    """oneDNN's product of rows [M, K] with a matrix [N, K]: [M, N] (fp32)."""
-    return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
-
-
-@cache
-def has_onednn() -> bool:
-    """Does this torch, on this processor, have oneDNN's product?"""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return False
-    with torch.inference_mode():
-        rows, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        unpack(layer)
+        return layer(x)
+    outputs = len(layer.weight) if hasattr(layer, "weight") else type(layer)  # a model has one layer of such a class
+    shape = x.dtype, x.shape[-1], outputs, getattr(layer, "bias", None) is None, torch.get_num_threads()
+    if own_weights and shape not in _refused:
         try:
-            return torch.equal(onednn(rows, weight), F.linear(rows, weight))
-        except (RuntimeError, TypeError):  # it takes other arguments there; torch does not promise them
-            return False
+            pack(layer)
+            return in_blocks(partial(onednn, layer), x, ("packed", *shape))
+        except (RuntimeError, AttributeError, TypeError) as error:  # torch promises neither operators nor arguments
+            log.info("Products of %s are torch's own, as oneDNN has none with a packed weight: %s", shape, error)
+            _refused.add(shape)
+    unpack(layer)
+    return layer(x) if x.dtype == torch.float32 else in_blocks(layer, x, shape)
+
+
+def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, kind: Hashable) -> Tensor:
+    """A product of x [..., inputs] in blocks of rows. kind: products of one have blocks of one size, which is found by
+    trying."""
+    if kind not in _blocks:
+        rows = torch.randn(BLOCKS[0], x.shape[-1], generator=torch.Generator().manual_seed(0))
+        _blocks[kind] = invariant_rows(product, rows.to(x.dtype))
+    found = split(product, x.reshape(-1, x.shape[-1]), _blocks[kind])
+    return found.reshape(*x.shape[:-1], found.shape[-1])
+
+
+def onednn(layer: nn.Linear, rows: Tensor) -> Tensor:
+    """layer(rows) for rows [M, inputs] and a packed weight."""
+    return torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
+
+
+def pack(layer: nn.Linear) -> None:
+    """Pack the weight of a layer, unless it is. Every use of it but ``onednn`` raises an error from then on."""
+    if not layer.weight.is_mkldnn:
+        with torch.inference_mode(False), torch.no_grad():
+            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+
+
+def unpack(module: nn.Module) -> None:
+    """Give the layers of a module their own weights again."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and layer.weight.is_mkldnn:
+            with torch.inference_mode(False), torch.no_grad():
+                layer.weight = nn.Parameter(layer.weight.to_dense(), requires_grad=False)
 
 
 @cache
@@ -85,8 +97,18 @@ def bf16_is_faster() -> bool:
             nn.init.ones_(layer.weight)  # no random numbers
             run = partial(linear, layer, torch.ones(BF16_ROWS, BF16_INPUTS, dtype=dtype), own_weights=True)
             with torch.inference_mode():
-                run()  # the first call finds how the rows are divided into blocks
-                seconds[dtype] = batch_invariant.shortest(run, BF16_TRIES)
+                run()  # the first call packs
+                seconds[dtype] = shortest(run, BF16_TRIES)
     finally:
         torch.set_num_threads(threads)
     return seconds[torch.float32] > BF16_GAIN * seconds[torch.bfloat16]
+
+
+def shortest(run: Callable[[], object], tries: int) -> float:
+    """Seconds of the shortest of several runs: what other programs do meanwhile hardly changes that."""
+    seconds = []
+    for _ in range(tries):
+        begun = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..kernels.cpu import bf16_is_faster
 from ..models.quantised import NARROW
 from .ar_model import DiscreteModel
 from .continuous_model import ContinuousBase
@@ -39,6 +40,7 @@ from .files.scaled import ScaledMatrix
 from .registry import Family
 from .sizes import legal_grid
 
+LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
 DECODER_FILES = (*WEIGHT_FILES, *(file for kind in KINDS for file in kind.files))  # in the folder of an image decoder
 _SUFFIXES = SAFETENSORS + PICKLES + TORCHSCRIPT
 _DECODERS = [name for decoder in RELEASED_DECODERS.values() for name in decoder.names]
@@ -74,7 +76,7 @@ def load_model(
 ) -> DiscreteModel | ContinuousBase:
     """Load an AR image model, of discrete or of continuous tokens, from a file or folder. The family is detected.
 
-    dtype None: fp32 on CPU, bf16 elsewhere. grid: (rows, cols), needed if neither metadata nor file name determine it.
+    dtype None: see ``fastest_dtype``. grid: (rows, cols), needed if neither metadata nor file name determine it.
     Text encoder and image decoder (``image_decoder`` of a discrete model) are searched for beside the file and in
     ``search_folders``; a missing one raises an error when it is used. storage: format of the large matrices (models of
     token ids): torch.int8 (with a scale per row), torch.float8_e4m3fn or torch.uint4 (4 bits, with step and minimum per
@@ -90,7 +92,7 @@ def load_model(
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
     device, grid = torch.device(device), grid and legal_grid(grid)
     checkpoint = replace(open_checkpoint(model_file(path)), storage=storage)
-    model = build(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
+    model = build(checkpoint, dtype or fastest_dtype(device, path), grid, search_folders, operations)
     if int8_cache and model.continuous:
         raise CheckpointError(
             f"{title(checkpoint.path)} is a continuous model: an int8 cache is supported only for "
@@ -113,9 +115,11 @@ def model_file(path: str | Path) -> Path:
     return weight_file(Path(path))
 
 
-def resolve_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The given dtype, or fp32 on CPU and bf16 elsewhere."""
-    return dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+def fastest_dtype(device: torch.device, path: str | Path) -> torch.dtype:
+    """bf16 on a GPU, and on a CPU that multiplies it faster for a large model of token ids; else fp32."""
+    if device.type == "cpu" and not (count_weights(path) >= LARGE and bf16_is_faster()):
+        return torch.float32
+    return torch.bfloat16
 
 
 def build(

@@ -117,7 +117,7 @@ class KVCache:
         narrow: bool = False,
     ) -> KVCache:
         """An empty cache of ``slots`` slots: ``into`` itself, emptied, if it has these sizes."""
-        if device.type == "cpu" and dtype in batch_invariant.HALF:
+        if device.type == "cpu":
             slots = batch_invariant.padded_length(slots, dtype)  # a whole cache may be read, too
         asked = (layers, rows, 2 * heads, slots, head_dim), dtype, device, narrow
         if into is None or (into.buffer.shape, into.dtype, into.buffer.device, into.scales is not None) != asked:

@@ -16,13 +16,12 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...kernels import graphs
-from ...kernels.cpu import bf16_is_faster
 from ...model_loaders.ar_model import DiscreteModel
 from ...model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE
 from ...model_loaders.continuous_model import ContinuousBase
 from ...model_loaders.decoders.image_decoder import Autoencoder
 from ...model_loaders.detect import (
-    count_weights,
+    fastest_dtype,
     find_image_decoder,
     load_drafter,
     load_image_decoder,
@@ -39,7 +38,6 @@ from .patcher import Patcher
 from .previews import Palette
 
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
-LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
 
 
 @dataclass(eq=False)
@@ -201,11 +199,13 @@ def managed(decoder: Autoencoder) -> LoadedDecoder:
 def auto_dtype(device: torch.device, path: Path) -> torch.dtype:
     """bf16 or fp16 if the device supports them well (and the user's flags allow them), else fp32.
 
-    ComfyUI takes fp32 on every CPU; a large model of token ids is computed in bf16 on one that multiplies it faster.
+    ComfyUI takes fp32 on every CPU; here the model's loader decides.
     """
-    if mm.is_device_cpu(device) and not mm.FORCE_FP32 and count_weights(path) >= LARGE and bf16_is_faster():
-        return torch.bfloat16
-    if mm.should_use_bf16(device):
+    if mm.is_device_cpu(device) and not mm.FORCE_FP32:
+        narrow = fastest_dtype(device, path) == torch.bfloat16
+    else:
+        narrow = mm.should_use_bf16(device)
+    if narrow:
         return torch.bfloat16
     return torch.float16 if mm.should_use_fp16(device) else torch.float32
 

@@ -7,10 +7,10 @@ import shutil
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.kernels import batch_invariant, cpu
+from comfyui_specar.kernels import cpu
+from comfyui_specar.model_loaders import detect
 from comfyui_specar.model_loaders.detect import missing_decoder
 from comfyui_specar.model_loaders.families import RELEASED_DECODERS
-from comfyui_specar.nodes.comfy_runtime import models as runtime
 from safetensors.torch import load_file, save_file
 
 LOADERS = [  # node, widget, a file that is there
@@ -132,8 +132,8 @@ def test_an_empty_latent_has_the_model_s_shape_or_names_the_legal_size(kind, run
 @pytest.mark.parametrize("faster", [True, False])
 @pytest.mark.parametrize("large", [True, False])
 def test_a_large_model_of_token_ids_takes_bf16_where_that_is_faster(vectors, load, monkeypatch, large, faster):
-    monkeypatch.setattr(runtime, "LARGE", 1 if large else 10**9)
-    monkeypatch.setattr(runtime, "bf16_is_faster", lambda: faster)
+    monkeypatch.setattr(detect, "LARGE", 1 if large else 10**9)
+    monkeypatch.setattr(detect, "bf16_is_faster", lambda: faster)
     assert load("tiny")[0].model.dtype == (torch.bfloat16 if large and faster else torch.float32)
     assert load("vectors")[0].model.dtype == torch.float32
     monkeypatch.setattr(mm, "FORCE_FP32", True)
@@ -143,12 +143,12 @@ def test_a_large_model_of_token_ids_takes_bf16_where_that_is_faster(vectors, loa
 
 @pytest.mark.parametrize(("slow", "faster"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_the_trial_tells_the_faster_dtype(monkeypatch, slow, faster):
-    """Products in ``slow`` take ten times as long; how their rows are divided into blocks is timed too."""
+    """Products in ``slow`` take ten times as long."""
 
     def seconds(run, _tries):
         return 1.0 if getattr(run.args[1], "dtype", None) == slow else 0.1
 
-    monkeypatch.setattr(batch_invariant, "shortest", seconds)
+    monkeypatch.setattr(cpu, "shortest", seconds)
     assert cpu.bf16_is_faster.__wrapped__() == faster
 
 

@@ -1,65 +1,174 @@
-"""Linear layers on a CPU: a few rows in fp32 are multiplied by a faster routine, which changes no token."""
+"""Linear layers on a CPU: products with packed weights, whose rows do not depend on each other."""
 
-import comfyui_specar as specar
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from comfyui_specar.kernels import cpu
 from comfyui_specar.models import products
 from torch import nn
 
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 33, 36, 64, 65, 127, 128, 129, 140)
+SIZES = [(96, 100), (192, 1024), (768, 2304), (2048, 768)]  # inputs, outputs
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-def layer(inputs=1024, outputs=512, **options) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=options.pop("bias", False), **options).requires_grad_(False)
+
+def made(inputs=96, outputs=100, bias=False, dtype=torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias, dtype=dtype).requires_grad_(False)
 
 
-@pytest.fixture(params=["oneDNN", "without"])
-def onednn(request, monkeypatch):
-    """Also as on a processor without oneDNN's product."""
+def packs(dtype) -> bool:
+    """Can oneDNN pack weights of it on this processor?"""
+    try:
+        cpu.pack(made(dtype=dtype))
+    except (RuntimeError, AttributeError):
+        return False
+    return True
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing is known of products."""
+    monkeypatch.setattr(cpu, "_blocks", {})
+    monkeypatch.setattr(cpu, "_refused", set())
+
+
+@pytest.fixture(params=["packed", "without"])
+def onednn(request, fresh, monkeypatch):
+    """Also as on a processor, or with a torch, that has no such product."""
     if request.param == "without":
-        monkeypatch.setattr(cpu, "has_onednn", lambda: False)
-    elif not cpu.has_onednn():
-        pytest.skip("this torch has no oneDNN")
+        monkeypatch.setattr(cpu, "pack", refuse)
+    return request.param == "packed"
 
 
-@pytest.mark.parametrize("shape", [(1024,), (1, 1024), (2, 1, 1024), (1, 3, 1024), (2, 17, 1024), (128, 1024)])
-def test_products_are_those_of_the_layer(onednn, monkeypatch, shape):
-    x, matrix = torch.randn(shape), layer()
-    wanted = matrix(x)
-    monkeypatch.setattr(nn.Linear, "forward", lambda *_: pytest.fail("the layer was called"))
+def refuse(layer, error=RuntimeError):
+    raise error("could not create a primitive descriptor")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_row_of_a_product_does_not_depend_on_the_others(onednn, dtype, size, bias):
+    layer, x = made(*size, bias, dtype), torch.randn(1, 140, size[0]).to(dtype)
+    bias = None if layer.bias is None else layer.bias.double()
+    exact = F.linear(x.double(), layer.weight.double(), bias)
+    largest = F.linear(x.abs().double(), layer.weight.abs().double(), bias).abs()  # of any sum of its products
     with torch.inference_mode():
-        found = products.product(matrix, x)
+        together = products.product(layer, x)
+        assert layer.weight.is_mkldnn == (onednn and packs(dtype))
+        roundings = size[0] * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps  # of sums, and of the result
+        assert ((together - exact).abs() <= roundings * largest).all()
+        if not layer.weight.is_mkldnn and dtype == torch.float32:
+            return  # torch's own products in fp32 do depend on the number of rows
+        for count in COUNTS:
+            for first in (0, 5):
+                part = products.product(layer, x[:, first : first + count])
+                assert torch.equal(part, together[:, first : first + count]), count
+
+
+@pytest.mark.parametrize("shape", [(96,), (0, 96), (1, 96), (2, 1, 96), (2, 17, 96), (1, 130, 96)])
+def test_a_product_has_the_shape_of_its_input(onednn, shape):
+    x, layer = torch.randn(shape), made()
+    wanted = layer(x)
+    with torch.inference_mode():
+        found = products.product(layer, x)
     assert found.is_contiguous()
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("what", ["many rows", "bf16", "bias", "patched", "training"])
-def test_all_others_are_multiplied_by_the_layer(monkeypatch, what):
-    dtype = torch.bfloat16 if what == "bf16" else torch.float32
-    matrix = layer(bias=what == "bias", dtype=dtype)
-    x = torch.randn(129 if what == "many rows" else 2, 1024, dtype=dtype)
-    if what == "patched":
-        matrix.weight_function = [lambda weight: weight]
-    monkeypatch.setattr(cpu, "onednn", lambda *_: pytest.fail("another routine"))
-    with torch.set_grad_enabled(what == "training"):
-        found = products.product(matrix, x)
-    torch.testing.assert_close(found, matrix(x))
-    assert found.requires_grad == (what == "training" and matrix.weight.requires_grad)
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError, TypeError])
+def test_what_onednn_refuses_is_asked_once(fresh, monkeypatch, error):
+    asked = []
+    monkeypatch.setattr(cpu, "pack", lambda layer: (asked.append(layer), refuse(layer, error)))
+    layer, x = made(), torch.randn(2, 96)
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(products.product(layer, x), layer(x))
+        assert len(asked) == 1
+        products.product(made(96, 50), x)
+    assert len(asked) == 2, "other shapes are asked for"
 
 
-@pytest.mark.parametrize("error", [RuntimeError, TypeError])
-def test_a_torch_with_another_onednn_does_without(monkeypatch, error):
-    def other(*given):
-        raise error
+@pytest.mark.skipif(not packs(torch.bfloat16), reason="this processor packs no weights in bf16")
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+class TestPacked:
+    @pytest.fixture
+    def layer(self, dtype):
+        layer = made(dtype=dtype)
+        layer.was = layer.weight.clone()
+        with torch.inference_mode():
+            layer.x = torch.randn(2, 96).to(dtype)
+            layer.gives = products.product(layer, layer.x)
+        assert layer.weight.is_mkldnn and not layer.weight.requires_grad
+        return layer
 
-    monkeypatch.setattr(cpu, "onednn", other)
-    assert not cpu.has_onednn.__wrapped__()
+    def test_it_is_the_only_copy_and_keeps_every_number(self, layer):
+        assert layer.weight.nbytes == layer.was.nbytes and layer.weight.shape == layer.was.shape
+        assert layer.to("cpu").weight.is_mkldnn
+        cpu.unpack(nn.Sequential(nn.ReLU(), layer))
+        assert torch.equal(layer.weight, layer.was) and not layer.weight.is_inference()
+
+    @pytest.mark.parametrize("why", ["training", "patched"])
+    def test_a_layer_that_must_be_called_gets_its_own_again(self, layer, why):
+        if why == "patched":
+            layer.weight_function = [lambda weight: weight]
+        with torch.set_grad_enabled(why == "training"):
+            found = products.product(layer, layer.x.clone())
+        assert torch.equal(layer.weight, layer.was)
+        torch.testing.assert_close(found, layer(layer.x.clone()))
+
+    def test_another_weight_is_packed_anew(self, layer):
+        layer.weight = nn.Parameter(2 * layer.was, requires_grad=False)
+        with torch.inference_mode():
+            assert torch.equal(products.product(layer, layer.x), 2 * layer.gives)
+        assert layer.weight.is_mkldnn
+
+    def test_others_that_share_the_weight_keep_it(self, layer):
+        weight = nn.Parameter(layer.was.clone(), requires_grad=False)
+        table, layer.weight = nn.Embedding.from_pretrained(weight), weight
+        with torch.inference_mode():
+            products.product(layer, layer.x)
+        assert torch.equal(table(torch.arange(100)), layer.was)
 
 
-@pytest.mark.parametrize("method", [specar.methods.NextToken(), specar.methods.SJD(window=16)], ids=lambda m: m.name)
-def test_tokens_are_those_of_torchs_own_routine(onednn, monkeypatch, method):
-    model = specar.load_model(specar.bundled("default"), device="cpu", dtype=torch.float32)
-    prompt, tokens = model.encode_prompt("cat, noto, on a yellow background"), []
-    for few in (cpu.few_fp32_rows, lambda layer, x: False):
-        monkeypatch.setattr(cpu, "few_fp32_rows", few)
-        tokens.append(specar.sample(model, prompt, method, cfg=2, seed=3).tokens)
-    assert torch.equal(*tokens)
+def test_gradients_flow_through_the_layer():
+    layer, x = made().requires_grad_(True), torch.randn(2, 96)
+    products.product(layer, x).sum().backward()
+    assert layer.weight.grad is not None and not layer.weight.is_mkldnn
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_blocks_are_found_for_every_number_of_threads(fresh, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            cpu.linear(made(dtype=torch.bfloat16), torch.randn(2, 96).bfloat16(), own_weights=True)
+    finally:
+        torch.set_num_threads(before)
+    assert [kind[-1] for kind in cpu._blocks] == [threads]
+
+
+def test_a_layer_without_weights_is_called_in_blocks(fresh):
+    given = []
+
+    class Head(nn.Module):
+        def forward(self, rows):
+            given.append(len(rows))
+            return rows.clone()
+
+    x = torch.arange(260.0).view(130, 2).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(products.product(Head(), x), x)
+        assert set(given[-2:]) == {128, 2}
+        given.clear()
+        products.product(Head(), x.float())
+        assert given == [130], "fp32: one call, as no blocks are known to help"
+
+
+def test_the_shortest_of_several_runs_counts(monkeypatch):
+    times = iter([0.0, 3.0, 10.0, 11.0, 20.0, 22.0])
+    monkeypatch.setattr(cpu.time, "perf_counter", partial(next, times))
+    assert cpu.shortest(lambda: None, 3) == 1.0
