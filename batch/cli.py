@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     text = "sjd, next_token, cool_sd, ... (default: %(default)s; a wrong name lists all); columns of the jobs file set "
     add("--method", default="sjd", help=text + "its settings")
     text = (
-        "fp32, bf16, ..., as in Load AR Checkpoint (default: %(default)s: fp32 on a CPU, bf16 on a GPU; a wrong name "
+        "fp32, bf16, ..., as in Load AR Checkpoint (default: %(default)s, the fastest that it supports; a wrong name "
     )
     add("--dtype", default="auto", metavar="NAME", help=text + "lists all)")
     number("--actors", 1, int, 1, "models that generate at a time")

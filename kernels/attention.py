@@ -60,7 +60,7 @@ def attend_few(
     or the slots that it does not see.
     """
     queries, new = _prepared(qkv, factors, halves, norms, buffer.shape[1])
-    buffer[rows, :, slots] = new
+    store(buffer, rows, slots, new)
     k, v = buffer[:, :, : mask.shape[-1]].chunk(2, dim=1)
     return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
 
@@ -83,11 +83,21 @@ def attend_int8(
     """
     queries, new = _prepared(qkv, factors, halves, norms, buffer.shape[1])
     scale = (new.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(qkv.dtype).tiny)  # > 0 for zeros, too
-    buffer[rows, :, slots] = (new / scale).round().clamp(-127, 127).to(torch.int8)
-    scales[rows, :, slots] = scale
+    store(buffer, rows, slots, (new / scale).round().clamp(-127, 127).to(torch.int8))
+    store(scales, rows, slots, scale)
     n = mask.shape[-1]
     k, v = (buffer[:, :, :n] * scales[:, :, :n]).chunk(2, dim=1)
     return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
+
+
+def store(buffer: Tensor, rows: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write new [R, T, H, d] to slots [R, T] (int64) of buffer [R, H, N, d]; rows [R, 1] counts from 0."""
+    if buffer.device.type != "cpu" or torch.compiler.is_compiling():
+        buffer[rows, :, slots] = new
+        return
+    for row, at, values in zip(buffer, slots.tolist(), new.transpose(1, 2), strict=True):
+        whole = slice(at[0], at[0] + len(at))
+        row[:, whole if at == [*range(whole.start, whole.stop)] else at] = values  # a slice is copied in less time
 
 
 def _prepared(qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, cached: int) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.model_loaders import detect
 from comfyui_specar.model_loaders.detect import bundled, load_image_decoder, load_model
 from comfyui_specar.model_loaders.families import llamagen
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -133,6 +134,15 @@ SIDES = {  # released names and folders -> tokens beside each other
 @pytest.mark.parametrize(("side", "name"), [(side, name) for side, names in SIDES.items() for name in names.split()])
 def test_the_released_names_give_the_grid(name, side):
     assert llamagen.grid_of(Checkpoint({}, {}, Path("models") / name)) == (side, side)
+
+
+@pytest.mark.parametrize(("weights", "faster"), [(1, True), (1, False), (10**9, True)])
+def test_a_large_model_takes_bf16_on_a_cpu_where_that_is_faster(tmp_path, monkeypatch, weights, faster):
+    monkeypatch.setattr(detect, "LARGE", weights)
+    monkeypatch.setattr(detect, "bf16_is_faster", lambda: faster)
+    path = write_llamagen(tmp_path / "model.safetensors", True, grid=[4, 4])
+    assert load_model(path).dtype == (torch.bfloat16 if weights == 1 and faster else torch.float32)
+    assert load_model(path, dtype=torch.float16).dtype == torch.float16
 
 
 def test_metadata_describes_models_of_our_own(tmp_path):
