@@ -39,7 +39,7 @@ def linear(layer: nn.Module, x: Tensor, own_weights: bool = False) -> Tensor:
         return layer(x)
     outputs = len(layer.weight) if hasattr(layer, "weight") else type(layer)  # a model has one layer of such a class
     shape = x.dtype, x.shape[-1], outputs, getattr(layer, "bias", None) is None, torch.get_num_threads()
-    if own_weights and shape not in _refused:
+    if own_weights and shape not in _refused and not layer.weight.requires_grad:  # which an optimiser may hold
         try:
             pack(layer)
             return in_blocks(partial(onednn, layer), x, ("packed", *shape))

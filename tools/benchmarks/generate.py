@@ -1,17 +1,19 @@
 """What users run today: ``generate`` of transformers on a model of the same shapes, with our weights.
 
 A counterpart is transformers' own class for the family: Llama (LlamaGen; Janus' language model is one), Chameleon,
-Emu3. It shares our embedding and head, so it samples from the image tokens alone, though the released classes compute
-the logits of all words. Rotation and prompt of LlamaGen differ, the work per token does not. Two rows stand for the two
-branches of guidance, which ``generate`` does not mix: it does less than our samplers.
+Emu3. It shares our embedding and has a copy of our head, so it samples from the image tokens alone, though the released
+classes compute the logits of all words. Rotation and prompt of LlamaGen differ, the work per token does not. Two rows
+stand for the two branches of guidance, which ``generate`` does not mix: it does less than our samplers.
 """
 
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 from typing import Any
 
 import torch
+from comfyui_specar.kernels.cpu import unpack
 from torch import Tensor
 
 
@@ -53,7 +55,8 @@ def counterpart_class(family: str, sizes: dict[str, Any]) -> tuple[type, Any]:
 
 
 def counterpart(model):
-    """The transformers model of a DiscreteModel's shapes and weights (shared, not copied)."""
+    """The transformers model of a DiscreteModel's shapes and weights (shared; copied where a CPU has packed them)."""
+    unpack(model)
     backbone, config = model.backbone, model.backbone.config
     kind, settings = counterpart_class(
         model.family,
@@ -93,7 +96,7 @@ def counterpart(model):
     left = [name for name in missing if "vqmodel" not in name and "embed_tokens" not in name and "lm_head" not in name]
     if left or unknown:
         raise RuntimeError(f"transformers' {kind.__name__} has other weights than expected: {(left + unknown)[:4]}")
-    made.model.embed_tokens, made.lm_head = backbone.tok_embeddings, backbone.output
+    made.model.embed_tokens, made.lm_head = backbone.tok_embeddings, deepcopy(backbone.output)
     made.model.rotary_emb = type(made.model.rotary_emb)(settings).to(model.device)
     return made.requires_grad_(False)
 

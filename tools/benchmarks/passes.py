@@ -174,8 +174,7 @@ def baselines(model, conditioning, stretch: Stretch, params, tokens: int, plain:
 def weights_read(module: nn.Module) -> int:
     """Bytes of the weights that a pass reads: all but the tables, of which it looks up a few rows."""
     tables = {id(t) for part in module.modules() if isinstance(part, nn.Embedding) for t in part.parameters()}
-    held = {t.data_ptr(): t.nbytes for t in (*module.parameters(), *module.buffers()) if id(t) not in tables}
-    return sum(held.values())
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if id(t) not in tables)
 
 
 def cache_read(model, rows: int, slots: float) -> float:

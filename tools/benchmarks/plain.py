@@ -8,15 +8,26 @@ rotation and the prompt's projection.
 from __future__ import annotations
 
 import time
+from copy import deepcopy
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from comfyui_specar.kernels.cpu import unpack
 from comfyui_specar.models.backbone import Rotation
 from comfyui_specar.models.positions import rotation_of
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from .generate import block_weights
+
+
+@lru_cache(maxsize=1)
+def plain_weights(backbone) -> tuple[list[dict[str, Tensor]], nn.Module]:
+    """Weights of the blocks, and the head, as they were before a CPU packed them."""
+    unpack(backbone)
+    blocks = [block_weights(layer) | {"qkv": layer.attention.wqkv.weight} for layer in backbone.layers]
+    return blocks, deepcopy(backbone.output)
 
 
 class PlainModel:
@@ -25,7 +36,7 @@ class PlainModel:
     def __init__(self, model, rows: int, prompt: int, length: int, grid: tuple[int, int]):
         backbone, config = model.backbone, model.backbone.config
         self.backbone, self.eps, self.heads = backbone, config.norm_eps, config.heads
-        self.blocks = [block_weights(layer) | {"qkv": layer.attention.wqkv.weight} for layer in backbone.layers]
+        self.blocks, self.head = plain_weights(backbone)
         total = prompt + length
         shape = (config.layers, 2, rows, config.heads, total, config.head_dim)
         self.cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
@@ -50,7 +61,7 @@ class PlainModel:
             x = x + F.linear(rearrange(seen, "r h t d -> r t (h d)"), w["o"])
             h = self.norm(x, w["ffn_norm"])
             x = x + F.linear(F.silu(F.linear(h, w["gate"])) * F.linear(h, w["up"]), w["down"])
-        return self.backbone.output(self.norm(x[:, -1], self.backbone.norm.weight)).float()
+        return self.head(self.norm(x[:, -1], self.backbone.norm.weight)).float()
 
 
 def draw(logits: Tensor, params) -> Tensor:
