@@ -3,7 +3,7 @@
 A processor adds up the products of 2 rows in another order than those of 64, and those of one row in a third order.
 The last bit then differs, at some point a near-tie between two tokens is decided the other way, and the rest of the
 image changes: SJD in Gumbel mode would not give the image of next-token sampling, and a batch not those of its members.
-So products are computed in blocks of rows that share one order, and never for one row or a few queries; and attention
+So products are computed in blocks of rows that share one order, and never for a few rows or queries; and attention
 reads only such numbers of keys as share one order, too.
 """
 
@@ -20,21 +20,23 @@ QUERIES = 32  # queries per block of torch's attention on a CPU
 MIN_QUERIES = (4, 8)  # queries per block, tried in this order; the last is used untested
 KEYS = 512  # keys per block of torch's attention on a CPU
 BUCKET = 32  # numbers of keys are multiples of it
+FEWEST = 4  # rows; two or three take longer than four (AMD's Zen 4), and one has an order of its own
 BLOCKS = (128, 64, 32, 16, 8, 4)  # rows per block, tried in this order; the last is used untested
 
 
 def split(product: Callable[[Tensor], Tensor], rows: Tensor, block: int) -> Tensor:
-    """``product`` of rows [M, inputs], 2 to ``block`` rows at a time."""
-    if 1 < len(rows) <= block:
+    """``product`` of rows [M, inputs], FEWEST to ``block`` rows at a time."""
+    rest = len(rows) % block
+    if 0 < rest < FEWEST:
+        return split(product, torch.cat((rows, rows[-1:].expand(FEWEST - rest, -1))), block)[: len(rows)]
+    if len(rows) <= block:
         return product(rows)
-    if len(rows) % block == 1:
-        return split(product, torch.cat((rows, rows[-1:])), block)[:-1]
     return torch.cat([product(part) for part in rows.split(block)])
 
 
 def invariant_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> int:
-    """The largest block in which each of ``rows`` [M, inputs] has the same result as in smaller blocks of at least 2
-    rows; M is the largest that is tried."""
+    """The largest block in which each of ``rows`` [M, inputs] has the same result as in smaller blocks of at least
+    FEWEST rows; M is the largest that is tried."""
     for block in BLOCKS[:-1]:
         expected = split(product, rows, block)
         if all(torch.equal(product(rows[:count]), expected[:count]) for count in _counts(block)):
@@ -44,7 +46,7 @@ def invariant_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> int:
 
 def _counts(block: int) -> set[int]:
     """Numbers of rows, up to a block, that are multiplied by different routines."""
-    return {2, 3, 5, block // 4, block // 2, block // 2 + 1, block - 1}
+    return {count for count in (4, 5, 7, block // 4, block // 2, block // 2 + 1, block - 1) if count >= FEWEST}
 
 
 def padded_queries(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ def test_a_cache_has_a_length_that_can_be_read(fickle_attention):
 
 
 class Fickle(nn.Module):
-    """A product that sums one row, and more than ``most``, in other orders; it tells how many rows it was given."""
+    """A product that sums a few rows, and more than ``most``, in other orders; it tells how many rows it was given."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -88,20 +88,20 @@ class Fickle(nn.Module):
 
     def forward(self, rows):
         self.given.append(len(rows))
-        order = 1.0 if len(rows) == 1 else 2.0 if len(rows) > self.most else 3.0
+        order = 1.0 if len(rows) < batch_invariant.FEWEST else 2.0 if len(rows) > self.most else 3.0
         return F.linear(rows.float(), self.weight) + order
 
 
-@pytest.mark.parametrize(("most", "block"), [(128, 128), (64, 64), (63, 32), (20, 16), (5, 4)])
+@pytest.mark.parametrize(("most", "block"), [(128, 128), (64, 64), (63, 32), (20, 16), (9, 8), (5, 4)])
 def test_the_block_is_found_by_trying(most, block):
     assert batch_invariant.invariant_rows(Fickle(most), torch.randn(128, 4).bfloat16()) == block
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_no_row_is_computed_alone_nor_among_too_many(count):
+def test_no_row_is_computed_among_too_few_nor_among_too_many(count):
     layer, rows = Fickle(16), torch.randint(9, (count, 4)).float()  # exact in any order
     assert torch.equal(batch_invariant.split(layer, rows, 16), F.linear(rows, layer.weight) + 3.0)
-    assert min(layer.given) > 1 and max(layer.given) <= 16
+    assert min(layer.given) >= batch_invariant.FEWEST and max(layer.given) <= 16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -165,7 +165,7 @@ def test_a_layer_without_weights_is_called_in_blocks(fresh):
     x = torch.arange(260.0).view(130, 2).bfloat16()
     with torch.inference_mode():
         assert torch.equal(products.product(Head(), x), x)
-        assert set(given[-2:]) == {128, 2}
+        assert given[-2:] == [128, 4]
         given.clear()
         products.product(Head(), x.float())
         assert given == [130], "fp32: one call, as no blocks are known to help"
