@@ -16,7 +16,7 @@ get the shape of the last verified tree.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from ..settings import setting
 from .growing import DRAWS, Drafting, Root, grow_top_k
 from .structures import Extent, Structure
 from .trees import Tree
+
+if TYPE_CHECKING:
+    from ..verification.tree import Verified
 
 INITIAL = ("horizontal", "vertical", "random", "tokenflock")
 FLOCK_DISTANCE = ("euclidean", "printed")
@@ -217,7 +220,7 @@ class ADTTree(Structure):
             u = stream.uniform(committed[:, None].expand(-1, 2), Purpose.SHAPE, draw)
         return self.shape(history, committed, layout, u)
 
-    def extent(self, plan: tuple[Tensor, Tensor], left: Tensor) -> Tensor:
+    def extent(self, history: History, plan: tuple[Tensor, Tensor], left: Tensor) -> Tensor:
         """Levels and width of the batch's largest trees.
 
         Complete images, with nothing ``left``, have no tree. The host needs the extent to launch the round, so it waits
@@ -244,6 +247,7 @@ class ADTTree(Structure):
         history: History,
         plan: tuple[Tensor, Tensor],
         tree: Tree,
+        verified: Verified | None,
         before: Tensor,
         after: Tensor,
         accepted: Tensor,

@@ -68,6 +68,25 @@ class DiscreteMethod(Method):
         """A step that is not captured."""
         return self.step(run, state, extent)
 
+    @property
+    def extent_lasts(self) -> int:
+        """Steps for which the host uses an extent that it read."""
+        return 1
+
+    def fitted(
+        self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request
+    ) -> DiscreteMethod:
+        """The method with what it measures in a run that is about to begin (see ``begin``). graphs: the session's."""
+        return self
+
+    def chosen(self) -> dict[str, Any]:
+        """Settings that a fitted method has chosen itself, JSON-ready."""
+        return {}
+
+    def variant(self, extent: Extent) -> Hashable:
+        """What the kernels of a captured step depend on, apart from shapes."""
+        return ()
+
     def bound(self, request: Request) -> DiscreteMethod:
         """The method with what its settings mean for this request. Raises ValueError if the model lacks something."""
         return self
@@ -100,7 +119,7 @@ class DiscreteMethod(Method):
         with open_session(self, request, getattr(self, "drafter", None)) as session:
             run, state, known = begin(self.bound(request), request, session)
             host = decode(run, request, session.graphs, state, known, started)
-            settings = self.describe(request) | asdict(request.params)
+            settings = self.describe(request) | run.method.chosen() | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
             trace = run.record.finish(run.layout, request.seed, settings, seconds, width=width, **host)
             run.method.annotate(trace)
@@ -213,7 +232,8 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, 
         skippable,
     )
     session.record.begin(start.tokens, start.committed)
-    return run, method.begin(run, start.committed, start.out), start.prefix_length + 1
+    run = replace(run, method=method.fitted(run, start.committed, start.out, session.graphs, request))
+    return run, run.method.begin(run, start.committed, start.out), start.prefix_length + 1
 
 
 def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tensor, started: float) -> dict[str, Any]:
@@ -222,9 +242,9 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
     known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
     run. On a GPU one step more than necessary is launched.
     """
-    method, model, length = run.method, run.model, run.layout.length
+    method, model, length, extent = run.method, run.model, run.layout.length, ()
     width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
-    inputs, step = StepInputs(run.stream, run.layout, run.strength, run.skippable, state), step_of(run)
+    inputs = StepInputs(run.stream, run.layout, run.strength, run.skippable, state)
     poll, extents, ends = Poll(model.device, request.batch), [], [time.perf_counter()]
     while True:
         state = inputs.state
@@ -235,7 +255,8 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
             request.callback(Progress(image, known, length, passes, state.draft, state.committed, p))
         if int(known.min()) >= length:
             break
-        extent = () if state.extent is None else tuple(state.extent.tolist())  # waits for a GPU where trees vary
+        if state.extent is not None and len(extents) % method.extent_lasts == 0:
+            extent = tuple(state.extent.tolist())  # waits for a GPU
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
         longest = None if run.pads else min(length + past_end, decided + width)
@@ -244,7 +265,7 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
             longest = None if run.pads else decided + method.draft_width + 1
             shape.append(run.drafter.set_attention_length(run.memory, longest))
         if graphs.active and method.one_shape:
-            inputs = graphs(tuple(shape), step, inputs)
+            inputs = graphs((*shape, method.variant(extent)), step_of(run, extent), inputs)
         else:
             inputs = replace(inputs, state=method.launch(run, state, extent))
         extents.append(extent)
@@ -259,12 +280,12 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
     return host
 
 
-def step_of(run: Run) -> Callable[[StepInputs], StepInputs]:
+def step_of(run: Run, extent: Extent = ()) -> Callable[[StepInputs], StepInputs]:
     """A step of the run from its inputs alone."""
 
     def step(given: StepInputs) -> StepInputs:
         inputs = {name: getattr(given, name) for name in ("stream", "layout", "strength", "skippable")}
-        return replace(given, state=run.method.step(replace(run, **inputs), given.state))
+        return replace(given, state=run.method.step(replace(run, **inputs), given.state, extent))
 
     return step
 
