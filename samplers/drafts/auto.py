@@ -19,7 +19,7 @@ temperature is low.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -65,15 +65,20 @@ class Auto(Structure):
     """A sampled tree of the size that is expected to decide most tokens per second, a chain and nothing among them.
 
     nodes, depth: the most drafts and levels. costs: what passes cost; None: measured at the start of a run, once for
-    each model, drafter and batch size. Given ones make an image the same on every machine.
+    each model, drafter and batch size. Given ones, such as those of a trace's settings (a dict), make an image the same
+    on every machine.
     """
 
     nodes: int = setting(64, 1, 1024)
     depth: int = setting(8, 1, 32)
-    costs: PassCosts | None = None
+    costs: PassCosts | Mapping[str, Any] | None = None
     kind: ClassVar[str] = "auto"
     sampled: ClassVar[bool] = True
     lasts: ClassVar[int] = LASTS
+
+    def __post_init__(self) -> None:
+        if isinstance(self.costs, Mapping):
+            object.__setattr__(self, "costs", PassCosts.of(self.costs))
 
     @property
     def measures(self) -> bool:
@@ -85,7 +90,7 @@ class Auto(Structure):
     def describe(self) -> dict[str, Any]:
         """Settings, JSON-ready; the costs once they are known."""
         settings = {"kind": self.kind, "nodes": self.nodes, "depth": self.depth}
-        return settings | ({"costs": asdict(self.costs)} if self.costs else {})
+        return settings | ({"costs": asdict(self.costs)} if isinstance(self.costs, PassCosts) else {})
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
@@ -102,7 +107,7 @@ class Auto(Structure):
 
     def shape(self, extent: Extent) -> Shape:
         """The tree for the counts that the host knows. () is the tree without drafts."""
-        assert self.costs is not None, "the costs are given or measured"
+        assert isinstance(self.costs, PassCosts), "the costs are given or measured"
         paths = chosen_paths(extent, self.costs, *self.size())
         return shape_of(paths) if paths else ()
 
@@ -155,7 +160,13 @@ def counted(verified: Verified, accepted: Tensor, update: Tensor, depth: int) ->
     return torch.nn.functional.pad(both, (0, 0, 0, depth - level))
 
 
-def acceptance(tests: Sequence[float], hits: Sequence[float], depth: int) -> Acceptance:
+def acceptance_of(first: float, depth: int) -> Acceptance:
+    """a(d, r) [depth][RANKS] for the acceptance of first children, before anything was counted."""
+    nothing = [0.0] * (depth * RANKS)
+    return acceptance(nothing, nothing, depth, first)
+
+
+def acceptance(tests: Sequence[float], hits: Sequence[float], depth: int, first: float = FIRST) -> Acceptance:
     """a(d, r) [depth][RANKS], from tests and acceptances in that order (flat), never rising with the rank.
 
     A guess from the same rank above, or at the root's children from the sibling before, counts as EVIDENCE tests.
@@ -165,7 +176,7 @@ def acceptance(tests: Sequence[float], hits: Sequence[float], depth: int) -> Acc
     for level in range(depth):
         row: list[float] = []
         for rank in range(RANKS):
-            guess = DEEPER * exact[-1][rank] if exact else (NEXT * row[-1] if row else FIRST)
+            guess = DEEPER * exact[-1][rank] if exact else (NEXT * row[-1] if row else first)
             place = level * RANKS + rank
             rate = (hits[place] + EVIDENCE * guess) / (tests[place] + EVIDENCE)
             row.append(min(rate, row[-1]) if row else rate)

@@ -34,12 +34,12 @@ class PassCosts:
     @classmethod
     def rounded(cls, target: Sequence[tuple[int, float]], observe: float, expand: Sequence[tuple[int, float]]):
         """From seconds, or any other unit. Rounded to a grid, so that another measurement mostly leads to the same
-        costs; a wider pass costs no less."""
-        one = target[0][1]
+        costs. A narrower pass costs no more: whatever disturbs a measurement makes it longer."""
+        one = min(seconds for _, seconds in target)
 
         def curve(points: Sequence[tuple[int, float]]) -> Curve:
-            costs = accumulate((_on_grid(seconds / one) for _, seconds in points), max)
-            return tuple((tokens, cost) for (tokens, _), cost in zip(points, costs, strict=True))
+            least = reversed([*accumulate((seconds for _, seconds in reversed(points)), min)])
+            return tuple((tokens, _on_grid(cost / one)) for (tokens, _), cost in zip(points, least, strict=True))
 
         return cls(curve(target), _on_grid(observe / one), curve(expand))
 

@@ -31,7 +31,9 @@ WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 FRONTIERS = (1, 4, 16)
 OBSERVED = 3  # tokens of a round
 VISITED = 3  # slots whose probabilities verification asks for, where it asks for them one by one
-TRIES = 3  # of each pass, in turns; the least counts
+TRIES = 3  # of each pass at least, in turns; the least counts
+MOST_TRIES = 8
+LONG = 0.3  # seconds of further tries
 SLOW = 0.1  # seconds: a pass that takes longer is tried once
 MOST = 3.5  # times the narrowest pass: wider ones than the first that costs as much are not measured
 
@@ -135,7 +137,7 @@ def _captured(graphs: Graphs, key: Hashable, step: Callable[[Tensor], Any], comm
 def least_times(
     passes: list[Callable[[], Any]], device: torch.device, warm_up: int = 0, most: float = MOST
 ) -> list[float]:
-    """The least seconds of each function over TRIES in turns; without those after the first that takes ``most`` times
+    """The least seconds of each function, in turns (see TRIES); without those after the first that takes ``most`` times
     as long as the first function."""
     for each in passes:
         for _ in range(warm_up):
@@ -148,10 +150,12 @@ def least_times(
         seconds.append(again)
         if again > most * seconds[0]:
             break
-    for _ in range(TRIES - 1):
-        for place, first in enumerate(seconds):
-            if first < SLOW:
-                seconds[place] = min(first, _seconds(passes[place], device))
+    quick, began = [place for place, first in enumerate(seconds) if first < SLOW], clock()
+    for turn in range(1, MOST_TRIES):
+        if turn >= TRIES and clock() - began > LONG:
+            break
+        for place in quick:
+            seconds[place] = min(seconds[place], _seconds(passes[place], device))
     return seconds
 
 

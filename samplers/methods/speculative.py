@@ -33,8 +33,9 @@ from ...kernels.graphs import Graphs
 from ...kernels.sampling import categorical, readable, take
 from ..constants import counting
 from ..contract import Drafter, Request, StepOut
+from ..drafts.auto import Auto
 from ..drafts.growing import Drafting, Root
-from ..drafts.structures import Static, Structure
+from ..drafts.structures import Structure
 from ..drafts.trees import Tree
 from ..engine.costs import pass_costs
 from ..engine.run import DiscreteMethod, Extent, Run
@@ -65,7 +66,7 @@ class DraftTree(DiscreteMethod):
     """Speculative decoding with ``drafter``; exact with rule=Exact() and skipping=None, whatever the structure."""
 
     drafter: Drafter
-    structure: Structure = field(default_factory=Static)
+    structure: Structure = field(default_factory=Auto)
     rule: AcceptanceRule = field(default_factory=Exact)
     skipping: Skipping | None = None
     name: str = "draft_tree"
@@ -263,6 +264,8 @@ class DraftTree(DiscreteMethod):
         return 1 + self.structure.passes(extent)
 
     def annotate(self, trace: Trace) -> None:
+        if isinstance(self.structure, Auto) and not self.structure.shape(()):
+            return  # drafts do not pay
         nodes = trace.rounds["nodes"]
         if len(nodes) > 1 and not nodes.any():
             log.warning(
