@@ -1,10 +1,10 @@
 """Trees that pay: the size of every round's tree follows what passes cost here, and what was accepted so far.
 
 A tree is worth its tokens per second. Where draft n is tested and accepted with the probability P(n), a round decides
-1 + sum P(n) tokens on average, for one pass of the target over the root and N drafts, one of the drafter over what the
-round before decided, and one more of it for every level that has children:
+1 + sum P(n) tokens on average, for one pass of the target over the root and N drafts, one of the drafter for every level
+that has children, and what every round takes:
 
-    tokens per cost = (1 + sum_n P(n)) / (target(1 + N) + observe + sum_levels expand(inner drafts of the level))
+    tokens per cost = (1 + sum_n P(n)) / (target(1 + N) + round + sum_levels expand(inner drafts of the level))
 
 P is a product: that of the parent, times a(d, r) for a child of rank r at depth d if it is tested (its parent is
 accepted and the siblings before it are not), times 1 - a(d, s) for each sibling s before it. For every greatest depth,
@@ -201,9 +201,9 @@ def best_paths(accepts: Acceptance, costs: PassCosts, nodes: int) -> tuple[tuple
     siblings', and taking drafts by their P leaves out none of these.
     """
     reached = [_reached(row) for row in accepts]
-    best: tuple[tuple[Path, ...], float, float] = ((), 1.0, 1 / (cost_of(costs.target, 1) + costs.observe))
+    best: tuple[tuple[Path, ...], float, float] = ((), 1.0, 1 / (cost_of(costs.target, 1) + costs.round))
     for deepest in range(1, len(accepts) + 1):
-        tokens, drafter = 1.0, costs.observe
+        tokens, drafter = 1.0, costs.round
         paths: list[Path] = []
         inner = [0] * (deepest + 1)
         queue: list[tuple[float, Path]] = [(-reached[0][0], (0,))]

@@ -17,22 +17,23 @@ Curve = tuple[tuple[int, float], ...]  # (tokens, cost), rising
 class PassCosts:
     """Costs of passes, where one of the target over one token of each image is 1.
 
-    target: of a pass by its tokens; observe: of the drafter's pass over the tokens of a round; expand: of one that
-    expands so many drafts. Each with the probabilities that are computed from it.
+    target: of a pass by its tokens; round: of what a round has besides, whatever its tree: the drafter's pass over the
+    tokens of the round before, its first drafts, verification and record; expand: of a pass of the drafter that expands
+    so many drafts, with the children of these.
     """
 
     target: Curve
-    observe: float
+    round: float
     expand: Curve
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> PassCosts:
         """From what a trace has of them (``asdict``, as lists after JSON)."""
         target, expand = (tuple((int(n), float(cost)) for n, cost in settings[name]) for name in ("target", "expand"))
-        return cls(target, float(settings["observe"]), expand)
+        return cls(target, float(settings["round"]), expand)
 
     @classmethod
-    def rounded(cls, target: Sequence[tuple[int, float]], observe: float, expand: Sequence[tuple[int, float]]):
+    def rounded(cls, target: Sequence[tuple[int, float]], round: float, expand: Sequence[tuple[int, float]]):
         """From seconds, or any other unit. Rounded to a grid, so that another measurement mostly leads to the same
         costs. A narrower pass costs no more: whatever disturbs a measurement makes it longer."""
         one = min(seconds for _, seconds in target)
@@ -41,7 +42,7 @@ class PassCosts:
             least = reversed([*accumulate((seconds for _, seconds in reversed(points)), min)])
             return tuple((tokens, _on_grid(cost / one)) for (tokens, _), cost in zip(points, least, strict=True))
 
-        return cls(curve(target), _on_grid(observe / one), curve(expand))
+        return cls(curve(target), _on_grid(round / one), curve(expand))
 
 
 def _on_grid(cost: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.graphs import Graphs
-from ...kernels.sampling import readable
 from ..constants import counting
 from ..contract import StepOut
 from ..drafts.costs import PassCosts
-from ..drafts.growing import Drafting
-from ..rng import Purpose
+from ..drafts.growing import Drafting, Root, grow_sampled
+from ..drafts.trees import Tree, shape_of
+from ..methods.rounds import Round
 
 if TYPE_CHECKING:
     from .run import Run
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 FRONTIERS = (1, 4, 16)
 OBSERVED = 3  # tokens of a round
-VISITED = 3  # slots whose probabilities verification asks for, where it asks for them one by one
 TRIES = 3  # of each pass at least, in turns; the least counts
 MOST_TRIES = 8
 LONG = 0.3  # seconds of further tries
 SLOW = 0.1  # seconds: a pass that takes longer is tried once
 MOST = 3.5  # times the narrowest pass: wider ones than the first that costs as much are not measured
 
+Step = Callable[[Tensor], Any]  # of the committed tokens [B]
 clock = time.perf_counter
 _known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, PassCosts]]] = WeakKeyDictionary()
 
@@ -50,7 +51,7 @@ def pass_costs(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width:
     """
     known = _known.setdefault(run.model, WeakKeyDictionary()).setdefault(run.drafter, {})
     shapes = out.logits.shape, run.layout.length, width, expansions, run.params.switches, graphs.active
-    key = (*shapes, run.model.dtype, str(run.model.device), torch.get_num_threads())
+    key = (*shapes, type(run.method.rule), run.model.dtype, str(run.model.device), torch.get_num_threads())
     if key not in known:
         known[key] = measured(run, committed, out, graphs, width, expansions)
     return known[key]
@@ -60,59 +61,59 @@ def measured(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: i
     """Times all passes. See pass_costs()."""
     own = type(graphs)(run.model.device)
     own.active = graphs.active
-    length = run.layout.length
-    middle = (int(committed.max()) + length) // 2 + width
-    run.model.set_attention_length(run.cache, None if run.pads else middle)
-    target = [_captured(own, ("target", n), _target(run, n), committed) for n in WIDTHS if n <= width]
-    seconds = least_times(target, run.model.device, warm_up=2 * own.active)
+    middle = None if run.pads else (int(committed.max()) + run.layout.length) // 2 + width
+    run.model.set_attention_length(run.cache, middle)
     assert run.drafter is not None
-    run.drafter.set_attention_length(run.memory, None if run.pads else middle)
-    frontiers = [n for n in FRONTIERS if n <= expansions]
+    run.drafter.set_attention_length(run.memory, middle)
     hidden = out.hidden.expand(-1, OBSERVED, -1)
-    drafter = [_captured(own, ("drafter", n), _drafter(run, n, hidden), committed) for n in (0, *frontiers)]
-    observe, *both = least_times(drafter, run.model.device, warm_up=2 * own.active, most=math.inf)
+
+    def seconds(kind: str, steps: dict[int, Step], most: float = math.inf) -> list[tuple[int, float]]:
+        passes = [_captured(own, (kind, n), step, committed) for n, step in steps.items()]
+        return list(zip(steps, least_times(passes, run.model.device, 2 * own.active, most), strict=False))
+
+    target = seconds("target", {n: _target(run, n) for n in WIDTHS if n <= width}, MOST)
+    frontiers = [0, *(n for n in FRONTIERS if n <= expansions)]
+    (_, observe), *both = seconds("draft", {n: partial(_draft, run, hidden, n) for n in frontiers})
+    (_, verify), *_ = seconds("verify", {0: _verification(run, hidden, committed)})
     own.forget()
-    expand = [max(each - observe, 0.0) for each in both]
-    return PassCosts.rounded(
-        list(zip(WIDTHS, seconds, strict=False)), observe, list(zip(frontiers, expand, strict=True))
-    )
+    return PassCosts.rounded(target, observe + verify, [(n, max(both - observe, 0.0)) for n, both in both])
 
 
-def _target(run: Run, width: int) -> Callable[[Tensor], Any]:
-    """A pass over ``width`` tokens, and the probabilities that verification takes from it."""
+def _target(run: Run, width: int) -> Step:
+    """A pass over ``width`` tokens."""
 
     def step(committed: Tensor) -> Tensor:
         position, mask = _chain(committed, width)
-        out = run.model.step(run.cache, torch.zeros_like(position), position, mask)
-        visited = min(width, VISITED) if readable(position) else width
-        return run.probs(out.logits[:, :visited], position[:, :visited])
+        return run.model.step(run.cache, torch.zeros_like(position), position, mask).logits
 
     return step
 
 
-def _drafter(run: Run, frontier: int, hidden: Tensor) -> Callable[[Tensor], Any]:
-    """The pass that observes the tokens of a round, and then one that expands ``frontier`` drafts (0: none), each with
-    what growing does with a prediction. The drafter keeps nothing of either."""
+def _draft(run: Run, hidden: Tensor, frontier: int, committed: Tensor) -> Tree:
+    """A tree of one level, after the drafter's pass over the tokens of a round; or of ``frontier`` drafts with a child
+    each. The drafter keeps nothing."""
     assert run.drafter is not None
-    drafter = run.drafter
-    work = Drafting(drafter, run.memory, run.layout, run.params, run.model.vocab, run.stream, run.forcing)
+    position, _ = _chain(committed, OBSERVED)
+    token, none = torch.zeros_like(position), torch.zeros_like(committed)
+    out = run.drafter.observe(run.memory, token, position, hidden, none)
+    work = Drafting(run.drafter, run.memory, run.layout, run.params, run.model.vocab, run.stream, run.forcing)
+    first = tuple((rank,) for rank in range(max(frontier, 1)))
+    shape = shape_of((*first, *((*path, 0) for path in first[:frontier])))
+    return grow_sampled(work, Root(none, committed, out), shape, none[0])
 
-    def children(out: StepOut, position: Tensor) -> Tensor:
-        q = work.probs(out.logits, position)
-        noise = run.stream.gumbel(position, q.shape[-1], Purpose.DRAFT)
-        return q.log().add_(noise).topk(min(4, q.shape[-1])).indices
 
-    def step(committed: Tensor) -> Any:
-        position, _ = _chain(committed, OBSERVED)
-        tokens, nothing = torch.zeros_like(position), torch.zeros_like(committed)
-        out = drafter.observe(run.memory, tokens, position, hidden, nothing)
-        found = children(out, position[:, :1])
-        if frontier:
-            position = position[:, :1].expand(-1, frontier)
-            own = torch.eye(frontier, dtype=torch.bool, device=position.device).expand(len(position), -1, -1)
-            above = out.hidden.expand(-1, frontier, -1)
-            found = children(work.expand(torch.zeros_like(position), position, above, own), position + 1)
-        return found
+def _verification(run: Run, hidden: Tensor, committed: Tensor) -> Step:
+    """Verification of a small tree, and the record of it, which gets no token."""
+    tree = _draft(run, hidden, 1, committed)
+    position, mask = committed[:, None] + tree.depth, tree.tree_mask()
+    logits = run.model.step(run.cache, tree.token, position, mask).logits.clone()
+    none = torch.zeros_like(committed)
+    state = Round(committed, none, None, None, None, None, passes=none, index=none[0])
+
+    def step(committed: Tensor) -> Tensor:
+        verified, probs_after = run.method.accept(run, state, tree, logits, position)
+        run.method.record(run, state, tree, verified, torch.zeros_like(committed), probs_after)
+        return verified.token
 
     return step
 
@@ -123,7 +124,7 @@ def _chain(committed: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return committed[:, None] + column, (column <= column[:, None]).expand(len(committed), -1, -1)
 
 
-def _captured(graphs: Graphs, key: Hashable, step: Callable[[Tensor], Any], committed: Tensor) -> Callable[[], Any]:
+def _captured(graphs: Graphs, key: Hashable, step: Step, committed: Tensor) -> Callable[[], Any]:
     """A function that computes step(committed), captured by ``graphs`` if they are active."""
     state: tuple[Tensor, Any] = committed, None
 
@@ -135,7 +136,7 @@ def _captured(graphs: Graphs, key: Hashable, step: Callable[[Tensor], Any], comm
 
 
 def least_times(
-    passes: list[Callable[[], Any]], device: torch.device, warm_up: int = 0, most: float = MOST
+    passes: list[Callable[[], Any]], device: torch.device, warm_up: int = 0, most: float = math.inf
 ) -> list[float]:
     """The least seconds of each function, in turns (see TRIES); without those after the first that takes ``most`` times
     as long as the first function."""

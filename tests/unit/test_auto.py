@@ -48,7 +48,7 @@ def test_costs_lie_on_the_lines_through_the_measured_points():
 def test_costs_are_relative_to_a_token_s_and_rounded():
     costs = PassCosts.rounded([(1, 2.0), (2, 2.02), (3, 9.0), (5, 4.1)], 0.2, [(1, 0.21), (4, 0.19)])
     assert costs.target == ((1, 1.0), (2, 1.0), (3, 2.0), (5, 2.0))  # no wider pass is cheaper: 9 was disturbed
-    assert costs.observe == 0.1051 and costs.expand == ((1, 0.0884), (4, 0.0884))
+    assert costs.round == 0.1051 and costs.expand == ((1, 0.0884), (4, 0.0884))
     assert PassCosts.of({**asdict(costs), "target": [list(point) for point in costs.target]}) == costs
 
 
@@ -68,7 +68,7 @@ def expected(paths, accepts):
 def rate_of(paths, accepts, costs):
     """Tokens per cost, from the definition."""
     inner = [len({path[:-1] for path in paths if len(path) == level + 1}) for level in range(1, 5)]
-    drafter = costs.observe + sum(cost_of(costs.expand, n) for n in inner if n)
+    drafter = costs.round + sum(cost_of(costs.expand, n) for n in inner if n)
     return expected(paths, accepts) / (cost_of(costs.target, 1 + len(paths)) + drafter)
 
 
