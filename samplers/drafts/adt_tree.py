@@ -136,8 +136,10 @@ class ADTTree(Structure):
 
     def fitted(self, costs: PassCosts) -> ADTTree:
         """With bounds that pay: as many drafts as the tree of auto.py has before anything was accepted, and as many
-        levels as it has if every first child is mostly accepted, since a tree gets deeper where all its levels were."""
-        usual, good = (best_paths(acceptance_of(first, self.depths[1]), costs, self.nodes)[0] for first in (FIRST, GOOD))
+        levels as it has if most first children are accepted, since a tree gets deeper where all its levels were."""
+        usual, good = (
+            best_paths(acceptance_of(first, self.depths[1]), costs, self.nodes)[0] for first in (FIRST, GOOD)
+        )
         deepest = max(map(len, good), default=1)
         nodes = max(len(usual), deepest)
         shallowest, widest = min(self.depths[0], deepest), min(self.widths[1], nodes)

@@ -1,8 +1,8 @@
 """Trees that pay: the size of every round's tree follows what passes cost here, and what was accepted so far.
 
 A tree is worth its tokens per second. Where draft n is tested and accepted with the probability P(n), a round decides
-1 + sum P(n) tokens on average, for one pass of the target over the root and N drafts, one of the drafter for every level
-that has children, and what every round takes:
+1 + sum P(n) tokens on average, for one pass of the target over the root and N drafts, one of the drafter for every
+level that has children, and what every round takes:
 
     tokens per cost = (1 + sum_n P(n)) / (target(1 + N) + round + sum_levels expand(inner drafts of the level))
 
@@ -51,6 +51,7 @@ DEEPER = 0.97  # times that of the same rank one level above
 EVIDENCE = 4.0  # tests that such a guess is worth
 GRID = 20  # probabilities are multiples of 1 / GRID: similar counts lead to the same tree
 Acceptance = tuple[tuple[float, ...], ...]  # [depth][rank]
+Choice = tuple[tuple[Path, ...], float, float]  # a tree, its expected tokens per round, and these per cost
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,15 @@ class Auto(Structure):
 
     def shape(self, extent: Extent) -> Shape:
         """The tree for the counts that the host knows. () is the tree without drafts."""
-        assert isinstance(self.costs, PassCosts), "the costs are given or measured"
-        paths = chosen_paths(extent, self.costs, *self.size())
+        paths = self.chosen(extent)[0]
         return shape_of(paths) if paths else ()
+
+    def expected_tokens(self, extent: Extent) -> float:
+        return self.chosen(extent)[1]
+
+    def chosen(self, extent: Extent) -> Choice:
+        assert isinstance(self.costs, PassCosts), "the costs are given or measured"
+        return best_for(extent, self.costs, *self.size())
 
     def variant(self, extent: Extent) -> Shape:
         return self.shape(extent)
@@ -186,22 +193,22 @@ def acceptance(tests: Sequence[float], hits: Sequence[float], depth: int, first:
 
 
 @lru_cache(maxsize=1024)
-def chosen_paths(extent: Extent, costs: PassCosts, nodes: int, depth: int) -> tuple[Path, ...]:
+def best_for(extent: Extent, costs: PassCosts, nodes: int, depth: int) -> Choice:
     """The tree for the counts of an extent (() if nothing was counted yet)."""
     half = depth * RANKS
     tests, hits = ([n / UNIT for n in part] for part in (extent[:half], extent[half:])) if extent else ([0] * half,) * 2
-    return best_paths(acceptance(tests, hits, depth), costs, nodes)[0]
+    return best_paths(acceptance(tests, hits, depth), costs, nodes)
 
 
 @lru_cache(maxsize=1024)
-def best_paths(accepts: Acceptance, costs: PassCosts, nodes: int) -> tuple[tuple[Path, ...], float, float]:
-    """The tree (a list of paths) with the most tokens per cost, its expected tokens per round, and these per cost.
+def best_paths(accepts: Acceptance, costs: PassCosts, nodes: int) -> Choice:
+    """The tree with the most tokens per cost.
 
     accepts [depth][rank]: never rising with the rank, so that a draft's P is never above its parent's or its earlier
     siblings', and taking drafts by their P leaves out none of these.
     """
     reached = [_reached(row) for row in accepts]
-    best: tuple[tuple[Path, ...], float, float] = ((), 1.0, 1 / (cost_of(costs.target, 1) + costs.round))
+    best: Choice = ((), 1.0, 1 / (cost_of(costs.target, 1) + costs.round))
     for deepest in range(1, len(accepts) + 1):
         tokens, drafter = 1.0, costs.round
         paths: list[Path] = []

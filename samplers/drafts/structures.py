@@ -80,6 +80,10 @@ class Structure(ABC):
     def extent(self, history: Any, plan: Plan, left: Tensor) -> Tensor | None:
         """The Extent [n] (int64) of a plan, for images with ``left`` [B] tokens to go; None if no tree varies."""
 
+    def expected_tokens(self, extent: Extent) -> float:
+        """Tokens that a verified round is expected to decide (0: not known)."""
+        return 0.0
+
     def variant(self, extent: Extent) -> Hashable:
         """What the kernels of a round depend on, where not all rounds run the same."""
         return ()

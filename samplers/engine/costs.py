@@ -23,7 +23,7 @@ from ..contract import StepOut
 from ..drafts.costs import PassCosts
 from ..drafts.growing import Drafting, Root, grow_sampled
 from ..drafts.trees import Tree, shape_of
-from ..methods.rounds import Round
+from ..methods.rounds import Observed, Round
 
 if TYPE_CHECKING:
     from .run import Run
@@ -108,7 +108,8 @@ def _verification(run: Run, hidden: Tensor, committed: Tensor) -> Step:
     position, mask = committed[:, None] + tree.depth, tree.tree_mask()
     logits = run.model.step(run.cache, tree.token, position, mask).logits.clone()
     none = torch.zeros_like(committed)
-    state = Round(committed, none, None, None, None, None, passes=none, index=none[0])
+    observed = Observed(tree.token, committed, none, hidden)  # of no interest here
+    state = Round(committed, none, observed, None, None, None, passes=none, index=none[0])
 
     def step(committed: Tensor) -> Tensor:
         verified, probs_after = run.method.accept(run, state, tree, logits, position)

@@ -73,9 +73,7 @@ class DiscreteMethod(Method):
         """Steps for which the host uses an extent that it read."""
         return 1
 
-    def fitted(
-        self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request
-    ) -> DiscreteMethod:
+    def fitted(self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request) -> DiscreteMethod:
         """The method with what it measures in a run that is about to begin (see ``begin``). graphs: the session's."""
         return self
 
@@ -102,6 +100,10 @@ class DiscreteMethod(Method):
     def drafter_passes(self, extent: Extent) -> int:
         """Forward passes of the drafter in a step."""
         return 0
+
+    def expected_tokens(self, extent: Extent) -> float:
+        """Tokens that a step is expected to decide (0: not known)."""
+        return 0.0
 
     def annotate(self, trace: Trace) -> None:
         """Add to a finished trace what follows from it."""
@@ -277,6 +279,8 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
     drafted = [started, *run.ends.get("draft", ())]
     if not poll.lag and run.drafter is not None and len(drafted) == len(begins):  # a GPU's host never waits
         host["draft_milliseconds"] = milliseconds(begins, drafted)
+    if any(expected := [method.expected_tokens(extent) for extent in extents]):
+        host["expected"] = [1.0, *expected]
     return host
 
 

@@ -46,9 +46,7 @@ def adt_tree(drafter: Drafter, rule: AcceptanceRule = Exact(), **structure: Any)
     return DraftTree(drafter, ADTTree(**structure), rule, name="adt_tree")
 
 
-def vvs(
-    drafter: Drafter, structure: Structure = Auto(), rule: AcceptanceRule = Exact(), **skipping: Any
-) -> DraftTree:
+def vvs(drafter: Drafter, structure: Structure = Auto(), rule: AcceptanceRule = Exact(), **skipping: Any) -> DraftTree:
     """VVS: some rounds are not verified; settings: methods.Skipping. The paper verifies the others with LANTERN."""
     return DraftTree(drafter, structure, rule, Skipping(**skipping), name="vvs")
 

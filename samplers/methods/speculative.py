@@ -263,6 +263,9 @@ class DraftTree(DiscreteMethod):
     def drafter_passes(self, extent: Extent) -> int:
         return 1 + self.structure.passes(extent)
 
+    def expected_tokens(self, extent: Extent) -> float:
+        return self.structure.expected_tokens(extent)
+
     def annotate(self, trace: Trace) -> None:
         if isinstance(self.structure, Auto) and not self.structure.shape(()):
             return  # drafts do not pay

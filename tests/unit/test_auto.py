@@ -7,6 +7,7 @@ from itertools import combinations
 import comfyui_specar as specar
 import pytest
 import torch
+from comfyui_specar.reports.run_report import describe
 from comfyui_specar.samplers.drafts import auto
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.auto import RANKS, Auto, acceptance, acceptance_of, best_paths
@@ -310,3 +311,13 @@ def test_adt_tree_runs_within_measured_bounds():
     bounds = trace.settings["structure"]
     assert int(trace.rounds["nodes"].max()) <= bounds["nodes"]
     assert int(trace.rounds["depth"].max()) <= bounds["depths"][1]
+
+
+def test_a_report_says_what_was_expected():
+    trace = draw(replace(SMALL, costs=linear(0.1)), batch=3).trace
+    summary, rounds = trace.summary(), trace.rounds
+    assert len(rounds["expected"]) == len(rounds["width"]) and rounds["expected"][0] == 1
+    assert 1 < summary["expected_length"] <= 1 + SMALL.depth
+    assert 0 < summary["mean_nodes"] <= SMALL.nodes
+    assert f"{summary['expected_length']:.2f} per pass" in describe(trace)
+    assert "expected_length" not in draw(Static(((0,),)), batch=3).trace.summary()

@@ -72,7 +72,9 @@ def test_every_structure_samples_from_the_distribution(structure, name):
     assert_exact(structure, name)
 
 
-@pytest.mark.parametrize("structure", [Chain(2), Chain(3, "block"), TWO_LEVELS, Dynamic(2, 2, 4), Auto(costs=costs(0.1))], ids=str)
+@pytest.mark.parametrize(
+    "structure", [Chain(2), Chain(3, "block"), TWO_LEVELS, Dynamic(2, 2, 4), Auto(costs=costs(0.1))], ids=str
+)
 def test_guidance_temperature_and_filters_are_part_of_the_distribution(structure):
     assert_exact(structure, "line_ends", SamplingParams(cfg=2.5, temperature=1.3, top_p=0.85))
     assert_exact(structure, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))
