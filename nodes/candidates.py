@@ -49,7 +49,7 @@ def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, request: Re
             tree(model, drafter, BLOCKS, request),
         ]
     )
-    return [*trees[:1], *windows[:2], *trees[1:], *windows[2:]]
+    return [*windows[:1], *trees[:1], *windows[1:3], *trees[1:], *windows[3:]]
 
 
 def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int, request: Request) -> list[ChosenMethod]:
