@@ -16,11 +16,12 @@ get the shape of the last verified tree.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...kernels.verification import Verified
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
 from ..settings import setting
@@ -29,9 +30,6 @@ from .costs import PassCosts
 from .growing import DRAWS, Drafting, Root, grow_top_k
 from .structures import Extent, Structure
 from .trees import Tree
-
-if TYPE_CHECKING:
-    from ..verification.tree import Verified
 
 INITIAL = ("horizontal", "vertical", "random", "tokenflock")
 FLOCK_DISTANCE = ("euclidean", "printed")

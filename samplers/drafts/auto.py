@@ -23,11 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...kernels.verification import Verified
 from ..constants import counting
 from ..layout import TokenLayout
 from ..settings import setting
@@ -35,9 +36,6 @@ from .costs import PassCosts, cost_of
 from .growing import Drafting, Root, grow_sampled
 from .structures import Extent, Plan, Structure
 from .trees import Path, Shape, Tree, shape_of
-
-if TYPE_CHECKING:
-    from ..verification.tree import Verified
 
 RANKS = 8  # siblings whose acceptance is counted: the most a draft has
 MEMORY = 48  # rounds after which a count has lost 63 %

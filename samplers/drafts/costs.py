@@ -1,4 +1,4 @@
-"""What forward passes cost, from which a draft structure may choose its size. engine/costs.py measures them."""
+"""What forward passes cost, from which a draft structure may choose its size. methods/pass_costs.py measures them."""
 
 from __future__ import annotations
 

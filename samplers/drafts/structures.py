@@ -5,20 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...kernels.verification import Verified
 from ..layout import TokenLayout
 from ..rng import Stream
 from ..settings import check_settings, setting
 from .costs import PassCosts
 from .growing import DRAWS, Drafting, Root, grow_sampled, grow_top_k
 from .trees import Path, Shape, Tree, published, shape_of
-
-if TYPE_CHECKING:
-    from ..verification.tree import Verified
 
 Plan = tuple[Tensor, Tensor] | None  # depth [B] and width [B] asked for, where a structure varies them
 Extent = tuple[int, ...]  # what the host must know of a batch's plans to launch a round; () where nothing varies

@@ -37,7 +37,6 @@ from ..drafts.auto import Auto
 from ..drafts.growing import Drafting, Root
 from ..drafts.structures import Structure
 from ..drafts.trees import Tree
-from ..engine.costs import pass_costs
 from ..engine.run import DiscreteMethod, Extent, Run
 from ..engine.session import session_key
 from ..rng import Purpose
@@ -54,6 +53,7 @@ from ..verification.tree import (
     sample_and_match,
 )
 from . import skipped_rounds
+from .pass_costs import pass_costs
 from .rounds import Observed, Round
 from .skipping import Skipping, check_codebook
 

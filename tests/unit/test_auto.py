@@ -14,7 +14,7 @@ from comfyui_specar.samplers.drafts.auto import RANKS, Auto, acceptance, accepta
 from comfyui_specar.samplers.drafts.costs import PassCosts, cost_of
 from comfyui_specar.samplers.drafts.structures import Static
 from comfyui_specar.samplers.drafts.trees import published
-from comfyui_specar.samplers.engine import costs as measuring
+from comfyui_specar.samplers.methods import pass_costs as measuring
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.cool_sd import CoolSD

@@ -23,10 +23,10 @@ from ..contract import StepOut
 from ..drafts.costs import PassCosts
 from ..drafts.growing import Drafting, Root, grow_sampled
 from ..drafts.trees import Tree, shape_of
-from ..methods.rounds import Observed, Round
+from .rounds import Observed, Round
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ..engine.run import Run
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 FRONTIERS = (1, 4, 16)
