@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..samplers.contract import Method, Request
+from ..samplers.drafts.structures import Chain
 from ..samplers.methods import published
 from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
@@ -17,11 +18,10 @@ from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .method import ChosenMethod
 from .samplers import changed
 from .simple_sampler import METHODS
-from .tree_samplers import DYNAMIC, PRESETS, STATIC, STRUCTURES
+from .tree_samplers import AUTO, PRESETS, STRUCTURES
 
 WINDOWS = (16, 32, 8, 64)
-CHAIN, LARGE = "chain", "static tree, 57 drafts (LANTERN++)"
-ADAPTIVE = "LlamaGen"  # preset of the ADT-Tree Sampler
+BLOCKS = "chain, block verification"
 NEIGHBOURS, MOST_CODES = 10, 20000  # the table for more codes takes minutes
 
 
@@ -44,12 +44,12 @@ def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, request: Re
         []
         if drafter is None
         else [
-            *(tree(model, drafter, name, request) for name in (STATIC, CHAIN, DYNAMIC)),
+            tree(model, drafter, AUTO, request),
             adaptive_tree(model, drafter, request),
-            tree(model, drafter, LARGE, request),
+            tree(model, drafter, BLOCKS, request),
         ]
     )
-    return [*windows[:1], *trees[:3], *windows[1:3], *trees[3:], *windows[3:]]
+    return [*windows[:1], *trees[:1], *windows[1:3], *trees[1:], *windows[3:]]
 
 
 def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int, request: Request) -> list[ChosenMethod]:
@@ -70,14 +70,14 @@ def tree(model: LoadedModel, drafter: LoadedDrafter, option: str, request: Reque
     """``option``: of the widget structure."""
     structure = STRUCTURES[option]
     method = DraftTree(drafter.drafter, structure)
-    depth = f", depth {structure.length}" if option == CHAIN else ""
+    depth = f", depth {structure.length}" if isinstance(structure, Chain) else ""
     widgets = f"Draft-Tree Sampler (EAGLE): structure {option}{depth}; drafter {drafter.name}"
     return chosen(model, method, drafter, widgets, request)
 
 
 def adaptive_tree(model: LoadedModel, drafter: LoadedDrafter, request: Request) -> ChosenMethod:
-    method = published.adt_tree(drafter.drafter, Exact(), **vars(PRESETS[ADAPTIVE]))
-    widgets = f"ADT-Tree Sampler: preset {ADAPTIVE}; drafter {drafter.name}"
+    method = published.adt_tree(drafter.drafter, Exact(), **vars(PRESETS[AUTO]))
+    widgets = f"ADT-Tree Sampler: preset {AUTO}; drafter {drafter.name}"
     return chosen(model, method, drafter, widgets, request)
 
 

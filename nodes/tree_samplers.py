@@ -9,6 +9,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..samplers.drafts.adt_tree import ANOLE, INITIAL, ADTTree
+from ..samplers.drafts.auto import Auto
 from ..samplers.drafts.structures import Chain, Dynamic, Static, Structure
 from ..samplers.drafts.trees import Path
 from ..samplers.methods import published
@@ -32,23 +33,27 @@ from .widgets import (
     sampler_outputs,
 )
 
+AUTO = "auto"
 STATIC = "static tree, 25 drafts (EAGLE)"
 DYNAMIC = "dynamic tree (EAGLE-2)"
 OWN = "own tree"
-STRUCTURES = {  # option -> what is drafted per pass, with the published sizes
+STRUCTURES = {  # option -> what is drafted per pass: what pays here, or the published sizes
+    AUTO: Auto(),
     STATIC: Static("eagle_25"),
     "static tree, 57 drafts (LANTERN++)": Static("lantern_57"),
     DYNAMIC: Dynamic(),
     "chain": Chain(),
     "chain, block verification": Chain(verification="block"),
 }
-DEFAULT, COOL_SD_DEFAULT, VVS_DEFAULT = (
-    option_of(structure, STRUCTURES)
-    for structure in (Static(), *map(published.default_structure, (published.cool_sd, published.vvs)))
-)
+DEFAULT = option_of(Auto(), STRUCTURES)
+PAPER = "paper's"
 MOST_LIKELY = "most likely (paper)"
 OWN_VALUES = "own values"
-PRESETS = {"LlamaGen": ADTTree(), "Anole": ANOLE}  # option -> the paper's steps and bounds
+PRESETS = {  # option -> the paper's steps and bounds, or the bounds that pay here
+    AUTO: ADTTree(pays=True),
+    "LlamaGen": ADTTree(),
+    "Anole": ANOLE,
+}
 FEATURES = {  # option -> Skipping.features
     "fresh; skipped: 0 (paper)": "-1, 0",
     **{f"fresh; skipped: {stale}": f"-1, {stale}" for stale in (1, 2, 3)},
@@ -136,6 +141,7 @@ class LanternSampler(io.ComfyNode):
                 redraw_input(),
                 negative_input(),
                 where_input(),
+                io.Combo.Input("structure", options=[AUTO, PAPER], default=AUTO, optional=True),
             ],
             outputs=sampler_outputs(),
         )
@@ -150,15 +156,18 @@ class LanternSampler(io.ComfyNode):
         ratio: float,
         redraw: str,
         where: Tensor | None = None,
+        structure: str = AUTO,
         **inputs: Any,
     ) -> io.NodeOutput:
         rule: dict[str, Any] = {"redraw": choose("redraw", redraw, REDRAW)}
         if neighbours:
             rule["neighbours"] = neighbours
-        if choose("variant", variant, {LANTERN: True, LANTERN_PP: False}):
-            method = published.lantern(drafter.drafter, delta=delta, **rule)
+        name = choose("variant", variant, {LANTERN: "lantern", LANTERN_PP: "lantern_pp"})
+        shape = choose("structure", structure, {AUTO: Auto(), PAPER: published.PAPER_STRUCTURES[name]})
+        if name == "lantern":
+            method = published.lantern(drafter.drafter, shape, delta=delta, **rule)
         else:
-            method = published.lantern_pp(drafter.drafter, ratio=ratio, **rule)
+            method = published.lantern_pp(drafter.drafter, shape, ratio=ratio, **rule)
         return sample(method, Inputs(**inputs), drafter, where)
 
 
@@ -172,7 +181,7 @@ class CoolSDSampler(io.ComfyNode):
             inputs=[
                 *common_inputs(),
                 drafter_input(),
-                io.Combo.Input("structure", options=list(STRUCTURES), default=COOL_SD_DEFAULT),
+                io.Combo.Input("structure", options=list(STRUCTURES), default=DEFAULT),
                 *cool_sd_inputs(),
                 negative_input(),
                 where_input(),
@@ -215,7 +224,7 @@ class ADTTreeSampler(io.ComfyNode):
             inputs=[
                 *common_inputs(),
                 drafter_input(),
-                io.Combo.Input("preset", options=[*PRESETS, OWN_VALUES], default=option_of(ADTTree(), PRESETS)),
+                io.Combo.Input("preset", options=[*PRESETS, OWN_VALUES], default=AUTO),
                 io.Combo.Input("initialisation", options=list(INITIAL), default=ADTTree.initial),
                 removed(io.Combo.Input("children", options=[MOST_LIKELY, "drawn at random"], default=MOST_LIKELY)),
                 advanced(io.Float.Input("beta", default=ADTTree.beta, min=0, max=1, step=0.05, round=0.001)),
@@ -286,7 +295,7 @@ class VVSSampler(io.ComfyNode):
             inputs=[
                 *common_inputs(),
                 drafter_input(),
-                io.Combo.Input("structure", options=list(STRUCTURES), default=VVS_DEFAULT),
+                io.Combo.Input("structure", options=list(STRUCTURES), default=DEFAULT),
                 io.Combo.Input("schedule", options=list(SCHEDULES), default=Skipping.schedule),
                 io.Int.Input("interval", default=Skipping.interval, min=2, max=1024),
                 io.Float.Input("threshold", default=Skipping.threshold, min=0, max=1.01, step=0.01, round=0.001),

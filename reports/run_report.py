@@ -123,6 +123,9 @@ def describe(trace: Trace) -> str:
         lines.append(f"accepted drafts: {totals['accepted_drafts']} ({rate})")
     if totals.get("mean_width", 0) > 1:
         lines.append(f"draft trees on average: {totals['mean_depth']:.1f} levels, {totals['mean_width']:.1f} wide")
+    if expected := totals.get("expected_length"):
+        drafts = f"{totals['mean_nodes']:.1f} drafts a tree, the most tokens per second expected here"
+        lines.append(f"{drafts}: {expected:.2f} per pass ({totals['accepted_length']:.2f} in fact)")
     if distance := totals.get("draft_tv"):
         lines.append(f"drafter and model are {distance:.2f} apart (mean total variation)")
     if skipped := totals["sources"].get("skipped"):

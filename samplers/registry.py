@@ -8,6 +8,7 @@ from typing import Any
 
 from .contract import Method
 from .drafts.adt_tree import ADTTree
+from .drafts.auto import Auto
 from .drafts.structures import Chain, Dynamic, Static, Structure
 from .methods.continuous import ContinuousSpeculative
 from .methods.continuous_next_token import ContinuousNextToken
@@ -23,7 +24,7 @@ from .rules.lantern import Lantern, LanternPP
 from .rules.tv_budget import TVMetered
 
 RULES: tuple[type[AcceptanceRule], ...] = (Exact, Lantern, LanternPP, UniformRSD, CoolSD, Grouped, TVMetered, Entropy)
-STRUCTURES: tuple[type[Structure], ...] = (Chain, Static, Dynamic, ADTTree)
+STRUCTURES: tuple[type[Structure], ...] = (Auto, Chain, Static, Dynamic, ADTTree)
 METHODS: tuple[type[Method], ...] = (NextToken, Jacobi, SJD, DraftTree, ContinuousNextToken, ContinuousSpeculative)
 
 

@@ -158,7 +158,8 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
 
 def tree_sizes(positions: dict[str, Tensor], rounds: dict[str, Tensor]) -> dict[str, float]:
     """mean_depth and mean_width: levels of a draft tree and its most drafts on one level, over rounds and images;
-    empty for methods without trees.
+    empty for methods without trees. Where the size of trees is chosen by what pays, also mean_nodes, their drafts, and
+    expected_length: the accepted_length that was expected of them.
 
     The tree of a round is recorded at the tokens that it decided, of which it decided one at least.
     """
@@ -167,10 +168,14 @@ def tree_sizes(positions: dict[str, Tensor], rounds: dict[str, Tensor]) -> dict[
     committed, last = rounds["committed"], positions["tree_depth"].shape[1] - 1
     first = committed.cumsum(0)[:-1].clamp(0, last).t()  # position that each round after the prompt's decided first
     drafted = (committed[1:] > 0).t()
-    return {
+    sizes = {
         f"mean_{name}": _mean(positions[f"tree_{name}"].gather(1, first)[drafted].tolist())
         for name in ("depth", "width")
     }
+    if "expected" in rounds:
+        sizes["mean_nodes"] = _mean(rounds["nodes"][1:].t()[drafted].tolist())
+        sizes["expected_length"] = _mean(rounds["expected"][1:, None].expand_as(drafted.t()).t()[drafted].tolist())
+    return sizes
 
 
 def _discrete_numbers(positions: dict[str, Tensor], free: Tensor, verified: Tensor) -> dict[str, float]:

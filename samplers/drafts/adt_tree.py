@@ -15,21 +15,25 @@ get the shape of the last verified tree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...kernels.verification import Verified
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
 from ..settings import setting
+from .auto import FIRST, acceptance_of, best_paths
+from .costs import PassCosts
 from .growing import DRAWS, Drafting, Root, grow_top_k
 from .structures import Extent, Structure
 from .trees import Tree
 
 INITIAL = ("horizontal", "vertical", "random", "tokenflock")
 FLOCK_DISTANCE = ("euclidean", "printed")
+GOOD = 0.85  # acceptance of first children with which the deepest tree pays
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class ADTTree(Structure):
     flock_distance: euclidean, or as printed in eqs. 7-8 the signed column difference.
     bonus: alpha also counts the token sampled after the accepted drafts, so that all levels but one suffice for 1.
     base: a fixed depth and width that eq. 2 changes, in place of the neighbour's (table V); 0: the neighbour's.
+    pays: lower the bounds to what pays on the device at hand, see ``fitted`` (ours).
 
     alpha is that of the tree whose shape is adapted; for random and tokenflock, that of the last tree.
     """
@@ -96,6 +101,7 @@ class ADTTree(Structure):
     flock_distance: str = setting("euclidean", options=FLOCK_DISTANCE)
     bonus: bool = False
     base: tuple[int, int] = (0, 0)
+    pays: bool = False
     kind: ClassVar[str] = "adt"
     varies: ClassVar[bool] = True
 
@@ -118,9 +124,25 @@ class ADTTree(Structure):
                 raise ValueError(f"{name} is {value}, but must be {low} to {high}.")
 
     def describe(self) -> dict[str, Any]:
-        """Without the settings of table V and of alpha where they are off: earlier reports lack them."""
-        off = {"bonus": False, "base": (0, 0)}
+        """Without the settings of table V, of alpha and of costs where they are off: earlier reports lack them."""
+        off = {"bonus": False, "base": (0, 0), "pays": False}
         return {k: value for k, value in super().describe().items() if k not in off or value != off[k]}
+
+    @property
+    def measures(self) -> bool:
+        return self.pays
+
+    def fitted(self, costs: PassCosts) -> ADTTree:
+        """With bounds that pay: as many drafts as the tree of auto.py has before anything was accepted, and as many
+        levels as it has if most first children are accepted, since a tree gets deeper where all its levels were."""
+        usual, good = (
+            best_paths(acceptance_of(first, self.depths[1]), costs, self.nodes)[0] for first in (FIRST, GOOD)
+        )
+        deepest = max(map(len, good), default=1)
+        nodes = max(len(usual), deepest)
+        shallowest, widest = min(self.depths[0], deepest), min(self.widths[1], nodes)
+        widths = min(self.widths[0], widest), widest
+        return replace(self, pays=False, nodes=nodes, depths=(shallowest, deepest), widths=widths)
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
@@ -217,7 +239,7 @@ class ADTTree(Structure):
             u = stream.uniform(committed[:, None].expand(-1, 2), Purpose.SHAPE, draw)
         return self.shape(history, committed, layout, u)
 
-    def extent(self, plan: tuple[Tensor, Tensor], left: Tensor) -> Tensor:
+    def extent(self, history: History, plan: tuple[Tensor, Tensor], left: Tensor) -> Tensor:
         """Levels and width of the batch's largest trees.
 
         Complete images, with nothing ``left``, have no tree. The host needs the extent to launch the round, so it waits
@@ -244,6 +266,7 @@ class ADTTree(Structure):
         history: History,
         plan: tuple[Tensor, Tensor],
         tree: Tree,
+        verified: Verified | None,
         before: Tensor,
         after: Tensor,
         accepted: Tensor,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...kernels.verification import Verified
 from ..layout import TokenLayout
 from ..rng import Stream
 from ..settings import check_settings, setting
+from .costs import PassCosts
 from .growing import DRAWS, Drafting, Root, grow_sampled, grow_top_k
 from .trees import Path, Shape, Tree, published, shape_of
 
@@ -25,11 +27,13 @@ class Structure(ABC):
     """The shape of the drafts of a round. Structures are frozen dataclasses whose fields are their settings.
 
     block: verify by blocks instead of token by token (chains only). sampled: are siblings samples from the drafter, not
-    its most likely tokens (a chain has none)? varies: is every tree of another shape?
+    its most likely tokens (a chain has none)? varies: is every tree of another shape? lasts: rounds for which the host
+    uses an extent. measures: does it need the costs of passes (see ``fitted``)?
     """
 
     kind: ClassVar[str]  # in traces
     varies: ClassVar[bool] = False
+    lasts: ClassVar[int] = 1
     block: ClassVar[bool] = False
     sampled: ClassVar[bool] = False
 
@@ -40,6 +44,14 @@ class Structure(ABC):
     def describe(self) -> dict[str, Any]:
         """Settings, JSON-ready."""
         return {"kind": self.kind} | asdict(self)
+
+    @property
+    def measures(self) -> bool:
+        return False
+
+    def fitted(self, costs: PassCosts) -> Structure:
+        """The structure for a run whose passes have these costs."""
+        return self
 
     @staticmethod
     @abstractmethod
@@ -63,8 +75,16 @@ class Structure(ABC):
         """The shapes of the next trees, decided at the end of the round before."""
 
     @abstractmethod
-    def extent(self, plan: Plan, left: Tensor) -> Tensor | None:
+    def extent(self, history: Any, plan: Plan, left: Tensor) -> Tensor | None:
         """The Extent [n] (int64) of a plan, for images with ``left`` [B] tokens to go; None if no tree varies."""
+
+    def expected_tokens(self, extent: Extent) -> float:
+        """Tokens that a verified round is expected to decide (0: not known)."""
+        return 0.0
+
+    def variant(self, extent: Extent) -> Hashable:
+        """What the kernels of a round depend on, where not all rounds run the same."""
+        return ()
 
     @abstractmethod
     def passes(self, extent: Extent) -> int:
@@ -76,10 +96,18 @@ class Structure(ABC):
 
     @abstractmethod
     def learn(
-        self, history: Any, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor, update: Tensor
+        self,
+        history: Any,
+        plan: Plan,
+        tree: Tree,
+        verified: Verified | None,
+        before: Tensor,
+        after: Tensor,
+        accepted: Tensor,
+        update: Tensor,
     ) -> Any:
-        """The memory after a round. All [B]: tokens decided before and after it, accepted drafts, images to
-        ``update``."""
+        """The memory after a round. verified: its outcome, None if no image verified its tree. All [B]: tokens decided
+        before and after it, accepted drafts, images to ``update``."""
 
 
 class _Fixed(Structure):
@@ -91,11 +119,19 @@ class _Fixed(Structure):
     def plan(self, history: None, committed: Tensor, layout: TokenLayout, stream: Stream, round_index: Tensor) -> None:
         return None
 
-    def extent(self, plan: None, left: Tensor) -> None:
+    def extent(self, history: None, plan: None, left: Tensor) -> None:
         return None
 
     def learn(
-        self, history: None, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor, update: Tensor
+        self,
+        history: None,
+        plan: Plan,
+        tree: Tree,
+        verified: Verified | None,
+        before: Tensor,
+        after: Tensor,
+        accepted: Tensor,
+        update: Tensor,
     ) -> None:
         return None
 

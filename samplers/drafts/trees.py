@@ -79,7 +79,7 @@ class Tree:
     def spread(self) -> tuple[Tensor, Tensor]:
         """Deepest level [B] and most drafts on one level [B] of each image's tree (int64; 0 if it has no draft)."""
         level = torch.where(self.exists, self.depth, 0)
-        counts = torch.zeros((len(level), self.levels + 1), dtype=torch.int64, device=level.device)
+        counts = torch.zeros((len(level), max(self.levels, 1) + 1), dtype=torch.int64, device=level.device)
         counts = counts.scatter_add(1, level, self.exists.long())[:, 1:]
         return level.amax(1), counts.amax(1)
 

@@ -68,6 +68,23 @@ class DiscreteMethod(Method):
         """A step that is not captured."""
         return self.step(run, state, extent)
 
+    @property
+    def extent_lasts(self) -> int:
+        """Steps for which the host uses an extent that it read."""
+        return 1
+
+    def fitted(self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request) -> DiscreteMethod:
+        """The method with what it measures in a run that is about to begin (see ``begin``). graphs: the session's."""
+        return self
+
+    def chosen(self) -> dict[str, Any]:
+        """Settings that a fitted method has chosen itself, JSON-ready."""
+        return {}
+
+    def variant(self, extent: Extent) -> Hashable:
+        """What the kernels of a captured step depend on, apart from shapes."""
+        return ()
+
     def bound(self, request: Request) -> DiscreteMethod:
         """The method with what its settings mean for this request. Raises ValueError if the model lacks something."""
         return self
@@ -83,6 +100,10 @@ class DiscreteMethod(Method):
     def drafter_passes(self, extent: Extent) -> int:
         """Forward passes of the drafter in a step."""
         return 0
+
+    def expected_tokens(self, extent: Extent) -> float:
+        """Tokens that a step is expected to decide (0: not known)."""
+        return 0.0
 
     def annotate(self, trace: Trace) -> None:
         """Add to a finished trace what follows from it."""
@@ -100,7 +121,7 @@ class DiscreteMethod(Method):
         with open_session(self, request, getattr(self, "drafter", None)) as session:
             run, state, known = begin(self.bound(request), request, session)
             host = decode(run, request, session.graphs, state, known, started)
-            settings = self.describe(request) | asdict(request.params)
+            settings = self.describe(request) | run.method.chosen() | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
             trace = run.record.finish(run.layout, request.seed, settings, seconds, width=width, **host)
             run.method.annotate(trace)
@@ -213,7 +234,8 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, 
         skippable,
     )
     session.record.begin(start.tokens, start.committed)
-    return run, method.begin(run, start.committed, start.out), start.prefix_length + 1
+    run = replace(run, method=method.fitted(run, start.committed, start.out, session.graphs, request))
+    return run, run.method.begin(run, start.committed, start.out), start.prefix_length + 1
 
 
 def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tensor, started: float) -> dict[str, Any]:
@@ -222,9 +244,9 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
     known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
     run. On a GPU one step more than necessary is launched.
     """
-    method, model, length = run.method, run.model, run.layout.length
+    method, model, length, extent = run.method, run.model, run.layout.length, ()
     width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
-    inputs, step = StepInputs(run.stream, run.layout, run.strength, run.skippable, state), step_of(run)
+    inputs = StepInputs(run.stream, run.layout, run.strength, run.skippable, state)
     poll, extents, ends = Poll(model.device, request.batch), [], [time.perf_counter()]
     while True:
         state = inputs.state
@@ -235,7 +257,8 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
             request.callback(Progress(image, known, length, passes, state.draft, state.committed, p))
         if int(known.min()) >= length:
             break
-        extent = () if state.extent is None else tuple(state.extent.tolist())  # waits for a GPU where trees vary
+        if state.extent is not None and len(extents) % method.extent_lasts == 0:
+            extent = tuple(state.extent.tolist())  # waits for a GPU
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
         longest = None if run.pads else min(length + past_end, decided + width)
@@ -244,7 +267,7 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
             longest = None if run.pads else decided + method.draft_width + 1
             shape.append(run.drafter.set_attention_length(run.memory, longest))
         if graphs.active and method.one_shape:
-            inputs = graphs(tuple(shape), step, inputs)
+            inputs = graphs((*shape, method.variant(extent)), step_of(run, extent), inputs)
         else:
             inputs = replace(inputs, state=method.launch(run, state, extent))
         extents.append(extent)
@@ -256,15 +279,17 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
     drafted = [started, *run.ends.get("draft", ())]
     if not poll.lag and run.drafter is not None and len(drafted) == len(begins):  # a GPU's host never waits
         host["draft_milliseconds"] = milliseconds(begins, drafted)
+    if any(expected := [method.expected_tokens(extent) for extent in extents]):
+        host["expected"] = [1.0, *expected]
     return host
 
 
-def step_of(run: Run) -> Callable[[StepInputs], StepInputs]:
+def step_of(run: Run, extent: Extent = ()) -> Callable[[StepInputs], StepInputs]:
     """A step of the run from its inputs alone."""
 
     def step(given: StepInputs) -> StepInputs:
         inputs = {name: getattr(given, name) for name in ("stream", "layout", "strength", "skippable")}
-        return replace(given, state=run.method.step(replace(run, **inputs), given.state))
+        return replace(given, state=run.method.step(replace(run, **inputs), given.state, extent))
 
     return step
 

@@ -1,18 +1,19 @@
 """The published methods by name: settings of the one loop in speculative.py.
 
 Their defaults are here and in the dataclasses of their settings, and nowhere else: nodes read them. What a paper has
-otherwise is given as arguments (docs/api.md).
+otherwise is given as arguments (docs/api.md). Their trees have the size that pays on the device at hand; those of the
+papers, which are meant for GPUs, are PAPER_STRUCTURES.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 from ..contract import Drafter
 from ..drafts.adt_tree import ADTTree
+from ..drafts.auto import Auto
 from ..drafts.structures import Dynamic, Static, Structure
 from ..rules.acceptance import AcceptanceRule, Exact
 from ..rules.cool_sd import CoolSD
@@ -21,31 +22,41 @@ from .skipping import Skipping
 from .speculative import DraftTree
 
 
-def lantern(drafter: Drafter, structure: Structure = Dynamic(), **rule: Any) -> DraftTree:
-    """LANTERN (Jang et al., ICLR 2025): additive relaxation on EAGLE-2's tree. ``rule``: settings of rules.Lantern."""
+def lantern(drafter: Drafter, structure: Structure = Auto(), **rule: Any) -> DraftTree:
+    """LANTERN (Jang et al., ICLR 2025): additive relaxation, there on EAGLE-2's tree. ``rule``: settings of
+    rules.Lantern."""
     return DraftTree(drafter, structure, Lantern(**rule), name="lantern")
 
 
-def lantern_pp(drafter: Drafter, structure: Structure = Static("lantern_57"), **rule: Any) -> DraftTree:
-    """LANTERN++ (Park et al., 2025): multiplicative relaxation on a static sampled tree; settings: rules.LanternPP."""
+def lantern_pp(drafter: Drafter, structure: Structure = Auto(), **rule: Any) -> DraftTree:
+    """LANTERN++ (Park et al., 2025): multiplicative relaxation, there on a static sampled tree; settings:
+    rules.LanternPP."""
     return DraftTree(drafter, structure, LanternPP(**rule), name="lantern_pp")
 
 
-def cool_sd(drafter: Drafter, structure: Structure = Static(), **rule: Any) -> DraftTree:
-    """Cool-SD: annealed relaxation on a static sampled tree. ``rule``: settings of rules.CoolSD."""
+def cool_sd(drafter: Drafter, structure: Structure = Auto(), **rule: Any) -> DraftTree:
+    """Cool-SD: annealed relaxation, there on a static sampled tree. ``rule``: settings of rules.CoolSD."""
     return DraftTree(drafter, structure, CoolSD(**rule), name="cool_sd")
 
 
 def adt_tree(drafter: Drafter, rule: AcceptanceRule = Exact(), **structure: Any) -> DraftTree:
-    """ADT-Tree: depth and width of the tree follow acceptance nearby; settings of structures.ADTTree."""
+    """ADT-Tree: depth and width of the tree follow acceptance nearby; settings of structures.ADTTree. Its bounds are
+    those that pay on the device at hand, unless any is given, or ``pays=False`` for the paper's."""
+    structure.setdefault("pays", not structure.keys() & {"depths", "widths", "nodes"})
     return DraftTree(drafter, ADTTree(**structure), rule, name="adt_tree")
 
 
-def vvs(
-    drafter: Drafter, structure: Structure = Dynamic(), rule: AcceptanceRule = Exact(), **skipping: Any
-) -> DraftTree:
+def vvs(drafter: Drafter, structure: Structure = Auto(), rule: AcceptanceRule = Exact(), **skipping: Any) -> DraftTree:
     """VVS: some rounds are not verified; settings: methods.Skipping. The paper verifies the others with LANTERN."""
     return DraftTree(drafter, structure, rule, Skipping(**skipping), name="vvs")
+
+
+PAPER_STRUCTURES: dict[str, Structure] = {  # by method
+    "lantern": Dynamic(),
+    "lantern_pp": Static("lantern_57"),
+    "cool_sd": Static(),
+    "vvs": Dynamic(),
+}
 
 
 @dataclass(frozen=True)
@@ -55,11 +66,6 @@ class Published:
     name: str  # of the method that it builds
     build: Callable[..., DraftTree]
     settings: type
-
-
-def default_structure(build: Callable[..., DraftTree]) -> Structure:
-    """The structure that a published method has if none is given."""
-    return signature(build).parameters["structure"].default
 
 
 PUBLISHED = {

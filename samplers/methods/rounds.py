@@ -29,7 +29,9 @@ class Observed:
 
     def padded(self, width: int) -> Observed:
         """With U at least ``width``, so that rounds have one shape and are captured once."""
-        missing = max(0, width - self.token.shape[1])
+        missing = width - self.token.shape[1]
+        if missing <= 0:
+            return self
         pad = torch.nn.functional.pad
         return replace(self, token=pad(self.token, (0, missing)), hidden=pad(self.hidden, (0, 0, 0, missing)))
 

@@ -119,17 +119,19 @@ def commit(
     """
     before, uncached, plan = state.committed, state.uncached, state.plan
     verifying, accepted = (before < run.layout.length) & ~skip, torch.zeros_like(before)
-    decided, q, width = None, tree.probability, 0
+    decided, verified, q, width = None, None, tree.probability, 0
     if verifies:
         width = uncached.token.shape[1] + tree.token.shape[1] - 1
-        state, decided, accepted = verify(method, run, state, tree, verifying, alike)
+        state, decided, verified, accepted = verify(method, run, state, tree, verifying, alike)
     if skips:
         taken, q = take_unverified(method, run, state, tree, skip, alike)
         decided = taken if decided is None else decided.where(~skip, taken)
     assert decided is not None  # a round verifies or skips
     method.record_round(run, state, tree, accepted, decided.count, width, skip)
-    history = method.structure.learn(state.history, plan, tree, before, before + decided.count, accepted, verifying)
-    uncached = next_uncached(uncached, decided, q, skip, 1 + skips * method.structure.size()[1])
+    history = method.structure.learn(
+        state.history, plan, tree, verified, before, before + decided.count, accepted, verifying
+    )
+    uncached = next_uncached(uncached, decided, q, skip, 1 + skips * tree.levels)
     observed = decided.observed
     if run.pads:
         observed = observed.padded(method.max_drafter_inputs)
@@ -139,8 +141,9 @@ def commit(
 
 def verify(
     method: DraftTree, run: Run, state: SkippingRound, tree: Tree, verifying: Tensor, alike: Tensor | None
-) -> tuple[SkippingRound, Decided, Tensor]:
-    """Verify the trees with one forward pass of the target: the state, new tokens, and accepted drafts [B].
+) -> tuple[SkippingRound, Decided, Verified, Tensor]:
+    """Verify the trees with one forward pass of the target: the state, new tokens, the outcome, and accepted drafts
+    [B].
 
     Only the images ``verifying`` [B] (bool) advance. Uncached tokens stay decided; what the pass says about them is
     recorded, and their true key/value states are cached.
@@ -174,7 +177,7 @@ def verify(
         known=state.known + kept,
         passes=state.passes + verifying,
     )
-    return state, decided, torch.where(verifying, verified.accepted, 0)
+    return state, decided, verified, torch.where(verifying, verified.accepted, 0)
 
 
 def take_unverified(
@@ -270,9 +273,10 @@ def commit_path(uncached: Uncached, verified: Verified) -> Tensor:
     """Indices [B, P + L] of the fed tokens that stay in the cache: the uncached ones, then the accepted path."""
     width, levels = uncached.token.shape[1], verified.path.shape[1]
     index = counting(width + levels, uncached.token.device)
-    level = (index - uncached.count[:, None]).clamp(0, levels - 1)
+    level = (index - uncached.count[:, None]).clamp(0, max(levels - 1, 0))
+    drafts = verified.path if levels else torch.zeros_like(uncached.token[:, :1])  # a tree may have none
     # Slot s >= 1 of the tree is fed at index P + s - 1.
-    return torch.where(index < uncached.count[:, None], index, width - 1 + verified.path.gather(1, level))
+    return torch.where(index < uncached.count[:, None], index, width - 1 + drafts.gather(1, level))
 
 
 def after_verification(

@@ -29,11 +29,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...kernels.graphs import Graphs
 from ...kernels.sampling import categorical, readable, take
 from ..constants import counting
 from ..contract import Drafter, Request, StepOut
+from ..drafts.auto import Auto
 from ..drafts.growing import Drafting, Root
-from ..drafts.structures import Static, Structure
+from ..drafts.structures import Structure
 from ..drafts.trees import Tree
 from ..engine.run import DiscreteMethod, Extent, Run
 from ..engine.session import session_key
@@ -47,9 +49,11 @@ from ..verification.tree import (
     block_verification,
     draft_tv,
     recursive_rejection,
+    sample_after_root,
     sample_and_match,
 )
 from . import skipped_rounds
+from .pass_costs import pass_costs
 from .rounds import Observed, Round
 from .skipping import Skipping, check_codebook
 
@@ -62,7 +66,7 @@ class DraftTree(DiscreteMethod):
     """Speculative decoding with ``drafter``; exact with rule=Exact() and skipping=None, whatever the structure."""
 
     drafter: Drafter
-    structure: Structure = field(default_factory=Static)
+    structure: Structure = field(default_factory=Auto)
     rule: AcceptanceRule = field(default_factory=Exact)
     skipping: Skipping | None = None
     name: str = "draft_tree"
@@ -82,6 +86,10 @@ class DraftTree(DiscreteMethod):
     def one_shape(self) -> bool:
         """Do all rounds run the same kernels? Not with skipping, where the host decides, nor with trees that vary."""
         return self.skipping is None and not self.structure.varies
+
+    @property
+    def extent_lasts(self) -> int:
+        return self.structure.lasts
 
     @property
     def draft_width(self) -> int:
@@ -135,9 +143,11 @@ class DraftTree(DiscreteMethod):
         self.record(run, state, tree, verified, count, probs_after)
         self.record_round(run, state, tree, accepted, count, tree.token.shape[1], skipped=0)
         history = self.structure.learn(
-            state.history, state.plan, tree, state.committed, state.committed + count, accepted, active
+            state.history, state.plan, tree, verified, state.committed, state.committed + count, accepted, active
         )
         observed = Observed(verified.token, state.committed, count, take(out.hidden, path))
+        if run.pads:
+            observed = observed.padded(1 + self.structure.size()[1])
         state = replace(state, observed=observed, history=history, passes=state.passes + active)
         return self.advance(run, state, verified.token, count)
 
@@ -163,6 +173,8 @@ class DraftTree(DiscreteMethod):
             probs_after = partial(take, probs)
 
         random = RoundRandom(run.stream, state.index, state.committed)
+        if not tree.levels:
+            return sample_after_root(tree, probs, random), probs_after
         if self.structure.block:
             return block_verification(tree, probs, random), probs_after
         if not tree.sampled and self.rule.exact:
@@ -175,7 +187,7 @@ class DraftTree(DiscreteMethod):
         committed, index = state.committed + count, state.index + 1
         last = token.gather(1, (count[:, None] - 1).clamp(min=0))[:, 0]
         plan = self.structure.plan(state.history, committed, run.layout, run.stream, index)
-        extent = self.structure.extent(plan, run.layout.length - committed)
+        extent = self.structure.extent(state.history, plan, run.layout.length - committed)
         root = torch.where(count > 0, last, state.root)
         return replace(state, committed=committed, root=root, plan=plan, extent=extent, index=index)
 
@@ -224,6 +236,18 @@ class DraftTree(DiscreteMethod):
         nodes, depth = tree.exists[:, 1:].sum(1), tree.spread()[0]
         run.record.round(accepted=accepted, committed=count, width=width, nodes=nodes, depth=depth, skipped=skipped)
 
+    def fitted(self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request) -> DraftTree:
+        if not self.structure.measures:
+            return self
+        costs = pass_costs(run, committed, out, graphs, self.width(request), self.structure.expansions())
+        return replace(self, structure=self.structure.fitted(costs))
+
+    def chosen(self) -> dict[str, Any]:
+        return {"structure": self.structure.describe()}
+
+    def variant(self, extent: Extent) -> Hashable:
+        return self.structure.variant(extent)
+
     def launch(self, run: Run, state: Round, extent: Extent) -> Round:
         tree = run.call("draft", self.draft, state, extent)
         if isinstance(state, skipped_rounds.SkippingRound):
@@ -239,7 +263,12 @@ class DraftTree(DiscreteMethod):
     def drafter_passes(self, extent: Extent) -> int:
         return 1 + self.structure.passes(extent)
 
+    def expected_tokens(self, extent: Extent) -> float:
+        return self.structure.expected_tokens(extent)
+
     def annotate(self, trace: Trace) -> None:
+        if isinstance(self.structure, Auto) and not self.structure.shape(()):
+            return  # drafts do not pay
         nodes = trace.rounds["nodes"]
         if len(nodes) > 1 and not nodes.any():
             log.warning(

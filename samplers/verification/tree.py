@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...kernels import verification as kernels
-from ...kernels.sampling import row_of, take
-from ...kernels.verification import Verified
+from ...kernels.sampling import categorical, row_of, take
+from ...kernels.verification import BONUS, Verified
 from ..constants import counting
 from ..constants import numbers as constant
 from ..drafts.growing import DRAWS
@@ -67,6 +67,15 @@ def recursive_rejection(
     if rule.has_budget:
         return kernels.relaxed_rejection_sampling(p, *arguments)
     return kernels.recursive_rejection_sampling(partial(row_of, p), *arguments)
+
+
+def sample_after_root(tree: Tree, p: TargetProbs, random: RoundRandom) -> Verified:
+    """The outcome of a tree without drafts: the token after the root."""
+    root = torch.zeros_like(tree.token[:, 0])
+    after = p(root) if callable(p) else p[:, 0]
+    token = categorical(after, random.uniform(Purpose.REDRAW, counting(1, root.device))[:, 0])[:, None]
+    none, nothing = torch.zeros_like(token), torch.zeros_like(token, dtype=torch.float32)
+    return Verified(token[:, :0], root, token, none + BONUS, none, nothing, nothing, nothing)
 
 
 def draft_tv(tree: Tree, slots: Tensor, p: Tensor) -> Tensor | None:

@@ -74,7 +74,7 @@ def test_what_a_choice_on_a_node_stands_for_is_in_python_too(monkeypatch):
     lantern = made(tree_samplers.LanternSampler, monkeypatch, variant=tree_samplers.LANTERN)
     assert lantern == METHODS.Lantern(DRAFTER)
     own = made(tree_samplers.ADTTreeSampler, monkeypatch, preset=tree_samplers.OWN_VALUES)
-    assert own == METHODS.ADTTree(DRAFTER)
+    assert own == METHODS.ADTTree(DRAFTER, pays=False)
     for option, structure in tree_samplers.STRUCTURES.items():
         built = made(tree_samplers.DraftTreeSampler, monkeypatch, structure=option).structure
         assert built == structure

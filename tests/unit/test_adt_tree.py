@@ -31,7 +31,7 @@ def shapes(adt: ADTTree, accept, rounds: int, batch: int = 1, layout: TokenLayou
         seen.append((int(plan[0][0]), int(plan[1][0])))
         accepted = accept(plan[0])
         after = committed + accepted + 1
-        history = adt.learn(history, plan, tree_of(plan[0]), committed, after, accepted, committed > 0)
+        history = adt.learn(history, plan, tree_of(plan[0]), None, committed, after, accepted, committed > 0)
         committed = after
     return seen
 
@@ -203,7 +203,7 @@ def test_every_choice_is_the_one_made_by_hand(name, adt, seed):
         accepted = torch.tensor([rng.randint(0, int(n)) for n in levels])
         after = torch.where(going, (committed + accepted + 1).clamp(max=layout.length), committed)
         update = going & torch.tensor([rng.random() < 0.8 for _ in range(batch)])
-        history = adt.learn(history, plan, tree_of(levels), committed, after, accepted, update)
+        history = adt.learn(history, plan, tree_of(levels), None, committed, after, accepted, update)
         for b in range(batch):
             hand[b].learn(
                 [int(x[b]) for x in plan],
@@ -220,8 +220,8 @@ def test_the_extent_is_that_of_the_largest_trees():
     """Of images with 2, 5 and no tokens to go."""
     adt, left = ADTTree(depths=(1, 5), widths=(1, 9), nodes=12), torch.tensor([2, 5, 0])
     plan = torch.tensor([3, 1, 4]), torch.tensor([5, 7, 9])
-    assert adt.extent(plan, left).tolist() == [2, 7]
-    assert adt.extent(plan, torch.zeros_like(left)).amax() == 0
+    assert adt.extent(None, plan, left).tolist() == [2, 7]
+    assert adt.extent(None, plan, torch.zeros_like(left)).amax() == 0
     assert adt.passes((2, 7)) == 1 and adt.passes((0, 0)) == 0
 
 

@@ -16,6 +16,8 @@ from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.auto import Auto
+from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine import session
@@ -38,6 +40,7 @@ from ..support.toy import ToyDrafter, ToyModel, plain, request, with_kept_tokens
 LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 STATIC = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 ADT = ADTTree(depths=(1, 3), widths=(1, 3), width_step=1, first=(2, 2), nodes=5)
+AUTO = Auto(12, 4, PassCosts(((1, 1.0), (65, 7.0)), 0.1, ((1, 0.1), (64, 0.1))))
 STALE = Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False)
 WINDOWS = [
     NextToken(),
@@ -56,6 +59,7 @@ TREES = [
     {"structure": Chain(3, "block")},
     {"structure": STATIC},
     {"structure": Dynamic(3, 3, 6)},
+    {"structure": AUTO},
     *({"structure": Dynamic(3, 3, 6) if isinstance(rule, Lantern) else STATIC, "rule": rule} for rule in RELAXED),
 ]
 VARYING = [  # in shape, so that their steps are called
@@ -64,6 +68,7 @@ VARYING = [  # in shape, so that their steps are called
     {"structure": STATIC, "skipping": STALE},
     {"structure": Dynamic(3, 3, 6), "skipping": Skipping(interval=2, guard=0), "rule": Lantern(2, 0.3)},
     {"structure": ADT, "skipping": Skipping(interval=2, guard=0)},
+    {"structure": AUTO, "skipping": Skipping(interval=2, guard=0)},
 ]
 
 
@@ -178,6 +183,33 @@ def test_replayed_runs_on_a_backbone(text_model, text_drafters, method, on_tape,
     assert_as_plain(method, asked, monkeypatch)
     assert len(on_tape) == 1 and on_tape[0].replayed > 0 and on_tape[0].active
     assert on_tape[0].captured == 1 or isinstance(method, DraftTree)  # in fp64 no cache is used again
+
+
+class Restless(Auto):
+    """Looks at the counts in every round."""
+
+    lasts = 1
+
+
+@pytest.mark.parametrize("stay", [0, 3])
+def test_every_shape_of_a_changing_tree_is_captured(stay, on_tape, monkeypatch):
+    """Shapes come back, in the same run and in others, and their graphs are replayed."""
+    layout = plain(1, 9)
+    target = ToyModel(layout, memory=1)
+    method = DraftTree(ToyDrafter(target, noise=4.0), Restless(12, 4, AUTO.costs))
+    assert_as_plain(method, [request(target, layout, seed=n, batch=1 + stay) for n in range(4)], monkeypatch)
+    (graphs,) = on_tape
+    assert graphs.captured > 1 and graphs.replayed > 0
+
+
+def test_costs_of_captured_steps_are_measured_on_captured_passes(on_tape):
+    target, method, layout = toy("row", {"structure": Auto(12, 4)})
+    found = method.sample(request(target, layout, batch=2))
+    runs, measuring = on_tape
+    assert measuring.captured > 5 and not measuring._graphs, "these go when they have been timed"
+    costs = found.trace.settings["structure"]["costs"]
+    again = DraftTree(method.drafter, Auto(12, 4, costs)).sample(request(target, layout, batch=2))
+    assert torch.equal(again.tokens, found.tokens)
 
 
 # A host that learns late

@@ -9,6 +9,8 @@ import pytest
 import torch
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.auto import Auto
+from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.acceptance import Exact
@@ -23,6 +25,13 @@ MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOU
 DRAFTERS = {name: ToyDrafter(model) for name, model in MODELS.items()}
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
 TWO_LEVELS = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+
+
+def costs(slope):
+    """Of a machine on which every token of a pass costs ``slope`` times the first."""
+    return PassCosts(((1, 1.0), (65, 1 + 64 * slope)), 0.1, ((1, 0.1), (64, 0.1)))
+
+
 STRUCTURES = {
     "chain of one": Chain(1),
     "chain": Chain(3),
@@ -34,6 +43,10 @@ STRUCTURES = {
     "top-k lookup": Dynamic(1, 2, 2),
     "top-k": Dynamic(3, 2, 5),
     "top-k, wide": Dynamic(3, 10, 58),
+    "auto, free drafts": Auto(costs=costs(0)),
+    "auto": Auto(costs=costs(0.1)),
+    "auto, dear drafts": Auto(costs=costs(0.5)),
+    "auto, no drafts": Auto(costs=costs(5)),
     "adaptive": ADTTree(**SMALL),
     "adaptive, any shape": ADTTree(initial="random", **SMALL),
 }
@@ -59,7 +72,9 @@ def test_every_structure_samples_from_the_distribution(structure, name):
     assert_exact(structure, name)
 
 
-@pytest.mark.parametrize("structure", [Chain(2), Chain(3, "block"), TWO_LEVELS, Dynamic(2, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "structure", [Chain(2), Chain(3, "block"), TWO_LEVELS, Dynamic(2, 2, 4), Auto(costs=costs(0.1))], ids=str
+)
 def test_guidance_temperature_and_filters_are_part_of_the_distribution(structure):
     assert_exact(structure, "line_ends", SamplingParams(cfg=2.5, temperature=1.3, top_p=0.85))
     assert_exact(structure, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))

@@ -166,10 +166,10 @@ TABLES = {
         (
             NEXT_TOKEN,
             EAGLE_2,
-            Row("LANTERN (delta 0.3; stage II 0.2)", lambda drafter: m.Lantern(drafter, delta=0.3)),
+            Row("LANTERN (delta 0.3; stage II 0.2)", lambda drafter: m.Lantern(drafter, s.Dynamic(), delta=0.3)),
             Row(
                 "VVS-U (i 4, delta 0.2; stage II i 2, 0.1)",
-                lambda d: m.VVS(d, rule=r.Lantern(1000, 0.2, redraw="paper"), interval=4, refresh=False),
+                lambda d: m.VVS(d, s.Dynamic(), rule=r.Lantern(1000, 0.2, redraw="paper"), interval=4, refresh=False),
             ),
         ),
         {

@@ -66,20 +66,30 @@ def published(eagle) -> list[Case]:
     sixteenth of it. First drafts of SJD++ are uniform with their true distribution, not with the certainty of the
     official code.
     """
-    m, r, tree = specar.methods, specar.rules, specar.structures.Static("lantern_57")
+    m, r, tree, top_k = (
+        specar.methods,
+        specar.rules,
+        specar.structures.Static("lantern_57"),
+        specar.structures.Dynamic(),
+    )
     lantern = {"neighbours": 1000, "redraw": "paper"}
     return [
-        Case("LANTERN delta 0.1, as published", m.Lantern(eagle, delta=0.1, **lantern)),
-        Case("LANTERN delta 0.3, as published", m.Lantern(eagle, delta=0.3, **lantern)),
-        Case("LANTERN k 63, delta 0.3, paper's redraw", m.Lantern(eagle, delta=0.3, **lantern | {"neighbours": 63})),
-        Case("LANTERN++ k 10, lambda 2, as published", m.LanternPP(eagle, redraw="paper")),
+        Case("LANTERN delta 0.1, as published", m.Lantern(eagle, top_k, delta=0.1, **lantern)),
+        Case("LANTERN delta 0.3, as published", m.Lantern(eagle, top_k, delta=0.3, **lantern)),
+        Case(
+            "LANTERN k 63, delta 0.3, paper's redraw",
+            m.Lantern(eagle, top_k, delta=0.3, **lantern | {"neighbours": 63}),
+        ),
+        Case("LANTERN++ k 10, lambda 2, as published", m.LanternPP(eagle, tree, redraw="paper")),
         Case("Cool-SD delta 1.1, as published", m.CoolSD(eagle, tree, delta=1.1, decay=0.7, floor=False)),
         Case("Cool-SD delta 2, as published", m.CoolSD(eagle, tree, delta=2.0, decay=0.7, floor=False)),
         Case(
-            "VVS every 4th, as published", m.VVS(eagle, rule=r.Lantern(delta=0.2, **lantern), interval=4, refresh=False)
+            "VVS every 4th, as published",
+            m.VVS(eagle, top_k, rule=r.Lantern(delta=0.2, **lantern), interval=4, refresh=False),
         ),
         Case(
-            "VVS every 2nd, as published", m.VVS(eagle, rule=r.Lantern(delta=0.1, **lantern), interval=2, refresh=False)
+            "VVS every 2nd, as published",
+            m.VVS(eagle, top_k, rule=r.Lantern(delta=0.1, **lantern), interval=2, refresh=False),
         ),
         Case(
             "SJD++ reuse (paper), window 96",
@@ -93,7 +103,7 @@ def defaults(eagle) -> list[Case]:
     m, r = specar.methods, specar.rules
     return [
         Case("SJD coupled, entropy rule, w32", m.SJD(window=32, rule=r.Entropy())),
-        Case("VVS every 4th, EAGLE-2", m.VVS(eagle)),
+        Case("VVS every 4th, EAGLE-2", m.VVS(eagle, specar.structures.Dynamic())),
     ]
 
 

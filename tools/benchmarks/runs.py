@@ -62,7 +62,8 @@ def chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
 
 
 def drafter_cases(eagle, small) -> list[Case]:
-    """Every method and rule that needs a drafter, each on the structure of its paper unless named otherwise."""
+    """Every method and rule that needs a drafter, each on the structure of its paper unless named otherwise (auto: the
+    one that pays)."""
     m, s, r = specar.methods, specar.structures, specar.rules
     tree, top_k = s.Static("lantern_57"), s.Dynamic()
     return [
@@ -74,23 +75,30 @@ def drafter_cases(eagle, small) -> list[Case]:
         Case("EAGLE-1, 25 drafts", m.DraftTree(eagle, s.Static("eagle_25"))),
         Case("EAGLE-1, 57 drafts", m.DraftTree(eagle, tree)),
         Case("EAGLE-2", m.DraftTree(eagle, top_k)),
-        Case("ADT-Tree", m.ADTTree(eagle)),
-        Case("LANTERN delta 0.1", m.Lantern(eagle, delta=0.1)),
-        Case("LANTERN delta 0.3", m.Lantern(eagle, delta=0.3)),
-        Case("ADT-Tree, LANTERN delta 0.3", m.ADTTree(eagle, r.Lantern(delta=0.3))),
-        Case("LANTERN++ k 10, lambda 2", m.LanternPP(eagle)),
+        Case("ADT-Tree", m.ADTTree(eagle, pays=False)),
+        Case("LANTERN delta 0.1", m.Lantern(eagle, top_k, delta=0.1)),
+        Case("LANTERN delta 0.3", m.Lantern(eagle, top_k, delta=0.3)),
+        Case("ADT-Tree, LANTERN delta 0.3", m.ADTTree(eagle, r.Lantern(delta=0.3), pays=False)),
+        Case("LANTERN++ k 10, lambda 2", m.LanternPP(eagle, tree)),
         Case("UniformRSD delta 1.1", m.DraftTree(eagle, tree, r.UniformRSD(1.1))),
         Case("UniformRSD delta 2", m.DraftTree(eagle, tree, r.UniformRSD(2.0))),
         Case("Cool-SD delta 1.1", m.CoolSD(eagle, tree, delta=1.1)),
         Case("Cool-SD delta 2", m.CoolSD(eagle, tree, delta=2.0)),
         Case("grouped", m.DraftTree(eagle, tree, r.Grouped())),
         Case("TV-metered 0.05", m.DraftTree(eagle, tree, r.TVMetered(0.05))),
-        Case("VVS every 4th, LANTERN delta 0.3", m.VVS(eagle, rule=r.Lantern(delta=0.3), interval=4)),
+        Case("VVS every 4th, LANTERN delta 0.3", m.VVS(eagle, top_k, rule=r.Lantern(delta=0.3), interval=4)),
         Case(
             "VVS dynamic 0.7, LANTERN delta 0.3",
-            m.VVS(eagle, rule=r.Lantern(delta=0.3), schedule="dynamic", threshold=0.7),
+            m.VVS(eagle, top_k, rule=r.Lantern(delta=0.3), schedule="dynamic", threshold=0.7),
         ),
         Case("VVS every 4th, EAGLE-1", m.VVS(eagle, tree, r.Exact(), interval=4, path="first")),
         Case("VVS every 3rd, Cool-SD delta 1.1", m.VVS(eagle, tree, r.CoolSD(), interval=3, path="first")),
+        Case("EAGLE, auto", m.DraftTree(eagle)),
+        Case("small model, auto", m.DraftTree(small)),
+        Case("ADT-Tree, auto", m.ADTTree(eagle)),
+        Case("LANTERN delta 0.3, auto", m.Lantern(eagle, delta=0.3)),
+        Case("LANTERN++ k 10, lambda 2, auto", m.LanternPP(eagle)),
+        Case("Cool-SD delta 1.1, auto", m.CoolSD(eagle, delta=1.1)),
+        Case("VVS every 4th, LANTERN delta 0.3, auto", m.VVS(eagle, rule=r.Lantern(delta=0.3), interval=4)),
         Case("SJD coupled, Cool-SD delta 2, w32", m.SJD(window=32, rule=r.CoolSD(2.0))),
     ]

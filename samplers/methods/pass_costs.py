@@ -1,0 +1,177 @@
+"""What passes of a model and its drafter cost on this machine, by the tokens they are fed: measured in a run, once.
+
+A measured pass is one of the run's own, after its prompt and prefix were read, whose tokens are not committed: it
+leaves no trace in the run, and needs no memory that the run has not. Random numbers are functions of seed, position and
+round, so none is used up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...kernels.graphs import Graphs
+from ..constants import counting
+from ..contract import StepOut
+from ..drafts.costs import PassCosts
+from ..drafts.growing import Drafting, Root, grow_sampled
+from ..drafts.trees import Tree, shape_of
+from .rounds import Observed, Round
+
+if TYPE_CHECKING:
+    from ..engine.run import Run
+
+WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
+FRONTIERS = (1, 4, 16)
+OBSERVED = 3  # tokens of a round
+TRIES = 3  # of each pass at least, in turns; the least counts
+MOST_TRIES = 8
+LONG = 0.3  # seconds of further tries
+SLOW = 0.1  # seconds: a pass that takes longer is tried once
+MOST = 3.5  # times the narrowest pass: wider ones than the first that costs as much are not measured
+
+Step = Callable[[Tensor], Any]  # of the committed tokens [B]
+clock = time.perf_counter
+_known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, PassCosts]]] = WeakKeyDictionary()
+
+
+def pass_costs(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: int, expansions: int) -> PassCosts:
+    """The costs for a run that has ``committed`` [B] tokens, predicted by ``out`` [R, 1, ...], and feeds at most
+    ``width`` tokens and expands ``expansions`` drafts.
+
+    Measured if they are not known of this model and drafter for such a run. graphs: those of its session; if these are
+    active, captured passes are measured.
+    """
+    known = _known.setdefault(run.model, WeakKeyDictionary()).setdefault(run.drafter, {})
+    shapes = out.logits.shape, run.layout.length, width, expansions, run.params.switches, graphs.active
+    key = (*shapes, type(run.method.rule), run.model.dtype, str(run.model.device), torch.get_num_threads())
+    if key not in known:
+        known[key] = measured(run, committed, out, graphs, width, expansions)
+    return known[key]
+
+
+def measured(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: int, expansions: int) -> PassCosts:
+    """Times all passes. See pass_costs()."""
+    own = type(graphs)(run.model.device)
+    own.active = graphs.active
+    middle = None if run.pads else (int(committed.max()) + run.layout.length) // 2 + width
+    run.model.set_attention_length(run.cache, middle)
+    assert run.drafter is not None
+    run.drafter.set_attention_length(run.memory, middle)
+    hidden = out.hidden.expand(-1, OBSERVED, -1)
+
+    def seconds(kind: str, steps: dict[int, Step], most: float = math.inf) -> list[tuple[int, float]]:
+        passes = [_captured(own, (kind, n), step, committed) for n, step in steps.items()]
+        return list(zip(steps, least_times(passes, run.model.device, 2 * own.active, most), strict=False))
+
+    target = seconds("target", {n: _target(run, n) for n in WIDTHS if n <= width}, MOST)
+    frontiers = [0, *(n for n in FRONTIERS if n <= expansions)]
+    (_, observe), *both = seconds("draft", {n: partial(_draft, run, hidden, n) for n in frontiers})
+    (_, verify), *_ = seconds("verify", {0: _verification(run, hidden, committed)})
+    own.forget()
+    return PassCosts.rounded(target, observe + verify, [(n, max(both - observe, 0.0)) for n, both in both])
+
+
+def _target(run: Run, width: int) -> Step:
+    """A pass over ``width`` tokens."""
+
+    def step(committed: Tensor) -> Tensor:
+        position, mask = _chain(committed, width)
+        return run.model.step(run.cache, torch.zeros_like(position), position, mask).logits
+
+    return step
+
+
+def _draft(run: Run, hidden: Tensor, frontier: int, committed: Tensor) -> Tree:
+    """A tree of one level, after the drafter's pass over the tokens of a round; or of ``frontier`` drafts with a child
+    each. The drafter keeps nothing."""
+    assert run.drafter is not None
+    position, _ = _chain(committed, OBSERVED)
+    token, none = torch.zeros_like(position), torch.zeros_like(committed)
+    out = run.drafter.observe(run.memory, token, position, hidden, none)
+    work = Drafting(run.drafter, run.memory, run.layout, run.params, run.model.vocab, run.stream, run.forcing)
+    first = tuple((rank,) for rank in range(max(frontier, 1)))
+    shape = shape_of((*first, *((*path, 0) for path in first[:frontier])))
+    return grow_sampled(work, Root(none, committed, out), shape, none[0])
+
+
+def _verification(run: Run, hidden: Tensor, committed: Tensor) -> Step:
+    """Verification of a small tree, and the record of it, which gets no token."""
+    tree = _draft(run, hidden, 1, committed)
+    position, mask = committed[:, None] + tree.depth, tree.tree_mask()
+    logits = run.model.step(run.cache, tree.token, position, mask).logits.clone()
+    none = torch.zeros_like(committed)
+    observed = Observed(tree.token, committed, none, hidden)  # of no interest here
+    state = Round(committed, none, observed, None, None, None, passes=none, index=none[0])
+
+    def step(committed: Tensor) -> Tensor:
+        verified, probs_after = run.method.accept(run, state, tree, logits, position)
+        run.method.record(run, state, tree, verified, torch.zeros_like(committed), probs_after)
+        return verified.token
+
+    return step
+
+
+def _chain(committed: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Positions [B, width] after the committed tokens, and the mask [B, width, width] of a chain."""
+    column = counting(width, committed.device)
+    return committed[:, None] + column, (column <= column[:, None]).expand(len(committed), -1, -1)
+
+
+def _captured(graphs: Graphs, key: Hashable, step: Step, committed: Tensor) -> Callable[[], Any]:
+    """A function that computes step(committed), captured by ``graphs`` if they are active."""
+    state: tuple[Tensor, Any] = committed, None
+
+    def call() -> None:
+        nonlocal state
+        state = graphs(key, lambda given: (given[0], step(given[0])), state)
+
+    return call
+
+
+def least_times(
+    passes: list[Callable[[], Any]], device: torch.device, warm_up: int = 0, most: float = math.inf
+) -> list[float]:
+    """The least seconds of each function, in turns (see TRIES); without those after the first that takes ``most`` times
+    as long as the first function."""
+    for each in passes:
+        for _ in range(warm_up):
+            each()
+    seconds: list[float] = []
+    for each in passes:
+        again = _seconds(each, device)
+        if seconds and again > most * seconds[0] or not seconds:  # a first call may prepare something
+            again = min(again, _seconds(each, device))
+        seconds.append(again)
+        if again > most * seconds[0]:
+            break
+    quick, began = [place for place, first in enumerate(seconds) if first < SLOW], clock()
+    for turn in range(1, MOST_TRIES):
+        if turn >= TRIES and clock() - began > LONG:
+            break
+        for place in quick:
+            seconds[place] = min(seconds[place], _seconds(passes[place], device))
+    return seconds
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    wait(device)
+    began = clock()
+    call()
+    wait(device)
+    return clock() - began
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

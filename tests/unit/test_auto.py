@@ -1,0 +1,323 @@
+"""Trees that pay: what they cost, what they expect, which is best, what is counted, and that none of it shows."""
+
+import gc
+from dataclasses import asdict, replace
+from itertools import combinations
+
+import comfyui_specar as specar
+import pytest
+import torch
+from comfyui_specar.reports.run_report import describe
+from comfyui_specar.samplers.drafts import auto
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.auto import RANKS, Auto, acceptance, acceptance_of, best_paths
+from comfyui_specar.samplers.drafts.costs import PassCosts, cost_of
+from comfyui_specar.samplers.drafts.structures import Static
+from comfyui_specar.samplers.drafts.trees import published
+from comfyui_specar.samplers.methods import pass_costs as measuring
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.rules.cool_sd import CoolSD
+from comfyui_specar.samplers.trace import Source
+
+from ..support.toy import ToyDrafter, ToyModel, plain, request
+
+LAYOUT = plain(2, 3)
+SMALL = Auto(nodes=12, depth=4)
+
+
+def linear(slope, drafter=0.1):
+    """Costs that rise by ``slope`` for every token."""
+    return PassCosts(((1, 1.0), (2, 1 + slope), (65, 1 + 64 * slope)), drafter, ((1, drafter), (64, drafter)))
+
+
+def draw(structure, batch=40, seed=0, model=None, noise=1.0, **more):
+    model = model or ToyModel(LAYOUT)
+    drafter = ToyDrafter(model, noise=noise, stale="skipping" in more)
+    return DraftTree(drafter, structure, **more).sample(request(model, LAYOUT, batch=batch, seed=seed))
+
+
+# Which tree
+
+
+def test_costs_lie_on_the_lines_through_the_measured_points():
+    curve = ((1, 1.0), (3, 2.0), (9, 8.0))
+    assert [cost_of(curve, n) for n in (1, 2, 3, 6, 9, 12)] == [1, 1.5, 2, 5, 8, 11]
+    assert cost_of(((1, 0.5),), 7) == 0.5
+
+
+def test_costs_are_relative_to_a_token_s_and_rounded():
+    costs = PassCosts.rounded([(1, 2.0), (2, 2.02), (3, 9.0), (5, 4.1)], 0.2, [(1, 0.21), (4, 0.19)])
+    assert costs.target == ((1, 1.0), (2, 1.0), (3, 2.0), (5, 2.0))  # no wider pass is cheaper: 9 was disturbed
+    assert costs.round == 0.1051 and costs.expand == ((1, 0.0884), (4, 0.0884))
+    assert PassCosts.of({**asdict(costs), "target": [list(point) for point in costs.target]}) == costs
+
+
+def expected(paths, accepts):
+    """Tokens per round of a tree, from the definition."""
+    total = 1.0
+    for path in paths:
+        product = 1.0
+        for depth, rank in enumerate(path):
+            for sibling in range(rank):
+                product *= 1 - accepts[depth][sibling]
+            product *= accepts[depth][rank]
+        total += product
+    return total
+
+
+def rate_of(paths, accepts, costs):
+    """Tokens per cost, from the definition."""
+    inner = [len({path[:-1] for path in paths if len(path) == level + 1}) for level in range(1, 5)]
+    drafter = costs.round + sum(cost_of(costs.expand, n) for n in inner if n)
+    return expected(paths, accepts) / (cost_of(costs.target, 1 + len(paths)) + drafter)
+
+
+def closed(paths):
+    """Does a set of paths hold the parents and earlier siblings of its members?"""
+    return all(
+        not needed or needed[-1] < 0 or needed in paths
+        for path in paths
+        for needed in (path[:-1], (*path[:-1], path[-1] - 1))
+    )
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("first", [0.2, 0.6, 0.9])
+def test_the_tree_is_the_best_of_all(slope, first):
+    """All trees of up to 4 drafts and 3 levels are compared."""
+    accepts, costs = acceptance_of(first, 3), linear(slope)
+    names = [(a,) for a in range(4)]
+    names += [(*p, a) for p in names for a in range(3)]
+    names += [(*p, a) for p in names if len(p) == 2 for a in range(2)]
+    names = [p for p in names if sum(p) + len(p) <= 4]  # with the parents and siblings that it needs
+    trees = [set(c) for n in range(5) for c in combinations(names, n) if closed(set(c))]
+    best = max(rate_of(tree, accepts, costs) for tree in trees)
+    paths, tokens, rate = best_paths(accepts, costs, 4)
+    assert closed(set(paths)) and len(paths) <= 4
+    assert tokens == pytest.approx(expected(paths, accepts)) and rate == pytest.approx(rate_of(paths, accepts, costs))
+    assert rate == pytest.approx(best)
+
+
+def test_the_size_follows_the_cost():
+    """Where a pass costs the same at any width, many drafts; where it does not, a short chain or nothing."""
+    wide, chain, nothing = (best_paths(acceptance_of(0.7, 8), linear(slope), 64)[0] for slope in (0, 0.2, 2))
+    assert len(wide) >= 50
+    assert 1 <= len(chain) <= 4 and all(path == (0,) * len(path) for path in chain)
+    assert nothing == ()
+
+
+def test_the_size_follows_the_acceptance():
+    depths = [max(map(len, best_paths(acceptance_of(a, 8), linear(0.05), 64)[0])) for a in (0.3, 0.6, 0.9)]
+    assert depths == sorted(depths) and depths[0] < depths[-1]
+
+
+def test_better_than_the_published_trees_where_passes_grow():
+    costs, accepts = linear(0.05, 0.07), acceptance_of(0.7, 8)
+    for name in ("eagle_25", "lantern_57"):
+        assert best_paths(accepts, costs, 64)[2] > rate_of(published(name), accepts, costs)
+
+
+# What is counted
+
+
+def test_counts_are_those_of_the_trace():
+    """Of a run whose rounds all have the same tree; without forgetting."""
+    model = ToyModel(LAYOUT)
+    tree = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+    seen = []
+
+    class Watching(Static):
+        def learn(self, history, plan, tree, verified, before, after, accepted, update):
+            seen.append(auto.counted(verified, accepted, update, 3))
+
+    result = draw(Watching(tree.tree), batch=300, model=model)
+    tests, hits = sum(seen)
+    positions = result.trace.positions
+    taken = (positions["source"] == Source.ACCEPTED) & (positions["depth"] > 0)
+    for level in range(2):
+        tested = positions["depth"] == level + 1
+        for rank in range(2):
+            # Of a round's last token the recorded test is that of its position, so all tests are there.
+            assert int(hits[level, rank]) == int((tested & taken & (positions["rank"] == rank)).sum())
+            assert int(tests[level, rank]) == int((tested & (positions["rank"] >= rank)).sum())
+    assert not tests[2].any() and not tests[:, 2:].any()
+
+
+def test_acceptance_starts_at_a_guess_and_approaches_the_counts():
+    nothing = [0.0] * (3 * RANKS)
+    start = acceptance(nothing, nothing, 3)
+    assert start == acceptance_of(auto.FIRST, 3) and all(list(row) == sorted(row, reverse=True) for row in start)
+    tests, hits = list(nothing), list(nothing)
+    tests[0], hits[0] = 1000.0, 200.0
+    learnt = acceptance(tests, hits, 3)
+    assert learnt[0][0] == pytest.approx(0.2, abs=0.03)
+    assert learnt[2][0] < start[2][0] and learnt[0][1] <= learnt[0][0]  # neighbours in the table follow
+
+
+def test_trees_adapt_to_the_drafter():
+    """A drafter that is the target gets deeper trees than one that knows nothing, in a long image."""
+    layout = plain(1, 9)
+    model = ToyModel(layout, memory=1)
+    depth = {}
+    for noise in (0.0, 8.0):
+        method = DraftTree(ToyDrafter(model, noise=noise), replace(SMALL, costs=linear(0.2)))
+        rounds = method.sample(request(model, layout, batch=30)).trace.rounds
+        depth[noise] = float(rounds["depth"][1:].float().mean())
+    assert depth[0.0] >= depth[8.0]
+
+
+def test_forgotten_rejections_let_drafts_be_tried_again():
+    structure = Auto(costs=linear(0.3))
+    counts = structure.start(1, LAYOUT, torch.device("cpu"))
+    bad = counts.values.clone()
+    bad[0] = 30.0
+    history = auto.Counts(bad)
+    assert structure.shape(tuple(structure.extent(history, None, None).tolist())) == ()
+    for _ in range(8 * auto.MEMORY):
+        history = auto.Counts(history.values * (1 - 1 / auto.MEMORY))
+    assert structure.shape(tuple(structure.extent(history, None, None).tolist())) == structure.shape(())
+
+
+# Runs
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.1, 5.0])
+def test_the_same_costs_and_seed_give_the_same_image(slope):
+    structure = replace(SMALL, costs=linear(slope))
+    one, two = draw(structure), draw(structure)
+    assert torch.equal(one.tokens, two.tokens)
+    assert one.trace.settings["structure"]["costs"] == asdict(structure.costs)
+    again = Auto(**{k: v for k, v in one.trace.settings["structure"].items() if k != "kind"})
+    assert again == structure and torch.equal(draw(again).tokens, one.tokens)
+    assert bool(one.trace.rounds["nodes"].any()) == (slope < 1)
+
+
+def test_where_drafts_do_not_pay_nothing_is_said_of_a_broken_drafter(caplog):
+    draw(replace(SMALL, costs=linear(5.0)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rule": CoolSD(2.0)},
+        {"skipping": Skipping(interval=2, guard=0)},
+        {"skipping": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("slope", [0.0, 0.1, 5.0])
+def test_every_rule_and_schedule_runs_on_it(slope, more):
+    result = draw(replace(SMALL, costs=linear(slope)), **more)
+    assert result.tokens.shape == (40, 6) and (result.tokens < 3).all()
+
+
+# Measuring
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """A clock that a pass moves on by its cost, ``slope`` per token: the times at which passes were made."""
+    now, passes = [0.0], []
+
+    class Machine:
+        slope = 0.0
+
+    real = ToyModel.step
+
+    def step(self, state, tokens, positions, tree_mask=None, uncommitted=0):
+        now[0] += (1e-3 if self.__dict__.get("large") else 1e-4) * (1 + Machine.slope * tokens.shape[1])
+        passes.append(tokens.shape[1])
+        return real(self, state, tokens, positions, tree_mask, uncommitted)
+
+    monkeypatch.setattr(ToyModel, "step", step)
+    monkeypatch.setattr(measuring, "clock", lambda: now[0])
+    Machine.passes = passes
+    return Machine
+
+
+def large():
+    model = ToyModel(LAYOUT, memory=1)
+    model.large = True
+    return model
+
+
+def first_round(result):
+    return int(result.trace.rounds["width"][1]) - 1
+
+
+@pytest.mark.parametrize(("slope", "fewest", "most"), [(0.0, 50, 64), (1.0, 0, 3)])
+def test_measured_costs_choose_the_tree(ticks, slope, fewest, most):
+    ticks.slope = slope
+    assert fewest <= first_round(draw(Auto(), model=large(), noise=0)) <= most
+
+
+def test_a_second_run_measures_nothing(ticks):
+    model = large()
+    drafter = ToyDrafter(model)
+    counts = []
+    for _ in range(2):
+        ticks.passes.clear()
+        DraftTree(drafter, SMALL).sample(request(model, LAYOUT, batch=2))
+        counts.append(len(ticks.passes))
+    assert counts[0] > counts[1]
+    ticks.passes.clear()
+    DraftTree(drafter, replace(SMALL, costs=linear(0.1))).sample(request(model, LAYOUT, batch=2))
+    assert len(ticks.passes) < counts[0]
+
+
+def test_a_model_that_is_gone_is_forgotten():
+    before = len(measuring._known)
+    draw(SMALL)
+    gc.collect()
+    assert len(measuring._known) <= before
+
+
+def test_measuring_leaves_the_image_as_it_is():
+    """The costs of a run, given to the next: the same image, which did not measure."""
+    for method in ({}, {"skipping": Skipping(interval=2, guard=0)}):
+        measured = draw(SMALL, **method)
+        given = draw(replace(SMALL, costs=measured.trace.settings["structure"]["costs"]), **method)
+        assert torch.equal(measured.tokens, given.tokens)
+
+
+def test_measuring_leaves_the_caches_of_a_model_as_they_are():
+    model = specar.load_model(specar.bundled("default"))
+    drafter = specar.load_drafter(specar.bundled("default/eagle"), model)
+    prompt = model.encode_prompt("heart")
+    method = specar.methods.DraftTree(drafter)
+    one = specar.sample(model, prompt, method, seed=3)
+    costs = one.trace.settings["structure"]["costs"]
+    two = specar.sample(model, prompt, specar.methods.DraftTree(drafter, Auto(costs=costs)), seed=3)
+    assert torch.equal(one.tokens, two.tokens)
+
+
+# ADT-Tree within what pays
+
+
+def test_bounds_of_adt_tree_follow_the_cost():
+    flat, steep = (ADTTree(pays=True).fitted(linear(slope)) for slope in (0, 0.3))
+    for one in (flat, steep):
+        one.check()
+        assert not one.pays
+    assert flat.nodes >= 50 and steep.nodes <= 6 and steep.depths[1] <= 6
+    assert steep.describe()["nodes"] == steep.nodes
+    ADTTree(pays=True).fitted(linear(5)).check()
+
+
+def test_adt_tree_runs_within_measured_bounds():
+    trace = draw(ADTTree(pays=True)).trace
+    bounds = trace.settings["structure"]
+    assert int(trace.rounds["nodes"].max()) <= bounds["nodes"]
+    assert int(trace.rounds["depth"].max()) <= bounds["depths"][1]
+
+
+def test_a_report_says_what_was_expected():
+    trace = draw(replace(SMALL, costs=linear(0.1)), batch=3).trace
+    summary, rounds = trace.summary(), trace.rounds
+    assert len(rounds["expected"]) == len(rounds["width"]) and rounds["expected"][0] == 1
+    assert 1 < summary["expected_length"] <= 1 + SMALL.depth
+    assert 0 < summary["mean_nodes"] <= SMALL.nodes
+    assert f"{summary['expected_length']:.2f} per pass" in describe(trace)
+    assert "expected_length" not in draw(Static(((0,),)), batch=3).trace.summary()
