@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels.graphs import Graphs
 from ..constants import counting
@@ -39,22 +38,28 @@ MOST = 3.5  # times the narrowest pass: wider ones than the first that costs as 
 
 Step = Callable[[Tensor], Any]  # of the committed tokens [B]
 clock = time.perf_counter
-_known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Hashable, PassCosts]]] = WeakKeyDictionary()
+_known: dict[Hashable, PassCosts] = {}
 
 
 def pass_costs(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: int, expansions: int) -> PassCosts:
     """The costs for a run that has ``committed`` [B] tokens, predicted by ``out`` [R, 1, ...], and feeds at most
     ``width`` tokens and expands ``expansions`` drafts.
 
-    Measured if they are not known of this model and drafter for such a run. graphs: those of its session; if these are
-    active, captured passes are measured.
+    Measured if they are not known of such a run, so that a model that is loaded again has the costs, and the images, of
+    before. graphs: those of its session; if these are active, captured passes are measured.
     """
-    known = _known.setdefault(run.model, WeakKeyDictionary()).setdefault(run.drafter, {})
+    assert run.drafter is not None
+    weights = weights_of(run.model), weights_of(run.drafter.module)
     shapes = out.logits.shape, run.layout.length, width, expansions, run.params.switches, graphs.active
-    key = (*shapes, type(run.method.rule), run.model.dtype, str(run.model.device), torch.get_num_threads())
-    if key not in known:
-        known[key] = measured(run, committed, out, graphs, width, expansions)
-    return known[key]
+    key = (*weights, *shapes, type(run.method.rule), str(run.model.device), torch.get_num_threads())
+    if key not in _known:
+        _known[key] = measured(run, committed, out, graphs, width, expansions)
+    return _known[key]
+
+
+def weights_of(model: Any) -> Hashable:
+    """Sizes and dtypes of a model's weights, on which the cost of its passes depends; of a toy the model itself."""
+    return tuple((p.shape, p.dtype) for p in model.parameters()) if isinstance(model, nn.Module) else model
 
 
 def measured(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: int, expansions: int) -> PassCosts:

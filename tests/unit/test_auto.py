@@ -1,6 +1,5 @@
 """Trees that pay: what they cost, what they expect, which is best, what is counted, and that none of it shows."""
 
-import gc
 from dataclasses import asdict, replace
 from itertools import combinations
 
@@ -267,11 +266,20 @@ def test_a_second_run_measures_nothing(ticks):
     assert len(ticks.passes) < counts[0]
 
 
-def test_a_model_that_is_gone_is_forgotten():
-    before = len(measuring._known)
-    draw(SMALL)
-    gc.collect()
-    assert len(measuring._known) <= before
+def test_a_model_that_is_loaded_again_has_the_costs_of_before(monkeypatch):
+    def image(seed, **loading):
+        model = specar.load_model(specar.bundled("default"), **loading)
+        method = specar.methods.DraftTree(specar.load_drafter(specar.bundled("default/eagle"), model))
+        beginning = model.layout().beginning(24)
+        return method.sample(model.request(model.encode_prompt("heart"), seed=seed, layout=beginning)).tokens
+
+    monkeypatch.setattr(measuring, "_known", {})
+    one = image(3)
+    measured, again = measuring.measured, []
+    monkeypatch.setattr(measuring, "measured", lambda *given: again.append(given) or measured(*given))
+    assert torch.equal(image(3), one) and not again
+    image(3, dtype=torch.bfloat16)
+    assert len(again) == 1, "another dtype has other costs"
 
 
 def test_measuring_leaves_the_image_as_it_is():
