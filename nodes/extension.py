@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from ..samplers.methods import pass_costs
 from . import (
     continuous,
     diagnostics,
@@ -22,9 +23,11 @@ from . import (
 )
 from .checks import checked
 from .comfy_runtime import folders
+from .comfy_runtime.kept_costs import kept_costs
 
 folders.register_folders()
 folders.set_mmap()
+pass_costs.known = kept_costs()
 
 
 def node_classes() -> list[type[io.ComfyNode]]:

@@ -7,9 +7,11 @@ round, so none is used up.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import platform
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +40,7 @@ MOST = 3.5  # times the narrowest pass: wider ones than the first that costs as 
 
 Step = Callable[[Tensor], Any]  # of the committed tokens [B]
 clock = time.perf_counter
-_known: dict[Hashable, PassCosts] = {}
+known: MutableMapping[str, PassCosts] = {}  # by a digest of what they depend on; ComfyUI's nodes keep them in a file
 
 
 def pass_costs(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: int, expansions: int) -> PassCosts:
@@ -49,17 +51,19 @@ def pass_costs(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width:
     before. graphs: those of its session; if these are active, captured passes are measured.
     """
     assert run.drafter is not None
+    device = torch.cuda.get_device_name(run.model.device) if run.model.device.type == "cuda" else str(run.model.device)
+    machine = platform.node(), device, torch.get_num_threads(), torch.__version__
     weights = weights_of(run.model), weights_of(run.drafter.module)
-    shapes = out.logits.shape, run.layout.length, width, expansions, run.params.switches, graphs.active
-    key = (*weights, *shapes, type(run.method.rule), str(run.model.device), torch.get_num_threads())
-    if key not in _known:
-        _known[key] = measured(run, committed, out, graphs, width, expansions)
-    return _known[key]
+    shapes = tuple(out.logits.shape), run.layout.length, width, expansions, run.params.switches, graphs.active
+    key = hashlib.sha256(repr((machine, weights, shapes, run.method.rule.name)).encode()).hexdigest()[:16]
+    if key not in known:
+        known[key] = measured(run, committed, out, graphs, width, expansions)
+    return known[key]
 
 
-def weights_of(model: Any) -> Hashable:
+def weights_of(model: Any) -> Any:
     """Sizes and dtypes of a model's weights, on which the cost of its passes depends; of a toy the model itself."""
-    return tuple((p.shape, p.dtype) for p in model.parameters()) if isinstance(model, nn.Module) else model
+    return [(*p.shape, p.dtype) for p in model.parameters()] if isinstance(model, nn.Module) else model
 
 
 def measured(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: int, expansions: int) -> PassCosts:

@@ -41,15 +41,19 @@ def test_rules_reach_the_sampler_and_mark_what_they_let_pass(name, method, sampl
 
 
 def test_the_mask_of_a_rule_says_where_it_counts(sample, rule):
-    exact, _ = sample("DraftTree", batch=4)
+    exact, _ = sample("DraftTree", structure=tree_samplers.STATIC, batch=4)
     lenient = {"delta": 100.0}
-    everywhere, _ = sample("DraftTree", batch=4, rule=rule("UniformRSD", **lenient))
+    everywhere, _ = sample("DraftTree", structure=tree_samplers.STATIC, batch=4, rule=rule("UniformRSD", **lenient))
     assert not torch.equal(exact["ar_tokens"], everywhere["ar_tokens"])
     nowhere = rule("UniformRSD", **lenient, where=torch.zeros(1, 7, 5))
-    assert torch.equal(sample("DraftTree", batch=4, rule=nowhere)[0]["ar_tokens"], exact["ar_tokens"])
+    assert torch.equal(
+        sample("DraftTree", structure=tree_samplers.STATIC, batch=4, rule=nowhere)[0]["ar_tokens"], exact["ar_tokens"]
+    )
     lower = torch.zeros(64, 64)  # a MASK may come without a batch
     lower[32:] = 1
-    half, trace = sample("DraftTree", batch=4, rule=rule("UniformRSD", **lenient, where=lower))
+    half, trace = sample(
+        "DraftTree", structure=tree_samplers.STATIC, batch=4, rule=rule("UniformRSD", **lenient, where=lower)
+    )
     assert torch.equal(half["ar_tokens"][:, :2], exact["ar_tokens"][:, :2])
     relaxed = trace.grid("source") == Source.RELAXED
     assert relaxed[:, 2:].any() and not relaxed[:, :2].any()
@@ -59,11 +63,11 @@ def test_the_mask_of_a_rule_says_where_it_counts(sample, rule):
 def test_a_mask_per_image(sample, rule):
     where = torch.stack([torch.zeros(8, 8), torch.ones(8, 8)])
     chosen = rule("UniformRSD", delta=100.0, where=where)
-    exact, _ = sample("DraftTree", batch=2)
-    mixed, _ = sample("DraftTree", batch=2, rule=chosen)
+    exact, _ = sample("DraftTree", structure=tree_samplers.STATIC, batch=2)
+    mixed, _ = sample("DraftTree", structure=tree_samplers.STATIC, batch=2, rule=chosen)
     assert torch.equal(mixed["ar_tokens"][0], exact["ar_tokens"][0])
     with pytest.raises(ValueError, match="mask.* 2 masks.* 3"):
-        sample("DraftTree", batch=3, rule=chosen)
+        sample("DraftTree", structure=tree_samplers.STATIC, batch=3, rule=chosen)
 
 
 def test_vvs_skips(sample):

@@ -232,6 +232,7 @@ def ticks(monkeypatch):
 
     monkeypatch.setattr(ToyModel, "step", step)
     monkeypatch.setattr(measuring, "clock", lambda: now[0])
+    monkeypatch.setattr(measuring, "known", {})
     Machine.passes = passes
     return Machine
 
@@ -273,7 +274,7 @@ def test_a_model_that_is_loaded_again_has_the_costs_of_before(monkeypatch):
         beginning = model.layout().beginning(24)
         return method.sample(model.request(model.encode_prompt("heart"), seed=seed, layout=beginning)).tokens
 
-    monkeypatch.setattr(measuring, "_known", {})
+    monkeypatch.setattr(measuring, "known", {})
     one = image(3)
     measured, again = measuring.measured, []
     monkeypatch.setattr(measuring, "measured", lambda *given: again.append(given) or measured(*given))
