@@ -9,6 +9,7 @@ from torch import Tensor
 from .batch_invariant import padded_queries
 from .dispatch import Accelerated
 from .rotation import Norms, normalise, rotate
+from .sampling import readable
 
 FEW = 128  # tokens; torch's fused kernels are for longer prompts
 
@@ -92,7 +93,7 @@ def attend_int8(
 
 def store(buffer: Tensor, rows: Tensor, slots: Tensor, new: Tensor) -> None:
     """Write new [R, T, H, d] to slots [R, T] (int64) of buffer [R, H, N, d]; rows [R, 1] counts from 0."""
-    if buffer.device.type != "cpu" or torch.compiler.is_compiling():
+    if not readable(slots):
         buffer[rows, :, slots] = new
         return
     for row, at, values in zip(buffer, slots.tolist(), new.transpose(1, 2), strict=True):

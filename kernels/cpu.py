@@ -34,12 +34,14 @@ def linear(layer: nn.Module, x: Tensor, own_weights: bool = False) -> Tensor:
     A row's result does not depend on the others, except in fp32 where it has none. own_weights: the layer is an
     nn.Linear whose parameters may be used instead of calling it, and packed.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return layer(x)
+    if torch.is_grad_enabled():
         unpack(layer)
         return layer(x)
     outputs = len(layer.weight) if hasattr(layer, "weight") else type(layer)  # a model has one layer of such a class
     shape = x.dtype, x.shape[-1], outputs, getattr(layer, "bias", None) is None, torch.get_num_threads()
-    if own_weights and shape not in _refused and not layer.weight.requires_grad:  # which an optimiser may hold
+    if own_weights and packable(layer) and shape not in _refused:
         try:
             pack(layer)
             return in_blocks(partial(onednn, layer), x, ("packed", *shape))
@@ -63,6 +65,11 @@ def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, kind: Hashable) ->
 def onednn(layer: nn.Linear, rows: Tensor) -> Tensor:
     """layer(rows) for rows [M, inputs] and a packed weight."""
     return torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
+
+
+def packable(layer: nn.Linear) -> bool:
+    """May the weight of a layer be replaced? An optimiser may hold one that is trained."""
+    return not layer.weight.requires_grad
 
 
 def pack(layer: nn.Linear) -> None:

@@ -344,7 +344,8 @@ class DiscreteModel(Prompted):
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class), and of
         the copy in which a layer reads caches in int8. dtype and int8_cache: None: this model's."""
         config, itemsize = self.backbone.config, (dtype or self.dtype).itemsize
-        slots = slots_of(prompt or getattr(self.prefix, "slots", 1), layout.length + slack)
+        prompt = prompt or getattr(self.prefix, "slots", 1)
+        slots = slots_of(prompt, layout.length + slack, dtype or self.dtype, self.device)
         vectors = 2 * batch * (1 + guided) * slots * config.cached_heads  # per layer
         wide = vectors * config.head_dim * itemsize
         if self.int8_cache if int8_cache is None else int8_cache:
@@ -391,7 +392,7 @@ class DiscreteModel(Prompted):
             config.layers,
             len(x),
             config.cached_heads,
-            slots_of(longest, places),
+            slots_of(longest, places, self.dtype, self.device),
             config.head_dim,
             self.dtype,
             self.device,

@@ -26,12 +26,13 @@ def rounded(slots: int) -> int:
     return -(-slots // BUCKET) * BUCKET
 
 
-def slots_of(prompt: int, places: int) -> int:
+def slots_of(prompt: int, places: int, dtype: torch.dtype, device: torch.device) -> int:
     """Slots of a cache for a prompt of ``prompt`` tokens and ``places`` tokens after it.
 
-    Both are rounded up: prompts of 1 to 128 tokens lead to caches of one size, and to one set of graphs.
+    Both are rounded up: prompts of 1 to 128 tokens lead to caches of one size, and to one set of graphs. A whole cache
+    may be read, too.
     """
-    return rounded(prompt) + rounded(places)
+    return _read(rounded(prompt) + rounded(places), dtype, device)
 
 
 def _read(slots: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -117,8 +118,6 @@ class KVCache:
         narrow: bool = False,
     ) -> KVCache:
         """An empty cache of ``slots`` slots: ``into`` itself, emptied, if it has these sizes."""
-        if device.type == "cpu":
-            slots = batch_invariant.padded_length(slots, dtype)  # a whole cache may be read, too
         asked = (layers, rows, 2 * heads, slots, head_dim), dtype, device, narrow
         if into is None or (into.buffer.shape, into.dtype, into.buffer.device, into.scales is not None) != asked:
             return cls(layers, rows, heads, slots, head_dim, dtype, device, narrow)

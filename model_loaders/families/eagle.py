@@ -83,7 +83,7 @@ class EagleDrafter:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class)."""
         config = self.module.config
         pairs = self.prompt_pairs(prompt or getattr(self.model.prefix, "slots", 1))
-        slots = slots_of(pairs, layout.length + slack + 1)
+        slots = slots_of(pairs, layout.length + slack + 1, self.dtype, self.device)
         return 2 * batch * (1 + guided) * slots * config.cached_heads * config.head_dim * self.dtype.itemsize
 
     def start(
@@ -121,7 +121,7 @@ class EagleDrafter:
             1,
             len(hidden),
             config.cached_heads,
-            slots_of(longest, places),
+            slots_of(longest, places, self.dtype, self.device),
             config.head_dim,
             self.dtype,
             self.device,

@@ -91,7 +91,7 @@ def grow_sampled(work: Drafting, root: Root, shape: Shape, round_index: Tensor) 
             draft_probs.append(q)
     token, exists, probability = (torch.cat(parts, dim=1) for parts in zip(*drafts, strict=True))
     parent, at_depth, rank = (x.expand_as(token) for x in (buffers.parent, buffers.depth, buffers.rank))
-    most_siblings = max((max(level.rank) + 1 for level in shape), default=0)
+    most_siblings = max([0, *(max(level.rank) + 1 for level in shape)])
     return Tree(
         token,
         parent,

@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from comfyui_specar.kernels import cpu
 from comfyui_specar.kernels.graphs import leaves
 from comfyui_specar.samplers import constants
 from torch import Tensor
@@ -41,7 +43,7 @@ def fp64(bits: int | None = None, seed: int = 0) -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     _forget_constants()
     try:
-        with _Widening(bits, seed):
+        with patch.object(cpu, "packable", lambda layer: False), _Widening(bits, seed):
             yield
     finally:
         torch.set_default_dtype(default)
@@ -112,7 +114,7 @@ def _roundings(name: str, args: tuple) -> float:
 
 
 def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_mkldnn:  # a packed weight is unpacked first
         return value.double() if value.dtype == torch.float32 else value
     if isinstance(value, (tuple, list)):
         return type(value)(map(_widened, value))
@@ -120,7 +122,7 @@ def _widened(value: Any) -> Any:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return 0 if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
 
 
 def rounding_error(compute: Callable[[], Any], exact: Any) -> list[Tensor]:

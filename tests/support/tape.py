@@ -63,6 +63,8 @@ class Pool:
 
     def note(self, tensor: Tensor) -> Tensor:
         """A tensor at the same address, which keeps no block in use."""
+        if tensor.is_mkldnn:
+            return tensor
         if not tensor.numel():  # of no address
             return torch.empty_like(tensor)
         at = tensor.data_ptr() - self.begin
@@ -89,8 +91,10 @@ class Tape(TorchDispatchMode):
         if masks or any(read in name for read in READS):
             raise RuntimeError(f"the step reads a value on the host, or has a shape that depends on values: {name}")
         result, given = operation(*args, **kwargs), graphs.leaves((args, *kwargs.values()))
+        if any(t.is_mkldnn for t in graphs.leaves(result)):  # a CPU packs a weight, for good
+            return result
         if not operation._schema.name.startswith(CONSTANT):
-            before = {t.untyped_storage()._cdata for t in given}
+            before = {t.untyped_storage()._cdata for t in given if not t.is_mkldnn}
             result = graphs.mapped(
                 lambda t: t if t.untyped_storage()._cdata in before else self.pool.moved(t, name), result
             )

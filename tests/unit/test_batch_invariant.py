@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from comfyui_specar import api
 from comfyui_specar.kernels import batch_invariant
 from comfyui_specar.kernels.attention import additive, attend
-from comfyui_specar.models.cache import KVCache
+from comfyui_specar.models.cache import KVCache, slots_of
 from torch import nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,9 +73,10 @@ def test_the_fewest_queries_of_a_block_are_found_by_trying(monkeypatch, forgetfu
 
 
 def test_a_cache_has_a_length_that_can_be_read(fickle_attention):
-    cache = KVCache.of(1, 2, 3, 256, 8, torch.bfloat16, torch.device("cpu"))
+    slots = slots_of(1, 128, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache.of(1, 2, 3, slots, 8, torch.bfloat16, torch.device("cpu"))
     assert cache.capacity == cache.set_attention_length(None) == 384
-    assert KVCache.of(1, 2, 3, 256, 8, torch.bfloat16, torch.device("cpu"), into=cache) is cache
+    assert KVCache.of(1, 2, 3, slots, 8, torch.bfloat16, torch.device("cpu"), into=cache) is cache
     assert [cache.set_attention_length(n) for n in (100, 200, 500)] == [128, 384, 384]
 
 

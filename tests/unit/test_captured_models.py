@@ -123,7 +123,7 @@ def test_looking_no_further_than_promised_changes_nothing(models, name):
 def test_a_promise_is_rounded_up_and_ends_with_the_run(models):
     model = models["grid"]
     state = begin(model, "grid", 0)
-    capacity = 2 * BUCKET  # for up to 128 tokens of the prompt, and as many of the image
+    capacity = batch_invariant.padded_length(2 * BUCKET, torch.float32)  # up to 128 tokens of prompt and of image
     assert state.cache.capacity == capacity and state.longest == 9
     lengths = [model.set_attention_length(state, n) for n in (1, 23, 24, 500)]
     assert lengths == [batch_invariant.BUCKET, batch_invariant.BUCKET, 2 * batch_invariant.BUCKET, capacity]

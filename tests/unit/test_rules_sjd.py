@@ -188,7 +188,7 @@ def passes(step, rule, model):
 
 @pytest.mark.parametrize("rule", [CoolSD(2), Lantern(5, 0.3, "paper")], ids=str)
 def test_a_step_compiles_as_one_graph(model, rule, monkeypatch):
-    # Not what makes rows independent on a CPU: it is found by trying.
+    # Compiled code takes torch's own routines, whose last bits differ from those of others.
     monkeypatch.setattr(cpu, "linear", lambda layer, x, own_weights: layer(x))
     monkeypatch.setattr(attention, "padded_queries", lambda q, mask: (q, mask))
     torch.compiler.reset()
