@@ -8,9 +8,8 @@ layer's: memory holds it once.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Hashable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,6 @@ from torch import Tensor, nn
 from .batch_invariant import BLOCKS, invariant_rows, split
 
 ROWS = 32  # that oneDNN chooses the order for; others are multiplied about as fast
-BF16_ROWS, BF16_INPUTS, BF16_OUTPUTS = 34, 1024, 4096  # a window of 17 tokens with guidance, 4 million weights
-BF16_GAIN = 1.25  # the two kinds of processors are far apart (times 1.7 and more, times 0.3), so noise does not decide
-BF16_TRIES = 5
 
 log = logging.getLogger(__name__)
 
@@ -86,36 +82,3 @@ def unpack(module: nn.Module) -> None:
         if isinstance(layer, nn.Linear) and layer.weight.is_mkldnn:
             with torch.inference_mode(False), torch.no_grad():
                 layer.weight = nn.Parameter(layer.weight.to_dense(), requires_grad=False)
-
-
-@cache
-def bf16_is_faster() -> bool:
-    """Are products of a few rows at least ``BF16_GAIN`` times faster in bf16 than in fp32 on this CPU?
-
-    Processors with bf16 products (AMX, AVX512-BF16) multiply the rows of a window several times faster, and read half
-    as many bytes; others convert every number first and are slower. Measured once per process, with one thread, which
-    does not wait for others beside other programs.
-    """
-    threads, seconds = torch.get_num_threads(), {}
-    torch.set_num_threads(1)
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            layer = nn.utils.skip_init(nn.Linear, BF16_INPUTS, BF16_OUTPUTS, bias=False, dtype=dtype)
-            nn.init.ones_(layer.weight)  # no random numbers
-            run = partial(linear, layer, torch.ones(BF16_ROWS, BF16_INPUTS, dtype=dtype), own_weights=True)
-            with torch.inference_mode():
-                run()  # the first call packs
-                seconds[dtype] = shortest(run, BF16_TRIES)
-    finally:
-        torch.set_num_threads(threads)
-    return seconds[torch.float32] > BF16_GAIN * seconds[torch.bfloat16]
-
-
-def shortest(run: Callable[[], object], tries: int) -> float:
-    """Seconds of the shortest of several runs: what other programs do meanwhile hardly changes that."""
-    seconds = []
-    for _ in range(tries):
-        begun = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begun)
-    return min(seconds)

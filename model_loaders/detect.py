@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..kernels.cpu import bf16_is_faster
+from ..models.precision import bf16_is_faster
 from ..models.quantised import NARROW
 from .ar_model import DiscreteModel
 from .continuous_model import ContinuousBase

@@ -7,10 +7,10 @@ import shutil
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.kernels import cpu
 from comfyui_specar.model_loaders import detect
 from comfyui_specar.model_loaders.detect import missing_decoder
 from comfyui_specar.model_loaders.families import RELEASED_DECODERS
+from comfyui_specar.models import precision
 from safetensors.torch import load_file, save_file
 
 LOADERS = [  # node, widget, a file that is there
@@ -148,8 +148,8 @@ def test_the_trial_tells_the_faster_dtype(monkeypatch, slow, faster):
     def seconds(run, _tries):
         return 1.0 if getattr(run.args[1], "dtype", None) == slow else 0.1
 
-    monkeypatch.setattr(cpu, "shortest", seconds)
-    assert cpu.bf16_is_faster.__wrapped__() == faster
+    monkeypatch.setattr(precision, "shortest", seconds)
+    assert precision.bf16_is_faster.__wrapped__() == faster
 
 
 # Drafters

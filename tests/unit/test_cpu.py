@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_specar.kernels import cpu
-from comfyui_specar.models import products
+from comfyui_specar.models import precision, products
 from torch import nn
 
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 33, 36, 64, 65, 127, 128, 129, 140)
@@ -173,5 +173,5 @@ def test_a_layer_without_weights_is_called_in_blocks(fresh):
 
 def test_the_shortest_of_several_runs_counts(monkeypatch):
     times = iter([0.0, 3.0, 10.0, 11.0, 20.0, 22.0])
-    monkeypatch.setattr(cpu.time, "perf_counter", partial(next, times))
-    assert cpu.shortest(lambda: None, 3) == 1.0
+    monkeypatch.setattr(precision.time, "perf_counter", partial(next, times))
+    assert precision.shortest(lambda: None, 3) == 1.0

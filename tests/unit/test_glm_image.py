@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.kernels.cpu import unpack
 from comfyui_specar.model_loaders.detect import load_model, weight_file
 from comfyui_specar.model_loaders.families import glm_image
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
@@ -169,5 +170,6 @@ def test_rules_compare_codes_by_the_direction_of_their_vectors(tmp_path):
 def test_storage_in_8_bits_permutes_scales_with_rows(folder, model):
     """Rows of queries and keys are rounded where they were, and moved with their scales."""
     narrow = load(folder, storage=torch.int8).backbone.layers[1].attention.wqkv
+    unpack(model)
     weight, scale = quantise(model.backbone.layers[1].attention.wqkv.weight)
     assert torch.equal(narrow.weight, weight) and torch.equal(narrow.scale, scale)

@@ -9,6 +9,7 @@ from comfyui_specar import api
 from comfyui_specar.kernels import noise
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
 from comfyui_specar.samplers.contract import Request
+from comfyui_specar.samplers.drafts.structures import Static
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rng import Purpose, Stream
@@ -81,7 +82,7 @@ def test_the_bundled_model_generates_what_it_generates_on_the_cpu(storage):
         drafter = load_drafter(folder / "eagle", model)
         request = Request(model, model.encode_prompt(PROMPT), model.layout().beginning(32), model.defaults)
         with torch.inference_mode():
-            return [method.sample(request).tokens for method in (SJD(window=6), DraftTree(drafter))]
+            return [method.sample(request).tokens for method in (SJD(window=6), DraftTree(drafter, Static()))]
 
     wanted, found = both(drawn)
     assert all(map(same, found, wanted))

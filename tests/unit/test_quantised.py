@@ -5,6 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.kernels.cpu import unpack
 from comfyui_specar.kernels.linear import GROUP, widened
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
@@ -150,6 +151,7 @@ def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path)
     layout = narrow.layout()
     tokens = (torch.arange(layout.length)[None] if layout.lead else torch.arange(16).view(1, 4, 4)) % narrow.vocab
     before = whole.teacher_forced(prompt, tokens)
+    unpack(whole)
     for n, layer in layers.items():
         linear = whole.get_submodule(n)
         difference = (restored(layer) - linear.weight).abs()

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from ...kernels.cpu import unpack
 from ...model_loaders.ar_model import DiscreteModel
 from ...models.eagle import Eagle
 from ...models.prefix import CaptionPrefix
@@ -15,6 +16,7 @@ from .export import half, llamagen_tensors, save
 
 def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
     """``out``/config.json and model.safetensors (fp16) of a drafter of ``model``; both contain the settings."""
+    unpack(module)
     block = module.layer
     tensors = {"embed_tokens.weight": module.tok_embeddings.weight, "fc.weight": module.fc.weight}
     if module.fc.bias is not None:

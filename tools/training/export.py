@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ...kernels.cpu import unpack
 from ...models.backbone import Backbone, split_gates
 from ...models.kl_vae import KLModel
 from . import autoregressive, masked, tokenizer
@@ -90,6 +91,7 @@ def write_continuous(
 
 def llamagen_tensors(backbone: Backbone, prefix: nn.Module) -> dict[str, Tensor]:
     """The weights of a LlamaGen model under the names of the published files."""
+    unpack(backbone)
     names = prefix.state_dict().items()
     return split_gates(backbone.state_dict()) | {f"cls_embedding.{name}": tensor for name, tensor in names}
 

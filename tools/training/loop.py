@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...kernels.cpu import unpack
 from .muon import Muon, multiplies_bf16, split_parameters
 from .settings import Setting
 
@@ -36,6 +37,7 @@ class Average(Generic[M]):
 
     @torch.no_grad()
     def update(self, module: nn.Module, step: int) -> None:
+        unpack(self.module)  # it may have generated images
         decay = min(self.decay, (step + 1) / (step + 10))
         for mine, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
             mine.lerp_(theirs, 1.0 - decay)
