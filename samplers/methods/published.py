@@ -41,8 +41,9 @@ def cool_sd(drafter: Drafter, structure: Structure = Auto(), **rule: Any) -> Dra
 
 def adt_tree(drafter: Drafter, rule: AcceptanceRule = Exact(), **structure: Any) -> DraftTree:
     """ADT-Tree: depth and width of the tree follow acceptance nearby; settings of structures.ADTTree. Its bounds are
-    those that pay on the device at hand, unless any is given, or ``pays=False`` for the paper's."""
-    structure.setdefault("pays", not structure.keys() & {"depths", "widths", "nodes"})
+    those that pay on the device at hand, unless others are given, or ``pays=False`` for the paper's."""
+    bounds = structure.keys() & {"depths", "widths", "nodes"}
+    structure.setdefault("pays", all(structure[name] == getattr(ADTTree, name) for name in bounds))
     return DraftTree(drafter, ADTTree(**structure), rule, name="adt_tree")
 
 
