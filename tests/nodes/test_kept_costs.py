@@ -37,7 +37,7 @@ def test_a_file_that_is_no_such_file_is_replaced(tmp_path, caplog, content):
 
 
 def test_a_folder_that_takes_no_file_costs_nothing_but_a_measurement(tmp_path, caplog):
-    (tmp_path / "specar").write_text("a file where the folder should be")
+    (tmp_path / "specar").write_text("a file where the folder should be", encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         kept = KeptCosts(tmp_path / FILE)
         kept["a"] = ONE

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.kernels.cpu import unpack
 from comfyui_specar.samplers.drafts.guesses import Memory, Ring, first_guesses, neighbour_probs
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods import jacobi
@@ -122,8 +123,10 @@ def test_the_users_tensors_are_not_touched(model):
     prompt = model.encode_features(caption_features())
     layout = model.layout()
     features, forced = prompt[0][0].clone(), layout.forced.clone()
+    unpack(model)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     api.sample(model, prompt, SJD(4), layout=layout)
+    unpack(model)
     assert torch.equal(prompt[0][0], features) and torch.equal(layout.forced, forced)
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
 
