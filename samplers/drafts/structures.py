@@ -122,17 +122,7 @@ class _Fixed(Structure):
     def extent(self, history: None, plan: None, left: Tensor) -> None:
         return None
 
-    def learn(
-        self,
-        history: None,
-        plan: Plan,
-        tree: Tree,
-        verified: Verified | None,
-        before: Tensor,
-        after: Tensor,
-        accepted: Tensor,
-        update: Tensor,
-    ) -> None:
+    def learn(self, *round: Any) -> None:
         return None
 
 
