@@ -13,6 +13,7 @@ import torch
 from comfyui_specar.api import Output
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.pass_costs import wait
 from torch import Tensor, nn
 
 from .generate import counterpart, generate
@@ -83,12 +84,6 @@ class Staged:
 
     def set_attention_length(self, state: Any, tokens: int | None) -> int:
         return self._model.set_attention_length(state, None if tokens is None else self._stretch.behind + tokens)
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass
