@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ Conditioning = list  # ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar":
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Content of a CONDITIONING: features [1 or B, n, F] on the model's device, and the prompt they encode (None: it is
-    unknown)."""
+    """Content of a CONDITIONING: features [1 or B, n, F], and the prompt they encode (None: it is unknown)."""
 
     features: Tensor
     text: str | None
@@ -109,16 +108,19 @@ class Prompted(Placed):
         name: str,
         grid: tuple[int, int] | None = None,
     ) -> EncodedPrompt | None:
-        """The prompt of a CONDITIONING for ``batch`` images of ``grid`` (rows, cols); None for no negative prompt,
-        which an empty one is, too.
+        """The prompt of a CONDITIONING for ``batch`` images of ``grid`` (rows, cols), on the model's device; None for
+        no negative prompt, which an empty one is, too.
 
-        An EncodedPrompt is returned unchanged. A prompt whose template contains the image size is encoded again for
-        each grid, and so is a negative one with another template. Raises ValueError for a CONDITIONING of another
-        model, or one that was changed, TypeError for anything else.
+        Of an EncodedPrompt only the device changes: it may have been read before the model was moved. A prompt whose
+        template contains the image size is encoded again for each grid, and so is a negative one with another
+        template. Raises ValueError for a CONDITIONING of another model, or one that was changed, TypeError for anything
+        else.
         """
         negative = name == "negative"
-        if isinstance(conditioning, EncodedPrompt) or (negative and conditioning is None):
-            return conditioning
+        if isinstance(conditioning, EncodedPrompt):
+            return replace(conditioning, features=conditioning.features.to(self.device))
+        if negative and conditioning is None:
+            return None
         if not isinstance(conditioning, list):
             raise TypeError(
                 f"The {name} prompt is {conditioning!r}, but must be a CONDITIONING: that of CLIP Text "

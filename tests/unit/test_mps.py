@@ -10,6 +10,7 @@ from comfyui_specar.kernels import noise
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts.structures import Static
+from comfyui_specar.samplers.generate import generate
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rng import Purpose, Stream
@@ -129,6 +130,38 @@ DECODERS = {
     "movq": tiny_emu3.write_decoder,
     "cosmos": tiny_simplear.write_cosmos,
 }
+
+
+def moved(module):
+    """As ComfyUI moves a model to its device when a run begins."""
+    module.to(DEVICE).device = DEVICE
+
+
+@pytest.mark.parametrize("kind", ["discrete", "continuous"])
+def test_a_model_may_be_moved_after_its_prompts_were_read(kind, tmp_path):
+    def asked():
+        model = load_model(api.bundled("default") if kind == "discrete" else mar(tmp_path), "cpu", torch.float32)
+        batch, rows, cols = 1, *model.grid
+        kept = (torch.arange(rows * cols) % 3 == 0).view(1, rows, cols)
+        if kind == "discrete":
+            drafter = load_drafter(api.bundled("default/eagle"), model)
+            methods = [SJD(window=6), DraftTree(drafter, Static())]
+            kept, tokens, strength = kept, torch.ones_like(kept, dtype=torch.int64), kept.float()
+            prompts = model.encode_prompt(PROMPT), model.encode_prompt("blue")
+            request = model.request(*prompts, batch=batch, kept=kept, tokens=tokens, strength=strength, cfg=2.0)
+            return request, methods, (model, drafter.module)
+        methods = [api.methods.ContinuousSpeculative(model, length=3)]
+        request = model.request(model.encode_class(3), None, batch=batch, kept=kept, tokens=torch.ones(*kept.shape, 16))
+        return request, methods, (model,)
+
+    request, methods, _ = asked()
+    wanted = [generate(method, request).tokens for method in methods]
+    request, methods, modules = asked()
+    with metal():
+        for module in modules:
+            moved(module)
+        found = [generate(method, request).tokens for method in methods]
+    assert all(map(same, found, wanted))
 
 
 @pytest.mark.parametrize("name", DECODERS)
