@@ -16,7 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from . import switches
+from . import addresses, switches
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -41,7 +41,9 @@ class Accelerated(Generic[P, R]):
     @cached_property
     def kernel(self) -> Callable[P, R]:
         """The function that launches the Triton kernel."""
-        return getattr(import_module(f"{self.reference.__module__}_triton"), self.reference.__name__)
+        module = import_module(f"{self.reference.__module__}_triton")
+        addresses.prepare(module)
+        return getattr(module, self.reference.__name__)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]

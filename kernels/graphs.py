@@ -96,6 +96,7 @@ def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 _allowed = True
 _failed = False
+_kept: list[BaseException] = []  # errors of captures, and with them what these allocated
 
 
 def allow(allowed: bool) -> None:
@@ -129,6 +130,12 @@ def supports_graphs(device: torch.device) -> bool:
     HIP, which ROCm reports as ``cuda``, may end the process on a capture that CUDA refuses with an error.
     """
     return device.type == "cuda" and torch.version.hip is None
+
+
+def allocates_in_graphs(device: torch.device) -> bool:
+    """Is what a capture allocates a part of its graph? With cudaMallocAsync, ComfyUI's default on NVIDIA GPUs, it has
+    an address at once, but memory only while the graph runs."""
+    return supports_graphs(device) and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
 
 
 def capturable(device: torch.device) -> bool:
@@ -194,7 +201,7 @@ class Graphs:
         """
         if not self.active or key not in self._called:
             self._called.add(key)
-            return step(state)
+            return self._first(step, state) if self.active else step(state)
         try:
             captured = self._graphs.get(key)
             places = self._places(state) if captured is None else captured.places
@@ -208,12 +215,26 @@ class Graphs:
             self.active = False
             self.forget()
             give_up(str(error))
+            if allocates_in_graphs(self.device):  # torch ends the process when that is freed
+                _kept.append(error)
             return step(state)
 
     def forget(self) -> None:
         """Drop all graphs, and the memory of their intermediate results."""
         self._graphs, self._pool = {}, None
         self._called.clear()
+
+    def _first(self, step: Callable[[T], T], state: T) -> T:
+        """Call a step on the stream on which it will be captured. cuBLAS has a workspace for each stream: one that was
+        allocated during a capture would be the memory of that graph alone."""
+        if self.device.type != "cuda":
+            return step(state)
+        current, stream = torch.cuda.current_stream(self.device), capture_stream(self.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            after = step(state)
+        current.wait_stream(stream)
+        return after
 
     def _places(self, state: T) -> T:
         """Memory for a state of these shapes: that of another graph, or copies of its tensors."""
@@ -271,7 +292,7 @@ def end_allocation(device: torch.device, pool: Any) -> None:
 def return_memory(device: torch.device) -> None:
     """Give the GPU back what dropped graphs used. With cudaMallocAsync it stays in the driver's pool for graphs, which
     torch does not trim."""
-    if supports_graphs(device) and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+    if allocates_in_graphs(device):
         torch.cuda.synchronize(device)
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
         driver.cuDeviceGraphMemTrim(device.index)

@@ -180,19 +180,20 @@ def test_steps_are_captured_on_nvidias_gpus_alone_unless_that_is_switched_off(nv
 
 
 def test_every_gpu_captures_on_a_stream_of_its_own(nvidia, monkeypatch):
-    streams = []
+    streams, warm = [], []
 
     def capture(graph, pool=None, stream=None, capture_error_mode="global"):
-        streams.append(stream)
+        assert stream in warm, "libraries' workspaces for it would be memory of the graph"
+        streams.append(stream.place)
         return nullcontext()
 
     for name, stand_in in {
         "graph_pool_handle": object,
         "CUDAGraph": Mock,
-        "current_stream": object,
+        "current_stream": lambda device=None: Mock(),
         "graph": capture,
-        "stream": lambda stream: nullcontext(),
-        "Stream": lambda device: f"on {device}",
+        "stream": lambda stream: warm.append(stream) or nullcontext(),
+        "Stream": lambda device: Mock(place=f"on {device}"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     graphs.capture_stream.cache_clear()
@@ -266,7 +267,7 @@ def test_the_pool_hands_out_blocks_again():
 @pytest.mark.parametrize("ended", [False, True])
 def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, monkeypatch, caplog, end, ended):
     """torch up to 2.7 calls it otherwise. A capture that has ended, so that only its graph is missing, is refused."""
-    done, stream = [], "the current stream"
+    done = []
 
     def over(*where):
         if ended:
@@ -289,18 +290,22 @@ def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, mon
     for name, stand_in in {
         "graph_pool_handle": lambda: (0, 1),
         "CUDAGraph": Mock,
-        "current_stream": lambda: stream,
+        "current_stream": lambda device=None: Mock(),
         "graph": capture,
         "stream": nullcontext,
-        "Stream": Mock,
+        "Stream": lambda device: Mock(),
+        "get_allocator_backend": lambda: "cudaMallocAsync",
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    errors = []
+    monkeypatch.setattr(graphs, "_kept", errors)
     kept = Graphs(GPU)
     assert [kept("k", lambda x: x + 1, torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
     assert done == ([] if ended else [("over", 0, (0, 1)), ("released", 0, (0, 1))]), "twice would end the process"
     generator.graphsafe_set_state.assert_called_once_with("a state that is not captured")
     assert not kept.active and not Graphs(GPU).active
     assert caplog.text.count("CUDA graphs are off") == 1
+    assert len(errors) == 1, "freeing what they refer to would end the process"
 
 
 @pytest.mark.parametrize(("system", "library"), [("nt", "nvcuda.dll"), ("posix", "libcuda.so.1")])
