@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .linear_triton import in_order
 from .rotation import Norms
 
 AHEAD = tl.constexpr(4)  # parts loaded at once when they are combined
+MOST_HALVINGS = tl.constexpr(7)  # of 128 numbers to their sum
 NEW = tl.constexpr(16)  # keys normalised, rotated and stored at once: more need more registers
 TILE = 8192  # bytes of keys held at once: with queries, values and prefetched tiles, this fits every GPU
 
@@ -99,7 +99,7 @@ def attend_few(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
-        num_warps=4,
+        num_warps=2 if roomy and block_m == 16 else 4,  # two with 32 queries need more registers
         num_stages=3,
     )
     return out
@@ -188,25 +188,26 @@ def _attend(
         new = first + tl.arange(0, NEW)
         slot = tl.load(slots + row * slots_row + new * slots_token, new < count, 0)
         mine = (new < count) & (tl.minimum(slot // PART, tl.num_programs(2) - 1) == part)
-        key_norm = tl.zeros_like(new) if ONE_NORM else tl.zeros_like(new) + key_head
-        key = _rotated(
-            qkv + new * qkv_token + own_key * qkv_head,
-            factors + new * factors_token,
-            key_weight + key_norm * DIM,
-            key_bias + key_norm * DIM,
-            mine,
-            eps,
-            DIM,
-            HALVES,
-            NORMED,
-            CENTRED,
-            BLOCK_D,
-        )
-        there = mine[:, None] & (d < DIM)[None, :]
-        value = tl.load(qkv + new[:, None] * qkv_token + own_value * qkv_head + d[None, :], there)
-        place = slot[:, None] * buffer_slot + d[None, :]
-        tl.store(keys + place, key, there)
-        tl.store(values + place, value, there)
+        if tl.max(mine.to(tl.int32), 0) > 0:  # most parts get no new keys
+            key_norm = tl.zeros_like(new) if ONE_NORM else tl.zeros_like(new) + key_head
+            key = _rotated(
+                qkv + new * qkv_token + own_key * qkv_head,
+                factors + new * factors_token,
+                key_weight + key_norm * DIM,
+                key_bias + key_norm * DIM,
+                mine,
+                eps,
+                DIM,
+                HALVES,
+                NORMED,
+                CENTRED,
+                BLOCK_D,
+            )
+            there = mine[:, None] & (d < DIM)[None, :]
+            value = tl.load(qkv + new[:, None] * qkv_token + own_value * qkv_head + d[None, :], there)
+            place = slot[:, None] * buffer_slot + d[None, :]
+            tl.store(keys + place, key, there)
+            tl.store(values + place, value, there)
     tl.debug_barrier()  # other threads read what this one stored
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     masses = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -337,3 +338,14 @@ def _normalised(x, mean, shrink, weight, bias, d, there, NORMED: tl.constexpr, C
         if CENTRED:
             x += tl.load(bias[:, None] + d[None, :], there)
     return x
+
+
+@triton.jit
+def in_order(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """The sum over the last dimension of x [ROWS, DEPTH]: of pairs of neighbours, then of pairs of sums, and so on.
+    This order is fixed; that of tl.sum depends on the tile. DEPTH: a power of two, at most 2**MOST_HALVINGS."""
+    for _ in tl.static_range(MOST_HALVINGS):
+        if x.shape[1] > 1:
+            left, right = tl.split(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)))
+            x = left + right
+    return tl.reshape(x, (ROWS,))

@@ -5,22 +5,19 @@ the same instruction (mma.sync, whose result for a row does not depend on the ot
 most 32 rows: from 64 on, newer GPUs would use another instruction. More rows are more programs, which read the matrix
 from the GPU's cache. Programs share nothing, and nothing depends on timing.
 
-Tiles have 16 rows, the fewest that tensor cores multiply, or 32. Those of narrow weights have twice as many columns:
-then Triton gives every warp columns of its own, and no two warps widen the same weights.
+Tiles have 16 rows, the fewest that tensor cores multiply, or 32. A norm is a launch of its own: normalising rows in
+every tile of their product takes a GPU longer than all the rest.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .linear import GROUP, stored_as
 
-WIDE = 8192  # rows of a matrix that fill a GPU even with larger tiles, which read x less often
-MOST_HALVINGS = tl.constexpr(7)  # of 128 numbers to their sum
 STORED = {"int8": 1, "float8_e4m3fn": 2, "int4": 3}  # formats of linear.stored_as; 0: the dtype of x
 
 
@@ -35,17 +32,16 @@ def few_rows(
     residual: Tensor | None = None,
 ) -> Tensor:
     """See linear.few_rows."""
-    if norm is not None and x.dtype == torch.float16:  # in which x * norm may overflow before it is normalised
-        x, norm = F.rms_norm(x, norm.shape, norm, eps), None
+    x = x.contiguous() if norm is None else _normed(x.contiguous(), norm.contiguous(), eps)
     (count, inner), outer = x.shape, len(weight) // (1 + gate)
     out = x.new_empty(count, outer)
     stored = STORED.get(stored_as(weight), 0)
     rows = 16 if count <= 16 else 32
-    columns = 2 * rows if stored or gate or rows == 32 and len(weight) >= WIDE else rows
+    columns = 2 * rows
     few = triton.cdiv(count, rows)
-    given = (out if t is None else t.contiguous() for t in (scale, bias, norm, residual))  # unused if None
+    given = (out if t is None else t.contiguous() for t in (scale, bias, residual))  # unused if None
     _few_rows[(few * triton.cdiv(len(weight), columns),)](
-        x.contiguous(),
+        x,
         weight.view(torch.int8) if stored == 2 else weight,
         *given,
         out,
@@ -53,18 +49,16 @@ def few_rows(
         count,
         outer,
         inner,
-        eps,
         STORED=stored,
         GROUP=GROUP,
         SCALED=scale is not None,
         BIASED=bias is not None,
-        NORMED=norm is not None,
         GATED=gate,
         ADDED=residual is not None,
         ROWS=rows,
         COLUMNS=columns,
         DEPTH=32 if x.dtype == torch.float32 else 128,
-        num_warps=rows // 8,
+        num_warps=4,
         num_stages=2 if x.dtype == torch.float32 else 4 if rows == 16 else 3,
     )
     return out
@@ -76,19 +70,16 @@ def _few_rows(
     weight,
     scale,
     bias,
-    norm,
     residual,
     out,
     few,
     count,
     outer,
     inner,
-    eps,
     STORED: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
-    NORMED: tl.constexpr,
     GATED: tl.constexpr,
     ADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -109,24 +100,15 @@ def _few_rows(
     if GATED:
         wanted = column < 2 * outer
         column = column // 2 + column % 2 * outer
-    WIDTH: tl.constexpr = GROUP // 2 if STORED == 3 else DEPTH  # numbers of a row that are multiplied at once
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    squares = tl.zeros((ROWS, WIDTH), tl.float32)
     if STORED == 3:
-        total, squares = _in_groups(
-            x, weight, scale, norm, row, column, inner, there, wanted, total, squares, GROUP, NORMED, WIDTH
-        )
+        total = _in_groups(x, weight, scale, row, column, inner, there, wanted, total, GROUP)
     else:
         for start in range(0, inner, DEPTH):
             k = start + tl.arange(0, DEPTH)
             a = tl.load(x + row[:, None] * inner + k[None, :], there & (k < inner)[None, :], 0.0)
-            if NORMED:
-                squares += a.to(tl.float32) * a.to(tl.float32)
-                a = (a.to(tl.float32) * tl.load(norm + k, k < inner, 0.0).to(tl.float32)[None, :]).to(a.dtype)
             b = tl.load(weight + column[None, :] * inner + k[:, None], wanted[None, :] & (k < inner)[:, None], 0)
             total = tl.dot(a, _widened(b, a, STORED), total, input_precision="ieee")
-    if NORMED:
-        total *= tl.rsqrt(in_order(squares, ROWS, WIDTH) / inner + eps)[:, None]
     if STORED == 2:
         total *= 256
     if SCALED and STORED != 3:
@@ -154,24 +136,10 @@ def _widened(b, a, STORED: tl.constexpr):
 
 
 @triton.jit
-def _in_groups(
-    x,
-    weight,
-    scale,
-    norm,
-    row,
-    column,
-    inner,
-    there,
-    wanted,
-    total,
-    squares,
-    GROUP: tl.constexpr,
-    NORMED: tl.constexpr,
-    HALF: tl.constexpr,
-):
+def _in_groups(x, weight, scale, row, column, inner, there, wanted, total, GROUP: tl.constexpr):
     """The loop of _few_rows for groups of 4 bits, a group at a time: the products with the lower halves of its bytes,
-    then those with the upper halves, which are HALF numbers further on."""
+    then those with the upper halves, which are half a group further on."""
+    HALF: tl.constexpr = GROUP // 2
     groups = (inner + GROUP - 1) // GROUP
     for start in range(0, groups, 2):
         for more in tl.static_range(2):
@@ -184,20 +152,23 @@ def _in_groups(
             for half in tl.static_range(2):
                 k = group * GROUP + half * HALF + tl.arange(0, HALF)
                 a = tl.load(x + row[:, None] * inner + k[None, :], there & (k < inner)[None, :], 0.0)
-                if NORMED:
-                    squares += a.to(tl.float32) * a.to(tl.float32)
-                    a = (a.to(tl.float32) * tl.load(norm + k, k < inner, 0.0).to(tl.float32)[None, :]).to(a.dtype)
                 b = ((bits.to(tl.int32) >> 4 * half) & 15).to(tl.float32) * step + minimum
                 total = tl.dot(a, b.to(a.dtype), total, input_precision="ieee")
-    return total, squares
+    return total
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of the rows of x [M, K], each by a program of its own."""
+    out = torch.empty_like(x)
+    _rms_norm[(len(x),)](x, weight, out, x.shape[1], eps, BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=8)
+    return out
 
 
 @triton.jit
-def in_order(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """The sum over the last dimension of x [ROWS, DEPTH]: of pairs of neighbours, then of pairs of sums, and so on.
-    This order is fixed; that of tl.sum depends on the tile. DEPTH: a power of two, at most 2**MOST_HALVINGS."""
-    for _ in tl.static_range(MOST_HALVINGS):
-        if x.shape[1] > 1:
-            left, right = tl.split(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)))
-            x = left + right
-    return tl.reshape(x, (ROWS,))
+def _rms_norm(x, weight, out, inner, eps, BLOCK: tl.constexpr):
+    k = tl.arange(0, BLOCK)
+    place = tl.program_id(0) * inner + k
+    row = tl.load(x + place, k < inner, 0.0).to(tl.float32)
+    row *= tl.rsqrt(tl.sum(row * row, 0) / inner + eps)
+    row *= tl.load(weight + k, k < inner, 0.0).to(tl.float32)
+    tl.store(out + place, row.to(out.dtype.element_ty), k < inner)
