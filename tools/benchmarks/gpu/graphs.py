@@ -185,7 +185,7 @@ def of_an_image(contestant: Sampler, counted: Captures, dry: bool) -> dict[str, 
 
 def after_changes(whole: Subject, method: str, counted: Captures) -> Iterator[tuple[str, int]]:
     """What is captured after each change. Nothing begins or ceases to be filtered or guided by it."""
-    few = replace(whole.stretch, behind=whole.stretch.layout.length // 3, tokens=subjects.DRY_TOKENS)
+    few = replace(whole.stretch, behind=whole.stretch.layout.length // 3, tokens=subjects.FEW)
     base = replace(whole.params, cfg=4.0, temperature=0.9, top_k=50, top_p=0.9)
     contestant = replace(whole, stretch=few, params=base).sampler(method)
     [(features, *rest)] = contestant.conditioning
@@ -241,12 +241,14 @@ def run_failed(findings: Findings, **_options: object) -> None:
         called, captured, after = (case.sampler("sjd coupled w16") for _ in range(3))
         called.staged.sessions = Eager()
         wanted = called.output(SEED).tokens
-        before = free_memory(dry)
-        with failing():
-            row["same image"] = bool(torch.equal(captured.output(SEED).tokens, wanted))
-        captured.staged.sessions.clear()
-        row["kept, MiB"] = max(0, before - free_memory(dry)) / 2**20
-        row["says so"], graphs._failed = graphs._failed, False
+        free = []  # after two failures: the first one also loads libraries and kernels
+        for _ in range(2):
+            with failing():
+                row["same image"] = bool(torch.equal(captured.output(SEED).tokens, wanted))
+            captured.staged.sessions.clear()
+            free.append(free_memory(dry))
+            row["says so"], graphs._failed = graphs._failed, False
+        row["kept, MiB"] = max(0, free[0] - free[1]) / 2**20
         row["next capture, same image"] = bool(torch.equal(after.output(SEED).tokens, wanted)) and not graphs._failed
         graphs._failed = False
         if not row["same image"] or not row["says so"] or row["kept, MiB"] > KEPT / 2**20:
@@ -260,13 +262,16 @@ def run_unloading(findings: Findings, **_options: object) -> None:
     """Stage ``unloading``: what a run used is free when its model is gone."""
     dry = findings.dry
     with findings.listening(), captures(dry), findings.item(model="llamagen-xl") as row:
-        before = free_memory(dry)
-        case = subjects.random_subject("llamagen-xl", dry, FEW)
-        for method in ("sjd coupled w16", "chain of 5"):
-            case.sampler(method)(SEED)
-        row["used, MiB"] = max(0, before - free_memory(dry)) / 2**20
-        del case
-        row["kept, MiB"] = max(0, before - free_memory(dry)) / 2**20
+        free, used = [], 0
+        for _ in range(2):  # the first time also loads libraries and kernels
+            case = subjects.random_subject("llamagen-xl", dry, FEW)
+            for method in ("sjd coupled w16", "chain of 5"):
+                case.sampler(method)(SEED)
+            used = free_memory(dry)
+            del case
+            free.append(free_memory(dry))
+        row["used, MiB"] = max(0, free[-1] - used) / 2**20
+        row["kept, MiB"] = max(0, free[0] - free[1]) / 2**20
         if row["kept, MiB"] > KEPT / 2**20:
             findings.failure(f"{row['kept, MiB']:.0f} MiB are not given back when the model is gone")
     findings.content["summary"] = "; ".join(f"{row['kept, MiB']:.0f} MiB kept" for row in findings.rows)

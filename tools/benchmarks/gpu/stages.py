@@ -20,7 +20,7 @@ STARTING = 25.0  # seconds that a stage has in any case: importing torch and wak
 GRACE = 30.0  # seconds, or a third: a stage begins nothing new so long before it is ended
 NATIVE = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}  # what ComfyUI chooses on many systems
-LOG = 1500  # characters of a stage's last words
+LOG = 1500  # characters of a stage's first and last words
 OK, WARNING, CUT, FAILED, NOT_RUN = "ok", "warning", "cut off", "failed", "not run"
 
 
@@ -89,7 +89,8 @@ def process(stage: Stage, seconds: float, folder: Path, arguments: list[str], dr
         finally:
             end(child)
     found = json.loads(into.read_text(encoding="utf-8")) if into.is_file() else {}
-    words = log.read_text(errors="replace", encoding="utf-8")[-LOG:]
+    words = log.read_text(errors="replace", encoding="utf-8")
+    words = words if len(words) <= 2 * LOG else f"{words[:LOG]} ... {words[-LOG:]}"
     verdict, why = judged(found, code, seconds, words)
     return {
         "stage": stage.name,
@@ -112,6 +113,8 @@ def end(child: subprocess.Popen) -> None:
 
 def judged(found: dict[str, Any], code: int | None, seconds: float, words: str) -> tuple[str, str]:
     """Verdict on what a stage found, whose process ended with ``code`` (None: it was ended), and the reason."""
+    if code is not None and code < 0:  # by a signal, which is worse than whatever it found
+        return FAILED, f"its process ended with code {code} at: {found.get('at')}: {words.strip()}"
     if found.get("failures"):
         return FAILED, found["failures"][0]
     if code is None:
