@@ -27,10 +27,9 @@ def prepare(module: ModuleType) -> None:
 
 def prepare_kernel(kernel: Any) -> None:
     """See ``prepare``. kernel: a ``triton.runtime.JITFunction``."""
-    run = kernel.run
 
     def launch(*args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
-        compiled = run(*args, grid=grid, warmup=warmup or _without_memory(), **options)
+        compiled = type(kernel).run(kernel, *args, grid=grid, warmup=warmup or _without_memory(), **options)
         if not warmup and _without_memory():
             compiled[(*grid, 1, 1)[:3]](*(_address(value) for value in _arguments(kernel, args, options)))
         return compiled

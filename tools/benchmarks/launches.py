@@ -120,6 +120,7 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
             (JITFunction, "run", launch),
             (dispatch, "runs_triton", lambda device: True),
             (torch.cuda, "current_device", lambda: 0),
+            (graphs.Graphs, "_first", lambda self, step, state: step(state)),
             (FakeTensorMode, "avoid_device_init", True),  # whatever other kinds of devices there are
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
         ):
