@@ -60,7 +60,7 @@ STAGES = (
     Stage("ratios", "How much faster the methods are", 5, "passes.run_ratios"),
     Stage("prompts", "Prompts in ComfyUI", 5, "prompts.run"),
     # The last, as nothing is run after a failure: up to torch 2.11 this may end the process.
-    Stage("failed-async", "A capture that fails with cudaMallocAsync", 1, "graphs.run_failed", ALLOCATOR, on_a_cpu=False),
+    Stage("failed-async", "A failed capture with cudaMallocAsync", 1, "graphs.run_failed", ALLOCATOR, on_a_cpu=False),
 )
 
 
