@@ -61,6 +61,7 @@ REUSE = {  # SJD.reuse -> in words, after the options of the SJD++ Sampler
     "equality": "Jacobi, sampling",
     "none": "SJD, no refinement",
 }
+AUTOMATIC = 16  # tokens of the window, if none is given
 COMPARED = ("gumbel", "equality")  # the test is equality with a sample, without a probability of acceptance
 
 
@@ -302,9 +303,7 @@ class SJD(DiscreteMethod):
 
     def width(self, request: Request) -> int:
         """The window W."""
-        model = request.model
-        slow = model.device.type == "cpu" and model.dtype == torch.float32
-        return self.window or min(16 if slow else 32, request.length)
+        return self.window or min(AUTOMATIC, request.length)
 
     def describe(self, request: Request) -> dict[str, Any]:
         settings = {

@@ -59,7 +59,7 @@ CHOICES = {  # case -> how AR Sampler calls it
 }
 SETTINGS = (
     "Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with window "
-    "32 (automatic in fp32 on a CPU: 16). *Passes*: the mean of {images} images, each of its own prompt. *Time*, next "
+    "32 (automatic: 16). *Passes*: the mean of {images} images, each of its own prompt. *Time*, next "
     "token = 1: these passes at the cost of a round, which was measured on the same model enlarged to the sizes of "
     "LlamaGen-B and -L (87 and {millions} M parameters, the same images), in bf16 on {threads} threads of "
     "{processors}; -L and the TV budget on the second only. VVS takes the first drawn path."
