@@ -1,4 +1,4 @@
-"""Products of few rows with large matrices, fused with the norm before and the gate or residual after them.
+"""Products of few rows with large matrices, with the norm before and the gate or residual after them.
 
 A matrix [N, K] has the dtype of the rows (bf16 or fp16), or is narrow:
 
