@@ -53,10 +53,11 @@ METHODS = (
 )
 CHOICES = {  # case -> how AR Sampler calls it
     "next_token": "next token",
-    "sjd coupled w32": "fast, exact",
-    "sjd gumbel w32": "same image as next token",
-    "SJD coupled, TV budget 0.1, w32": "fastest, may drift",
+    "sjd coupled w16": "fast, exact",
+    "sjd gumbel w16": "same image as next token",
+    "SJD coupled, TV budget 0.1, w16": "fastest, may drift",
 }
+ONE_RUN = "speed-cpu-bf16-auto-amd"  # the report of these and of the methods at their default sizes
 SETTINGS = (
     "Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with window "
     "32 (automatic: 16). *Passes*: the mean of {images} images, each of its own prompt. *Time*, next "
@@ -78,8 +79,8 @@ HOW_TO_READ = (
     "points without a name are other settings of the tables."
 )
 WORDS = {  # the README's table, by language: its columns, and whether a method is exact
-    "en": ("*AR Sampler*", "forward passes", "time", "images as asked", "same quality", "yes", "no: tokens may drift"),
-    "zh": ("“AR采样器”", "前向次数", "时间", "符合提示词的图像", "质量相同", "是", "否：token 可能偏移"),
+    "en": ("*AR Sampler*", "forward passes", "LlamaGen-B", "LlamaGen-L", "same quality", "yes", "no: tokens may drift"),
+    "zh": ("“AR采样器”", "前向次数", "LlamaGen-B", "LlamaGen-L", "质量相同", "是", "否：token 可能偏移"),
 }
 
 
@@ -132,6 +133,10 @@ def span(numbers: list[float], decimals: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def two_digits(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 9.95 else f"{seconds:.0f}"
+
+
 def methods() -> str:
     """Every method, and the settings that they were measured with."""
     nodes = json.loads((ROOT / "locales/en/nodeDefs.json").read_text(encoding="utf-8"))
@@ -169,22 +174,38 @@ def methods() -> str:
 def choices(language: str) -> str:
     """The README's table: AR Sampler's choices."""
     *head, yes, no = WORDS[language]
-    passes, *_ = mean_passes()
-    images = quality_tables.measured("default")
+    sizes = [{row["name"]: row for row in found.measured_speed(size, GUIDANCE, ONE_RUN)["rows"]} for size in (B, L)]
     return grid(
         head,
         [
             (
                 f"*{choice}*",
-                f"{passes[case]:.0f}",
-                span(times(case, B), 2).replace(" to ", "–"),
-                quality_tables.brief(images.get(case))[1],
-                no if bound_of(case) else yes,
+                f"{sizes[0][case]['pictures_passes']:.0f}",
+                *(f"{two_digits(rows[case]['seconds']['median'])} s" for rows in sizes),
+                no if "budget" in case else yes,
             )
             for case, choice in CHOICES.items()
-            if case in passes
         ],
     )
+
+
+def speed_of_defaults() -> str:
+    """docs/speed.md: methods at their default sizes, in one run."""
+    rows = []
+    for size, name in ((B, "LlamaGen-B"), (L, "LlamaGen-L")):
+        for row in found.measured_speed(size, GUIDANCE, ONE_RUN)["rows"]:
+            faster, least = row["seconds_over"]["next_token"], row["least_seconds_over"]
+            rows.append(
+                (
+                    name,
+                    CHOICES.get(row["name"], found.said(row["name"])),
+                    f"{row['pictures_passes']:.0f}",
+                    two_digits(row["seconds"]["median"]),
+                    f"{faster:.2f}",
+                    f"{least:.2f}",
+                )
+            )
+    return grid(("size", "method", "forward passes", "seconds", "times as fast", "on its slowest prompt"), rows)
 
 
 def picture(folder: str) -> str:
@@ -196,6 +217,7 @@ def picture(folder: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "methods": methods,
+    "speed of defaults": speed_of_defaults,
     **{f"choices, {language}": partial(choices, language) for language in WORDS},
     "passes, guidance 1": partial(found.passes, 1.0),
     "passes, guidance 2": partial(found.passes, 2.0),
@@ -235,12 +257,13 @@ TABLES: dict[str, Callable[[], str]] = {
 def sentences() -> dict[str, str]:
     """Numbers in the README's sentences, by document: how many times fewer passes coupled SJD needs, and how much
     less time at LlamaGen-B's size."""
-    passes, *_ = mean_passes()
-    fewer = f"{passes['next_token'] / passes['sjd coupled w32']:.1f}"
-    faster = span([1 / time for time in times("sjd coupled w32", B)], 1)
+    rows = {row["name"]: row for row in found.measured_speed(B, GUIDANCE, ONE_RUN)["rows"]}
+    exact = rows["sjd coupled w16"]
+    fewer = f"{rows['next_token']['pictures_passes'] / exact['pictures_passes']:.1f}"
+    faster = f"{exact['seconds_over']['next_token']:.1f}"
     return {
         "README.md": f"{fewer} times fewer runs of the model and {faster} times less time",
-        "docs/README.zh-CN.md": f"运行次数是它的 {fewer} 倍，时间是它的 {faster.replace(' to ', ' 到 ')} 倍",
+        "docs/README.zh-CN.md": f"运行次数是它的 {fewer} 倍，时间是它的 {faster} 倍",
     }
 
 

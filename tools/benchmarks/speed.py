@@ -11,9 +11,9 @@ random weights: they generate ``--tokens`` tokens in the middle of an image, and
 them. The number of passes that a method needs is taken from the bundled model. Images need more passes for one prompt
 than for another: ``--prompts 6`` takes those of ``methods``.
 
-Parts of a report (--parts): methods (every method compared with the baselines), widths (a pass by its number of
-tokens), batches (a pass by images). What could not run is listed with the reason. The report is written after every
-step, so a run may be stopped at any time.
+Parts of a report (--parts): methods, baselines (transformers' ``generate`` and a plain loop, beside the methods),
+widths (a pass by its number of tokens), batches (a pass by images). What could not run is listed with the reason. The
+report is written after every step, so a run may be stopped at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .subjects import BASE, CURVES, METHODS, SMALL, Subject, subject
 from .tables import row_of, table
 
 SCHEMA = "specar.speed/1"
-PARTS = ("methods", "widths", "batches")
+PARTS = ("methods", "baselines", "widths", "batches")
 MODELS = {
     "cpu": ["default", "default@llamagen-b", "llamagen-b:int8"],
     "cuda": [
@@ -64,7 +64,8 @@ def methods(case: Subject, names: list[str], entry: dict, options, report: Recor
     """Every method and the baselines, in turns. ``passes``: those of the bundled model by method (filled by it)."""
     asked, contestants = case.conditionings(PROMPTS[: options.prompts]), []
     entry["prompts"] = len(asked)
-    for contestant in (*(case.sampler(name) for name in names), *case.baselines()):
+    baselines = case.baselines() if "baselines" in options.parts else []
+    for contestant in (*(case.sampler(name) for name in names), *baselines):
         with report.going_on(f"{case.name}: {contestant.name}"):
             for _ in range(options.warm_up):
                 contestant(0)
