@@ -158,7 +158,7 @@ def test_narrow_weights_are_read_as_such(small_world, storage):
 
 def test_what_cannot_run_or_fails_is_written_down_and_the_rest_goes_on(small_world, monkeypatch, tmp_path):
     monkeypatch.setattr("comfyui_specar.tools.benchmarks.passes.plain_loop", lambda *_: 1 / 0)
-    options = "--models tiny --methods next_token --parts methods --tokens 8 --repetitions 1"
+    options = "--models tiny --methods next_token --parts methods baselines --tokens 8 --repetitions 1"
     report, _ = measured(monkeypatch, tmp_path / "x.json", options)
     assert "ZeroDivisionError" in report["not_run"]["tiny: plain loop"]
     assert [row["name"] for row in report["models"][0]["rows"]][-1] == "generate, dynamic cache"
