@@ -201,7 +201,7 @@ class Graphs:
         """
         if not self.active or key not in self._called:
             self._called.add(key)
-            return self._first(step, state) if self.active else step(state)
+            return self._first(step, state)
         try:
             captured = self._graphs.get(key)
             places = self._places(state) if captured is None else captured.places
@@ -227,7 +227,7 @@ class Graphs:
     def _first(self, step: Callable[[T], T], state: T) -> T:
         """Call a step on the stream on which it will be captured. cuBLAS has a workspace for each stream: one that was
         allocated during a capture would be the memory of that graph alone."""
-        if self.device.type != "cuda":
+        if not (self.active and supports_graphs(self.device)):
             return step(state)
         current, stream = torch.cuda.current_stream(self.device), capture_stream(self.device)
         stream.wait_stream(current)
