@@ -27,7 +27,7 @@ from .maps import check_ids, has_map, with_maps
 from .overrides import ROLES, OverrideError, Workflow, fingerprint, places, prompts_of, read_workflow, texts_reaching
 from .server import PORT
 
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/05 Acceptance map.json"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/07 Acceptance map.json"
 SERVER = f"http://127.0.0.1:{PORT}"
 DONE, UNFINISHED, BAD_INPUT, FAILED, CANCELLED = 0, 1, 2, 3, 130
 CANCEL_SIGNALS = (signal.SIGINT, signal.SIGTERM)

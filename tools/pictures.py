@@ -74,7 +74,7 @@ def sampler(workflow: str, kind: str) -> Scene:
 def rule(
     kind: str,
     metric: str = "accepted by relaxation",
-    workflow: str = "21 Draft tree (EAGLE)",
+    workflow: str = "12 Method - EAGLE draft tree",
     target: str = TREE,
     **values: object,
 ) -> Scene:
@@ -102,7 +102,7 @@ def read_saved_trace(page: Frontend) -> None:
 
 SCENES = {
     CHECKPOINT: Scene(
-        "05 Acceptance map",
+        "07 Acceptance map",
         {
             CHECKPOINT: (0, 0, 320),
             TEXT: (370, 0, 300, 110),
@@ -113,7 +113,7 @@ SCENES = {
         run=False,
     ),
     DRAFTER: Scene(
-        "21 Draft tree (EAGLE)", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False
+        "12 Method - EAGLE draft tree", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False
     ),
     "SpecARLoadImageDecoder": Scene(
         "01 Text to image",
@@ -122,11 +122,11 @@ SCENES = {
         wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),),
     ),
     LATENT: Scene(
-        "04 Four images at once",
+        "02 Four images at once",
         {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SAMPLER: (240, 180, 0), SAVE: (550, 0, 330, 340)},
     ),
     "SpecARContinuePicture": Scene(
-        "13 Continue an image",
+        "05 Continue an image",
         {
             PREVIEW: (0, 0, 300, 240),
             "SpecARContinuePicture": (0, None, 300),
@@ -135,7 +135,7 @@ SCENES = {
         },
     ),
     "SpecARDecodeGLMImage": Scene(
-        "51 GLM-Image (download)",
+        "33 GLM-Image (download)",
         {
             CHECKPOINT: (0, 0, 320),
             TEXT: (370, 0, 300, 110),
@@ -146,7 +146,7 @@ SCENES = {
         run=False,
     ),
     "SpecARModelInfo": Scene(
-        "05 Acceptance map",
+        "07 Acceptance map",
         {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 560, 240)},
         added={"SpecARModelInfo": {}},
         wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),),
@@ -172,25 +172,25 @@ SCENES = {
             ("SpecARNextTokenSampler", "LATENT", DECODE, "samples"),
         ),
     ),
-    SJD: sampler("05 Acceptance map", SJD),
-    TREE: sampler("21 Draft tree (EAGLE)", TREE),
-    "SpecARLanternSampler": sampler("23 LANTERN", "SpecARLanternSampler"),
-    "SpecARCoolSDSampler": sampler("24 Cool-SD", "SpecARCoolSDSampler"),
-    "SpecARADTTreeSampler": sampler("25 ADT-Tree", "SpecARADTTreeSampler"),
-    "SpecARVVSSampler": sampler("26 VVS", "SpecARVVSSampler"),
+    SJD: sampler("07 Acceptance map", SJD),
+    TREE: sampler("12 Method - EAGLE draft tree", TREE),
+    "SpecARLanternSampler": sampler("14 Method - LANTERN", "SpecARLanternSampler"),
+    "SpecARCoolSDSampler": sampler("15 Method - Cool-SD", "SpecARCoolSDSampler"),
+    "SpecARADTTreeSampler": sampler("16 Method - ADT-Tree", "SpecARADTTreeSampler"),
+    "SpecARVVSSampler": sampler("17 Method - VVS", "SpecARVVSSampler"),
     "SpecARContinuousNextTokenSampler": Scene(
-        "33 Continuous, all methods", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}
+        "22 Compare continuous methods", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}
     ),
-    "SpecARContinuousSampler": sampler("31 Continuous tokens", "SpecARContinuousSampler"),
+    "SpecARContinuousSampler": sampler("18 Continuous tokens", "SpecARContinuousSampler"),
     "SpecARMethodSampler": Scene(
-        "07 Find the fastest method",
+        "09 Find the fastest method",
         {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, 60, 330), SAVE: (COLUMN, 0, 270, 240)},
     ),
     "SpecARRuleExact": rule("SpecARRuleExact", "source"),
     "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
     "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
     "SpecARRuleCoolSD": Scene(
-        "15 Exact inside a mask",
+        "10 Exact inside a mask",
         {
             "MaskPreview": (0, 0, 300, 220),
             "SpecARRuleCoolSD": (0, None, 300),
@@ -208,23 +208,23 @@ SCENES = {
             ("SpecAREntropyTemperature", "AR_MODEL", SAMPLER, "model"),
         ),
     ),
-    MAP: Scene("05 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
+    MAP: Scene("07 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
     "SpecARTimeline": Scene(
-        "06 Watch it being decoded",
+        "08 Watch it being decoded",
         {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
         added={PREVIEW: {}},
         values={"SpecARTimeline": {"frames": 12, "hold": 0}},
         wires=(("SpecARTimeline", "frames", PREVIEW, "images"),),
     ),
     "SpecARFindFastest": Scene(
-        "07 Find the fastest method",
+        "09 Find the fastest method",
         {"SpecARFindFastest": (0, 0, 480, 900)},
         values={"SpecARFindFastest": {"seconds": 120}},
     ),
-    "SpecARCompareTraces": Scene("27 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
-    "SpecARSaveTrace": Scene("05 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
+    "SpecARCompareTraces": Scene("21 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
+    "SpecARSaveTrace": Scene("07 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
     "SpecARLoadTrace": Scene(
-        "05 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)}, prepare=read_saved_trace
+        "07 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)}, prepare=read_saved_trace
     ),
 }
 for _page in DOCS.glob("SpecARRule*"):

@@ -77,8 +77,8 @@ def as_app(page: Frontend) -> None:
 
 SHOTS: dict[str, Callable[[Frontend], None]] = {
     "first-image": after_run("01 Text to image"),
-    "same-image": after_run("02 Same image, fewer passes", "One token per pass", 0.68, width=1230, height=1060),
-    "acceptance-map": after_run("05 Acceptance map", "2 Prompt and size"),
+    "same-image": after_run("06 Same image, fewer passes", "One token per pass", 0.68, width=1230, height=1060),
+    "acceptance-map": after_run("07 Acceptance map", "2 Prompt and size"),
     "templates": browse,  # its dialog stays open
     "app-mode": as_app,  # last: the page stays in it
 }

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.browser
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
 BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
-DEFAULT = "02 Same image, fewer passes"
+DEFAULT = "06 Same image, fewer passes"
 
 # The images that a node shows, with either renderer.
 IMAGES = """type => app.graph._nodes.filter(node => node.type === type).map(node => [
@@ -72,7 +72,7 @@ def test_a_template_loads_and_equals_its_api_version(page, template):
     assert api_form(prompt, shipped) == api_form(shipped, shipped)
 
 
-DOWNLOADS = ("41 Janus-Pro", "44 LlamaGen, text", "51 GLM-Image")  # folders; single files; both
+DOWNLOADS = ("23 Janus-Pro", "26 LlamaGen, text", "33 GLM-Image")  # folders; single files; both
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def place_and_run(page: Page, blueprint: Path) -> None:
     screenshot(page, f"blueprint-{blueprint.stem}")
 
 
-ALL = "27 Compare all methods"
+ALL = "21 Compare all methods"
 SET_ON_SUBGRAPH = """values => {
     const node = app.graph._nodes.find(node => node.subgraph);
     for (const [label, value] of Object.entries(values)) {
@@ -229,7 +229,7 @@ FIT = "() => { Object.assign(app.canvas.ds, {scale: 0.3, offset: [200, 300]}); a
 
 def test_the_map_replaces_the_picture_that_an_earlier_graph_left_under_its_id(own_page, tmp_path):
     """Newer front ends draw what they have of a node's id at once when a graph is loaded over another."""
-    page, template = own_page, ROOT / "workflows/05 Acceptance map.json"
+    page, template = own_page, ROOT / "workflows/07 Acceptance map.json"
     [number] = (
         node["id"] for node in json.loads(template.read_text("utf-8"))["nodes"] if node["type"] == "SpecARAcceptanceMap"
     )
@@ -272,7 +272,7 @@ def test_template_runs_and_shows_images_and_map(page, renderer):
 
 
 def test_help_page_of_a_node_opens_with_its_image(page):
-    load(page, ROOT / "workflows/05 Acceptance map.json")
+    load(page, ROOT / "workflows/07 Acceptance map.json")
     page.evaluate("""() => {
         const node = app.graph._nodes.find(node => node.type === 'SpecARSJDSampler');
         app.canvas.selectNode(node);
@@ -317,7 +317,7 @@ def test_without_its_javascript_and_in_chinese(browser, comfy):
 
     assert problems and all("/js/" in text for text in problems), problems
     problems.clear()
-    load(page, ROOT / "workflows/05 Acceptance map.json")
+    load(page, ROOT / "workflows/07 Acceptance map.json")
     run(page)
     page.wait_for_function("""() => {
         const node = app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap');

@@ -11,7 +11,7 @@ from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot, set_batc
 
 pytestmark = pytest.mark.browser
 
-MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "05 Acceptance map", "31 Continuous tokens"
+MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "07 Acceptance map", "18 Continuous tokens"
 NAMES = {  # record of the trace -> what the map calls it
     "finalised_at": "decided in pass",
     "depth": "position in the draft",
@@ -175,7 +175,7 @@ def test_the_map_comes_back_with_its_workflow_unless_the_server_has_lost_it(page
         page.wait_for_function("maps => document.querySelectorAll('.specar-map').length === maps", arg=maps)
         come_near(page)
 
-    load(page, ROOT / "workflows/45 LlamaGen, classes (download).json", name="other")
+    load(page, ROOT / "workflows/27 LlamaGen, classes (download).json", name="other")
     switch("Previous", maps=1)
     page.wait_for_function(IS_SHOWN)
     assert text(page) == report

@@ -9,7 +9,7 @@ from .pages import RENDERERS, ROOT, load, run, screenshot
 
 pytestmark = pytest.mark.browser
 
-START, SJD = "01 Text to image", "05 Acceptance map"
+START, SJD = "01 Text to image", "07 Acceptance map"
 REPORTS = """type => app.graph._nodes.filter(node => node.type === type).map(node =>
     node.widgets.find(widget => widget.name === 'report_text')?.value ?? null)"""
 

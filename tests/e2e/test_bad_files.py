@@ -14,7 +14,7 @@ from torch import Tensor
 
 BUNDLED = Path(__file__).resolve().parents[2] / "assets/default"
 CONTINUOUS = BUNDLED.with_name("continuous")
-WORKFLOW = "05 Acceptance map"
+WORKFLOW = "07 Acceptance map"
 
 
 class Hostile:

@@ -56,7 +56,7 @@ def mortal(comfyui, tmp_path_factory) -> Iterator[ComfyServer]:
 
 def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfy, mortal):
     """Then it generates what another one does."""
-    name, other = "15 Exact inside a mask", Comfy(mortal)
+    name, other = "10 Exact inside a mask", Comfy(mortal)
 
     def workflow(**inputs):
         return comfy.workflow(name, structure="chain", **inputs)  # the trees of "auto" depend on the server
@@ -158,7 +158,7 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
     trace_of_two = load_trace(saved)
     assert trace_of_two.settings.items() >= {"dtype": "fp32", "device": "cpu", "pack": VERSION}.items()
     [trace] = one["traces"]
-    sampler = json.loads((PACK / "workflows/api/05 Acceptance map.json").read_text("utf-8"))[trace.pop("node")]
+    sampler = json.loads((PACK / "workflows/api/07 Acceptance map.json").read_text("utf-8"))[trace.pop("node")]
     assert sampler["class_type"] == "SpecARSJDSampler"
     assert json.dumps(trace) == json.dumps({"method": trace_of_two.settings["method"], **trace_of_two.totals})
     assert {Path(file["filename"]).stem[:-7] for file in two["files"]} == {"image_two", "trace_two"}
@@ -169,7 +169,7 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
 @pytest.fixture
 def inpainting(tmp_path) -> Path:
     """The template with Load Image nodes, as docs/batches.md describes it, and a table that names one too many."""
-    shipped = json.loads((PACK / "workflows/api/11 Inpaint.json").read_text(encoding="utf-8"))
+    shipped = json.loads((PACK / "workflows/api/03 Inpaint your image.json").read_text(encoding="utf-8"))
     workflow = {node: shipped[node] for node in ("1", "11", "12", "13", "14", "15", "16")}
     for node, kind, title in (("20", "LoadImage", "Picture"), ("21", "LoadImageMask", "Mask")):
         inputs = {"image": "example.png"} | ({"channel": "red"} if title == "Mask" else {})
@@ -207,7 +207,7 @@ def test_rows_name_the_pictures_to_inpaint_and_a_server_that_lacks_one_is_named(
     ],
 )
 def test_a_server_that_lacks_a_node_or_model_is_named_and_no_job_fails(comfy, tmp_path, node, change, missing):
-    workflow = json.loads((PACK / "workflows/api/05 Acceptance map.json").read_text(encoding="utf-8"))
+    workflow = json.loads((PACK / "workflows/api/07 Acceptance map.json").read_text(encoding="utf-8"))
     workflow[node] |= change
     (tmp_path / "w.json").write_text(json.dumps(workflow), encoding="utf-8")
     (tmp_path / "jobs.csv").write_text("id,seed\none,1\ntwo,2\n", encoding="utf-8")

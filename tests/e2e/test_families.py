@@ -14,9 +14,9 @@ from ..support.families import CHANGES, FAMILIES, REFINED, SMALL
 from ..support.families import WORKFLOWS as ASKED
 
 WORKFLOWS = PACK / "workflows"
-JANUS, ANOLE = "41 Janus-Pro (download)", "47 Anole (download)"
-LLAMAGEN, LUMINA = "44 LlamaGen, text (download)", "46 Lumina-mGPT (download)"
-GLM_IMAGE = "51 GLM-Image (download)"
+JANUS, ANOLE = "23 Janus-Pro (download)", "30 Anole (download)"
+LLAMAGEN, LUMINA = "26 LlamaGen, text (download)", "28 Lumina-mGPT (download)"
+GLM_IMAGE = "33 GLM-Image (download)"
 
 
 def workflow(comfy, name: str, **inputs) -> dict:

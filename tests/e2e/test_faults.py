@@ -35,7 +35,7 @@ SPOILED = [  # node, input, value, and what the answer says
 
 @pytest.mark.parametrize(("node", "name", "value", "says"), SPOILED)
 def test_a_spoiled_input_is_named_and_no_traceback_is_needed(comfy, node, name, value, says):
-    prompt = comfy.workflow("05 Acceptance map", seed=600)
+    prompt = comfy.workflow("07 Acceptance map", seed=600)
     prompt[comfy.node_id(prompt, node)]["inputs"][name] = value
     run = comfy.run(prompt)
     assert run.outcome in ("rejected", "error") or run.node_errors
@@ -45,7 +45,7 @@ def test_a_spoiled_input_is_named_and_no_traceback_is_needed(comfy, node, name, 
 
 @pytest.mark.parametrize("number", range(many(1, 30)))
 def test_inputs_spoiled_at_random(comfy, number):
-    dice, slow = random.Random(number), ("27 Compare all methods", "07 Find the fastest method")
+    dice, slow = random.Random(number), ("21 Compare all methods", "09 Find the fastest method")
     bundled = {
         name: prompt
         for name, prompt in prompts.workflows().items()
@@ -58,7 +58,7 @@ def test_inputs_spoiled_at_random(comfy, number):
 
 
 def test_a_trace_that_cannot_be_written_does_not_cost_the_image(comfy):
-    prompt = comfy.workflow("15 Exact inside a mask", seed=602)
+    prompt = comfy.workflow("10 Exact inside a mask", seed=602)
     saver = comfy.node_id(prompt, "SpecARSaveTrace")
     (comfy.output / "in_the_way").write_text("", encoding="utf-8")
     prompt[saver]["inputs"]["filename_prefix"] = "in_the_way/trace"

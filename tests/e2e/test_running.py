@@ -9,8 +9,8 @@ from tools.comfy_client import interrupt
 
 SAMPLERS = {
     "01 Text to image": "SpecARSampler",
-    "21 Draft tree (EAGLE)": "SpecARDraftTreeSampler",
-    "31 Continuous tokens": "SpecARContinuousSampler",
+    "12 Method - EAGLE draft tree": "SpecARDraftTreeSampler",
+    "18 Continuous tokens": "SpecARContinuousSampler",
 }
 
 
@@ -58,7 +58,7 @@ def test_a_run_shows_progress_and_previews(comfy, name):
 
 
 def test_cached_rerun_shows_the_map_again(comfy):
-    prompt = comfy.workflow("05 Acceptance map", seed=104)
+    prompt = comfy.workflow("07 Acceptance map", seed=104)
     acceptance_map = comfy.node_id(prompt, "SpecARAcceptanceMap")
     first, second = comfy.run(prompt), comfy.run(prompt)
     cached = [node for event, data in second.events if event == "execution_cached" for node in data["nodes"]]

@@ -57,7 +57,7 @@ def statistics_are_in_the_history(comfy, run):
     reports = run.collect("specar")
     assert {report["schema"] for report in reports} == {"specar.trace/2"}
     [seed] = {report["totals"]["seed"] for report in reports}
-    prompt = comfy.workflow("02 Same image, fewer passes")
+    prompt = comfy.workflow("06 Same image, fewer passes")
     assert seed == prompt[comfy.node_id(prompt, "PrimitiveInt")]["inputs"]["value"]
     passes = {report["settings"]["method"]: report["totals"]["target_passes"] for report in reports}
     [tokens] = {report["totals"]["tokens"] for report in reports}
@@ -102,7 +102,7 @@ def the_face_is_exact(comfy, run):
 
 def films_of_the_run_are_saved(comfy, run):
     """The run's frames at its speed, then the finished image: not to the last level in the video, which is lossy."""
-    prompt = comfy.workflow("06 Watch it being decoded")
+    prompt = comfy.workflow("08 Watch it being decoded")
     [webp] = run.outputs[comfy.node_id(prompt, "SaveAnimatedWEBP")]["images"]
     [mp4] = run.outputs[comfy.node_id(prompt, "SaveVideo")]["images"]
     frames, video = saved_film(comfy, webp), saved_film(comfy, mp4)
@@ -118,7 +118,7 @@ def films_of_the_run_are_saved(comfy, run):
 
 def what_is_found_is_drawn_with(comfy, run):
     """Another image with another prompt is generated without another search."""
-    prompt = comfy.workflow("07 Find the fastest method")
+    prompt = comfy.workflow("09 Find the fastest method")
     node, sampler = (comfy.node_id(prompt, kind) for kind in ("SpecARFindFastest", "SpecARMethodSampler"))
     [found] = run.outputs[node]["specar"]
     [drawn] = [report for report in run.collect("specar") if report["schema"] == "specar.trace/2"]
@@ -135,14 +135,14 @@ def what_is_found_is_drawn_with(comfy, run):
 
 
 MORE = {  # what else is to be seen of a workflow's run
-    "02 Same image, fewer passes": statistics_are_in_the_history,
-    "32 Continuous, inpaint": only_what_is_masked_is_drawn,
-    "15 Exact inside a mask": the_face_is_exact,
-    "16 Unverified outside a mask": the_face_is_judged,
-    "13 Continue an image": the_upper_half_is_given,
-    "12 Outpaint": the_middle_is_kept,
-    "06 Watch it being decoded": films_of_the_run_are_saved,
-    "07 Find the fastest method": what_is_found_is_drawn_with,
+    "06 Same image, fewer passes": statistics_are_in_the_history,
+    "19 Continuous tokens, inpaint": only_what_is_masked_is_drawn,
+    "10 Exact inside a mask": the_face_is_exact,
+    "11 Unverified outside a mask": the_face_is_judged,
+    "05 Continue an image": the_upper_half_is_given,
+    "04 Outpaint": the_middle_is_kept,
+    "08 Watch it being decoded": films_of_the_run_are_saved,
+    "09 Find the fastest method": what_is_found_is_drawn_with,
 }
 
 

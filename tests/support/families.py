@@ -8,7 +8,7 @@ from pathlib import Path
 from .tiny_family import declared
 
 SMALL = {"width": 0, "height": 0, "top_k": 0, "window": 8}  # instead of the real models' sizes: 0 is the tiny one's own
-REFINED = "42 Upscale and refine (download)"  # with models of core nodes, too
+REFINED = "24 Janus-Pro, refined with SDXL (download)"  # with models of core nodes, too
 WORKFLOWS = declared("WORKFLOWS")
 FAMILIES = {name: workflow.write for name, workflow in WORKFLOWS.items()}
 CHANGES = {name: workflow.changes for name, workflow in WORKFLOWS.items()}

@@ -183,4 +183,4 @@ def write_original(folder: Path, seed: int = 0, shards: int = 1, **sizes: int) -
 
 TINY = {"emu3": Tiny(write, specials=4 + 3)}
 FILES = {"Emu3": Files(write)}
-WORKFLOWS = {"48 Emu3 (download)": Workflow("Emu3 8B", lambda models: write(models / "ar_models/Emu3-Gen", shards=7))}
+WORKFLOWS = {"31 Emu3 (download)": Workflow("Emu3 8B", lambda models: write(models / "ar_models/Emu3-Gen", shards=7))}

@@ -101,4 +101,4 @@ def install(models: Path) -> None:
 
 TINY = {"emu3.5": Tiny(write, specials=4)}
 FILES = {"Emu3.5-Image": Files(write)}
-WORKFLOWS = {"50 Emu35-Image (download)": Workflow("Emu3.5-Image 34B", install)}
+WORKFLOWS = {"32 Emu3.5-Image (download)": Workflow("Emu3.5-Image 34B", install)}

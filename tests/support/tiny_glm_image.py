@@ -200,4 +200,4 @@ def install(models: Path) -> None:
 
 TINY = {"glm-image": Tiny(write)}
 FILES = {"GLM-Image": Files(write, "vision_language_encoder")}
-WORKFLOWS = {"51 GLM-Image (download)": Workflow("GLM-Image 8.9B + 7B", install, {"steps": 2}, tokens=20)}
+WORKFLOWS = {"33 GLM-Image (download)": Workflow("GLM-Image 8.9B + 7B", install, {"steps": 2}, tokens=20)}

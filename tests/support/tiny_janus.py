@@ -196,5 +196,5 @@ FILES = {
     "Janus-Pro in int8": Files(write, storage=torch.int8),
 }
 WORKFLOWS = {
-    "41 Janus-Pro (download)": Workflow("Janus-Pro 1B, 7B", lambda models: write(models / "ar_models/Janus-Pro-1B"))
+    "23 Janus-Pro (download)": Workflow("Janus-Pro 1B, 7B", lambda models: write(models / "ar_models/Janus-Pro-1B"))
 }

@@ -206,4 +206,4 @@ def write_quantised(folder: Path) -> None:
 
 
 FILES = {"SimpleAR": Files(write_files), "SimpleAR quantised": Files(write_quantised)}
-WORKFLOWS = {"43 SimpleAR (download)": Workflow("SimpleAR 0.5B, 1.5B", install)}
+WORKFLOWS = {"25 SimpleAR (download)": Workflow("SimpleAR 0.5B, 1.5B", install)}

@@ -22,7 +22,7 @@ from PIL import Image
 
 ROOT = Path(specar.__file__).resolve().parent
 SHIPPED = sorted((ROOT / "workflows/api").glob("*.json"))
-SAVES_NO_IMAGE = "06 Watch it being decoded.json"
+SAVES_NO_IMAGE = "08 Watch it being decoded.json"
 
 
 def node(kind: str, **inputs) -> dict:

@@ -12,7 +12,7 @@ from pathlib import Path
 from . import packages
 from .findings import Findings, NotRun
 
-FIRST, OTHER = "21 Draft tree (EAGLE)", "31 Continuous tokens"
+FIRST, OTHER = "12 Method - EAGLE draft tree", "18 Continuous tokens"
 SEED = 11
 STEPS = (("first run", FIRST), ("again, unloaded before", FIRST), ("another model", OTHER), ("the first again", FIRST))
 UNLOAD_BEFORE = 1  # number of the step
