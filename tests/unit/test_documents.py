@@ -19,7 +19,7 @@ from comfyui_specar.tools.benchmarks import documents, results_tables, subjects
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HELP = ROOT / "web/docs"  # ComfyUI's front end resolves paths in help pages from this folder
-DOCUMENTS = [*documents.files(), *ROOT.glob("assets/*/*.md"), *ROOT.glob("tools/benchmarks/classifier/*.md")]
+DOCUMENTS = [*documents.files(), *ROOT.glob("assets/*/*.md")]
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^][]|\[[^][]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 OPTION = re.compile(r"--[a-z][a-z-]*")
@@ -120,11 +120,6 @@ def test_every_table_is_in_a_document_and_generated_files_are_those_of_the_resul
         assert file.exists() == (file in documents.generated())
 
 
-@pytest.mark.parametrize(("file", "words"), documents.sentences().items())
-def test_numbers_in_sentences_are_those_of_the_results(file, words):
-    assert words in (ROOT / file).read_text(encoding="utf-8")
-
-
 def test_a_wrong_number_is_noticed():
     text = (ROOT / "docs/numbers.md").read_text(encoding="utf-8")
     spoiled = re.sub(r"(\| yes \| )\d+", r"\g<1>7", text)
@@ -181,23 +176,15 @@ def test_every_method_page_has_lines_of_python_that_make_its_methods(page, pairs
         eval(line, {"specar": comfyui_specar, "drafter": drafter}).check(request)  # noqa: S307 (our own documents)
 
 
+@pytest.mark.parametrize("readme", ["README.md", "docs/README.zh-CN.md"])
+def test_a_readme_is_short(readme):
+    assert len((ROOT / readme).read_text(encoding="utf-8").splitlines()) <= 100
+
+
 def test_every_node_is_listed():
     text = (ROOT / "docs/nodes.md").read_text(encoding="utf-8")
     nodes = json.loads((ROOT / "locales/en/nodeDefs.json").read_text(encoding="utf-8"))
     assert [node["display_name"] for node in nodes.values() if node["display_name"] not in text] == []
-
-
-def test_every_choice_of_a_node_is_listed_as_programs_send_it():
-    nodes = json.loads((ROOT / "tests/e2e/object_info.json").read_text(encoding="utf-8"))
-    rows = [
-        f"| {node} | `{name}` | {', '.join(f'`{option}`' for option in about['options'])} |"
-        for node, content in nodes.items()
-        for kind in content["inputs"].values()
-        for name, (type_, about) in kind.items()
-        if type_ == "COMBO" and not about.get("hidden")
-    ]
-    text = (ROOT / "docs/nodes.md").read_text(encoding="utf-8")
-    assert [line for line in text.splitlines() if line.startswith("| SpecAR")] == rows
 
 
 def test_every_picture_is_shown():

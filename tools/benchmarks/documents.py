@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART, SIZE_CHART, QUALITY_CHART = (ROOT / f"docs/pictures/{name}.svg" for name in ("passes", "sizes", "quality"))
 SHIPPED = ROOT / "reports/quality.json"  # what Find Fastest shows of a setting's images
 TABLE = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-GUIDANCE = 2.0  # of all numbers in the README: the bundled model's own
-B, L = "default@llamagen-b", "default@llamagen-l"  # the models of the README's times
+GUIDANCE = 2.0  # of all numbers: the bundled model's own
+B, L = "default@llamagen-b", "default@llamagen-l"  # the bundled model, enlarged
 TIMED = {B: ("speed-cpu-bf16", "speed-cpu-bf16-amd"), L: ("speed-cpu-bf16-l-amd",)}  # their reports, by processor
 LATER = {B: ("speed-cpu-bf16-sjd-amd",)}  # of methods that those have not
 FULL = ("speed-cpu-fp32", "speed-cpu-fp32-amd")  # those of the first in fp32
@@ -35,7 +35,7 @@ GROWING = (("default", "speed-cpu-amd"), (B, TIMED[B][-1]), (L, TIMED[L][-1]))  
 PAYING = ("sjd coupled w16", "sjd coupled w32", "chain of 5", "EAGLE-1, 57 drafts", "Cool-SD delta 2")  # methods there
 PROCESSORS = {"Intel(R) Xeon(R) Processor": "Intel Xeon (AMX)", "AMD EPYC": "AMD EPYC (Zen 5)"}
 
-# Methods in the README: name with its settings, page in docs/methods, node, and the name of the measured case.
+# Methods in docs/numbers.md: name with its settings, page in docs/methods, node, and the name of the measured case.
 METHODS = (
     ("next token", "next-token", "SpecARNextTokenSampler", "next_token"),
     ("SJD, coupled (MC-SJD)", "sjd", "SpecARSJDSampler", "sjd coupled w32"),
@@ -58,6 +58,8 @@ CHOICES = {  # case -> how AR Sampler calls it
     "SJD coupled, TV budget 0.1, w16": "fastest, may drift",
 }
 ONE_RUN = "speed-cpu-bf16-auto-amd"  # the report of these and of the methods at their default sizes
+RELAXED = ("budget", "LANTERN", "Cool-SD", "VVS")  # in the names of its methods that may drift
+GPU = "gpu-nvidia-h200"  # the report of the one GPU
 SETTINGS = (
     "Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with window "
     "32 (automatic: 16). *Passes*: the mean of {images} images, each of its own prompt. *Time*, next "
@@ -78,9 +80,18 @@ HOW_TO_READ = (
     "steps. SJD's window is 32 if none is named. The vertical scale is a square root, the horizontal one a logarithm; "
     "points without a name are other settings of the tables."
 )
-WORDS = {  # the README's table, by language: its columns, and whether a method is exact
-    "en": ("*AR Sampler*", "forward passes", "LlamaGen-B", "LlamaGen-L", "same quality", "yes", "no: tokens may drift"),
-    "zh": ("“AR采样器”", "前向次数", "LlamaGen-B", "LlamaGen-L", "质量相同", "是", "否：token 可能偏移"),
+SMALL, LARGE = 87, 310  # millions of parameters of B and L
+WORDS = {  # the README's table, by language: its columns, and whether the quality is the same
+    "en": (
+        "*AR Sampler*",
+        "forward passes",
+        f"seconds, {SMALL} M parameters",
+        f"seconds, {LARGE} M parameters",
+        "same quality",
+        "yes",
+        "no: may drift",
+    ),
+    "zh": ("“AR采样器”", "前向次数", f"秒，{SMALL} M 参数", f"秒，{LARGE} M 参数", "质量相同", "是", "否：可能偏移"),
 }
 
 
@@ -102,7 +113,7 @@ def exactness(case: str) -> str:
 
 
 def mean_passes() -> tuple[dict[str, float], int, int]:
-    """Mean forward passes of the README's methods, of how many images and prompts: those of the quality report once it
+    """Mean forward passes of METHODS, of how many images and prompts: those of the quality report once it
     has them all, each image of which has a prompt of its own, else those that ``methods`` has."""
     wanted, images = [case for *_, case in METHODS], quality_tables.measured("default")
     if images.keys() >= {*wanted}:
@@ -134,7 +145,7 @@ def span(numbers: list[float], decimals: int) -> str:
 
 
 def two_digits(seconds: float) -> str:
-    return f"{seconds:.1f}" if seconds < 9.95 else f"{seconds:.0f}"
+    return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f}"
 
 
 def methods() -> str:
@@ -147,7 +158,7 @@ def methods() -> str:
         if case in passes:
             rows.append(
                 (
-                    f"[{label}](methods/{page}.md)",
+                    f"[{label}](../../../docs/methods/{page}.md)",
                     nodes[node]["display_name"],
                     exactness(case),
                     f"{passes[case]:.0f}",
@@ -174,14 +185,14 @@ def methods() -> str:
 def choices(language: str) -> str:
     """The README's table: AR Sampler's choices."""
     *head, yes, no = WORDS[language]
-    sizes = [{row["name"]: row for row in found.measured_speed(size, GUIDANCE, ONE_RUN)["rows"]} for size in (B, L)]
+    small, large = one_run().values()
     return grid(
         head,
         [
             (
                 f"*{choice}*",
-                f"{sizes[0][case]['pictures_passes']:.0f}",
-                *(f"{two_digits(rows[case]['seconds']['median'])} s" for rows in sizes),
+                f"{small[case]['pictures_passes']:.0f}",
+                *(two_digits(each[case]["seconds"]["median"]) for each in (small, large)),
                 no if "budget" in case else yes,
             )
             for case, choice in CHOICES.items()
@@ -189,35 +200,116 @@ def choices(language: str) -> str:
     )
 
 
-def speed_of_defaults() -> str:
-    """docs/speed.md: methods at their default sizes, in one run."""
+def rows_of(size: str, report: str) -> dict[str, dict[str, Any]]:
+    """The rows of a speed report about a model, by case."""
+    return {row["name"]: row for row in found.measured_speed(size, GUIDANCE, report)["rows"]}
+
+
+def one_run() -> dict[str, dict[str, dict[str, Any]]]:
+    """The methods at their default sizes, in one run, by model and case."""
+    return {size: rows_of(size, ONE_RUN) for size in (B, L)}
+
+
+def name_of(case: str) -> str:
+    """A case of that run as AR Sampler calls it, or in words."""
+    return f"*{CHOICES[case]}*" if case in CHOICES else found.said(case)
+
+
+def times_of_methods() -> str:
+    """docs/numbers.md: passes and seconds of the methods at their default sizes."""
+    small, large = one_run().values()
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{two_digits(row['seconds']['median'])} s ({row['seconds_over']['next_token']:.1f}x)"
+
+    rows = [
+        (
+            name_of(case),
+            "no" if any(word in case for word in RELAXED) else "yes",
+            f"{row['pictures_passes']:.0f}",
+            cell(row),
+            cell(large[case]),
+        )
+        for case, row in small.items()
+    ]
+    return grid(("method", "exact", "forward passes", "LlamaGen-B", "LlamaGen-L"), rows)
+
+
+def quality_of_methods() -> str:
+    """docs/numbers.md: what methods do to images."""
+    images = quality_tables.measured("default")
+    if not images:
+        return quality_tables.NONE
     rows = []
-    for size, name in ((B, "LlamaGen-B"), (L, "LlamaGen-L")):
-        for row in found.measured_speed(size, GUIDANCE, ONE_RUN)["rows"]:
-            faster, least = row["seconds_over"]["next_token"], row["least_seconds_over"]
-            rows.append(
-                (
-                    name,
-                    CHOICES.get(row["name"], found.said(row["name"])),
-                    f"{row['pictures_passes']:.0f}",
-                    two_digits(row["seconds"]["median"]),
-                    f"{faster:.2f}",
-                    f"{least:.2f}",
-                )
-            )
+    for label, page, _, case in METHODS:
+        if case in images:
+            drift = quality_tables.drift(images[case])
+            rows.append((f"[{label}](methods/{page}.md)", drift, *quality_tables.brief(images[case])))
+    return grid(("method", "drift bound per token", "change of log p", "as asked"), rows)
+
+
+def sizes_and_gpu() -> str:
+    """docs/numbers.md: next token and AR Sampler's default by the size of the model, and on a GPU."""
+    rows, both = [], ("next_token", "sjd coupled w16")
+    for size, report, model, machine in (
+        ("default", "speed-cpu-amd", "bundled, 7 M, fp32", "AMD EPYC (Zen 5)"),
+        (B, ONE_RUN, "LlamaGen-B, 87 M, bf16", "AMD EPYC (Zen 4)"),
+        (L, ONE_RUN, "LlamaGen-L, 310 M, bf16", "AMD EPYC (Zen 4)"),
+    ):
+        each = rows_of(size, report)
+        seconds = [each[case]["seconds"]["median"] for case in both]
+        rows.append((model, f"{machine}, 2 threads", seconds, each[both[1]]["seconds_over"]["next_token"]))
+    [stage] = [stage for stage in results(GPU)["stages"] if stage["stage"] == "ratios"]
+    each = {row["method"]: row for row in stage["rows"]}
+    rows.append(
+        ("LlamaGen-XL, bf16", results(GPU)["device"], [each[case]["seconds"] for case in both], each[both[1]]["faster"])
+    )
+    return grid(
+        ("model", "machine", "*next token*", "*fast, exact*", "faster"),
+        [
+            (model, machine, *(f"{two_digits(each)} s" for each in seconds), f"{faster:.1f}x")
+            for model, machine, seconds, faster in rows
+        ],
+    )
+
+
+def speed_of_defaults() -> str:
+    """The same run at length."""
+    rows = [
+        (
+            size.rpartition("@")[2],
+            name_of(case),
+            f"{row['pictures_passes']:.0f}",
+            two_digits(row["seconds"]["median"]),
+            f"{row['seconds_over']['next_token']:.2f}",
+            f"{row['least_seconds_over']:.2f}",
+        )
+        for size, each in one_run().items()
+        for case, row in each.items()
+    ]
     return grid(("size", "method", "forward passes", "seconds", "times as fast", "on its slowest prompt"), rows)
 
 
-def picture(folder: str) -> str:
+def published() -> str:
+    """What the papers report: passes saved, and times as fast."""
+    rows = [(f"[{what}](../../../docs/methods/{page}.md)", *more) for page, what, *more in results("published")]
+    return grid(("what", "model", "fewer passes", "faster", "source"), rows)
+
+
+def picture() -> str:
     """The chart of quality, and how to read it; or that there is none yet."""
     if not quality_tables.measured("default"):
         return quality_tables.NONE
-    return f"![Quality against forward passes]({folder}pictures/quality.svg)\n\n{HOW_TO_READ}"
+    return f"![Quality against forward passes](../../../docs/pictures/quality.svg)\n\n{HOW_TO_READ}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "times of methods": times_of_methods,
+    "quality of methods": quality_of_methods,
+    "sizes and GPU": sizes_and_gpu,
     "methods": methods,
     "speed of defaults": speed_of_defaults,
+    "published": published,
     **{f"choices, {language}": partial(choices, language) for language in WORDS},
     "passes, guidance 1": partial(found.passes, 1.0),
     "passes, guidance 2": partial(found.passes, 2.0),
@@ -236,8 +328,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "continuous, paper": found.continuous_paper,
     "same seed": found.same_seed,
     "dtype auto": automatic.table,
-    "quality chart": partial(picture, ""),
-    "quality chart, appendix": partial(picture, "../../../docs/"),
+    "quality chart": picture,
     "quality, papers": quality_tables.papers,
     "sampling parameters": quality_tables.sampling,
     **{f"quality, {model}": partial(quality_tables.quality, model) for model in ("default", "continuous")},
@@ -252,19 +343,6 @@ TABLES: dict[str, Callable[[], str]] = {
         for language in quality_tables.HELP
     },
 }
-
-
-def sentences() -> dict[str, str]:
-    """Numbers in the README's sentences, by document: how many times fewer passes coupled SJD needs, and how much
-    less time at LlamaGen-B's size."""
-    rows = {row["name"]: row for row in found.measured_speed(B, GUIDANCE, ONE_RUN)["rows"]}
-    exact = rows["sjd coupled w16"]
-    fewer = f"{rows['next_token']['pictures_passes'] / exact['pictures_passes']:.1f}"
-    faster = f"{exact['seconds_over']['next_token']:.1f}"
-    return {
-        "README.md": f"{fewer} times fewer runs of the model and {faster} times less time",
-        "docs/README.zh-CN.md": f"运行次数是它的 {fewer} 倍，时间是它的 {faster} 倍",
-    }
 
 
 def written(text: str) -> str:
@@ -342,7 +420,7 @@ def generated() -> dict[Path, str]:
 
 def files() -> list[Path]:
     """Documents that have tables or commands."""
-    folders = ("*.md", ".github/*.md", "docs/**/*.md", "web/docs/*/*.md", "tools/benchmarks/results/*.md")
+    folders = ("*.md", ".github/*.md", "docs/**/*.md", "web/docs/*/*.md", "tools/benchmarks/*/*.md")
     return sorted(file for folder in folders for file in ROOT.glob(folder))
 
 

@@ -221,10 +221,14 @@ def continuous_paper() -> str:
 
 
 def same_seed() -> str:
-    rows = [
-        (report["machine"]["processor"].replace("(R)", ""), dtype, said(case), found["images"], found["same images"])
+    """How many images equal next token's, by method, processor and precision."""
+    columns = {
+        f"{report['machine']['processor'].split('(R)')[0].split()[0]}, {dtype}": found
         for report in map(results, ("same-seed-cpu", "same-seed-cpu-amd"))
-        for dtype, cases_ in report["dtypes"].items()
-        for case, found in cases_.items()
+        for dtype, found in report["dtypes"].items()
+    }
+    rows = [
+        (said(case), *(f"{found[case]['same images']} of {found[case]['images']}" for found in columns.values()))
+        for case in next(iter(columns.values()))
     ]
-    return grid(("processor", "dtype", "method", "images", "equal"), rows)
+    return grid(("method", *columns), rows)

@@ -8,7 +8,7 @@ It needs no installation: torch, Triton and a checkout that Python finds under t
     p=$(mktemp -d); ln -sfn "$PWD" "$p/comfyui_specar"; export PYTHONPATH="$p:$PWD"
 
 Stages run in order, each in a process of its own; where one fails the later ones are not run. The report (JSON, and as
-a page) is written after every stage. docs/gpu.md explains stages and verdicts.
+a page) is written after every stage. README.md beside this file explains stages and verdicts.
 """
 
 from __future__ import annotations
