@@ -105,7 +105,7 @@ def test_template_dialog_finds_a_template_and_opens_it(page):
     dialog.get_by_role("textbox").first.fill(DEFAULT)
     page.wait_for_function("before => document.querySelectorAll('[role=dialog] h3').length < before", arg=some)
     dialog.get_by_text(DEFAULT, exact=True).first.click()
-    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARCompareTraces')")
+    page.wait_for_function("() => app.graph._nodes.filter(node => node.type === 'SpecARSampler').length === 2")
 
 
 PREVIEW_EVERY_IMAGE = """() => {
@@ -253,7 +253,7 @@ def test_the_map_replaces_the_picture_that_an_earlier_graph_left_under_its_id(ow
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 def test_template_runs_and_shows_images_and_map(page, renderer):
-    load(page, ROOT / f"workflows/{DEFAULT}.json")
+    load(page, ROOT / "workflows/07 Acceptance map.json")
     page.evaluate(FIT)
     for batch in (1, 8, 64):  # a run shows previews if it takes more than a moment
         set_batch(page, batch)
@@ -268,7 +268,7 @@ def test_template_runs_and_shows_images_and_map(page, renderer):
     }}"""
     for kind in ("SaveImage", "SpecARAcceptanceMap"):
         page.wait_for_function(complete, arg=kind)
-    screenshot(page, f"{DEFAULT}-{renderer}")
+    screenshot(page, f"image_and_map-{renderer}")
 
 
 def test_help_page_of_a_node_opens_with_its_image(page):

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from comfyui_specar.batch.maps import SAMPLER
 from PIL import Image
 
 from tools.comfy_server import PACK
@@ -31,16 +32,18 @@ def images(comfy, run) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_workflow_generates(comfy, models, name):
     prompt = workflow(comfy, name, seed=5)
+    loader = comfy.node_id(prompt, "SpecARLoadCheckpoint")
+    [sampler] = [key for key, node in prompt.items() if SAMPLER.fullmatch(node["class_type"])]
+    prompt["info"] = {"class_type": "SpecARModelInfo", "inputs": {"model": [loader, 0]}}
+    prompt["trace"] = {"class_type": "SpecARSaveTrace", "inputs": {"trace": [sampler, 1], "filename_prefix": "trace"}}
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()
     [image] = images(comfy, run)
     assert image.std() > 5, "a flat colour"
-    [report] = run.outputs[comfy.node_id(prompt, "SpecARAcceptanceMap")]["specar"]
+    [report] = run.outputs["trace"]["specar"]
     assert report["totals"]["tokens"] == ASKED[name].tokens and report["settings"]["lossless"]
-    info = run.outputs[comfy.node_id(prompt, "SpecARModelInfo")]
-    [text], [facts] = info["text"], info["specar"]
-    loader = prompt[comfy.node_id(prompt, "SpecARLoadCheckpoint")]["inputs"]["model_name"]
-    assert text.startswith(f"{loader}: {facts['family']}, ") and "4 rows of 4 tokens of 32 codes" in text
+    [text], [facts] = run.outputs["info"]["text"], run.outputs["info"]["specar"]
+    assert text.startswith(f"{prompt[loader]['inputs']['model_name']}: {facts['family']}, ") and "4 rows of 4 tokens of 32 codes" in text
     assert (image.shape[1], image.shape[0]) == tuple(facts["sizes"][0]) and facts["decoder"]
     assert ("anole_drafter" in facts["drafters"]) == (name == ANOLE)
 
@@ -87,18 +90,11 @@ def test_the_files_that_a_workflow_lists_belong_to_it(name):
         assert model["directory"] != "ar_models" or model["name"].split("/")[0] in chosen
 
 
-def janus(comfy, sampler: str, **inputs) -> dict:
-    """The workflow with another sampler, whose inputs are among those of the one it has."""
-    prompt = workflow(comfy, JANUS, **inputs)
-    prompt[comfy.node_id(prompt, "SpecARSJDSampler")]["class_type"] = sampler
-    return prompt
-
-
-@pytest.mark.parametrize("sampler", ["SpecARSJDSampler", "SpecARNextTokenSampler"])
-def test_a_batch_through_the_api_is_the_single_images(comfy, models, sampler):
-    batch = images(comfy, comfy.run(janus(comfy, sampler, seed=20, batch_size=3)))
+@pytest.mark.parametrize("method", ["fast, exact", "next token"])
+def test_a_batch_through_the_api_is_the_single_images(comfy, models, method):
+    batch = images(comfy, comfy.run(workflow(comfy, JANUS, method=method, seed=20, batch_size=3)))
     assert len(batch) == 3 and (batch[0] != batch[1]).any()
-    [last] = images(comfy, comfy.run(janus(comfy, sampler, seed=22)))
+    [last] = images(comfy, comfy.run(workflow(comfy, JANUS, method=method, seed=22)))
     assert np.abs(last - batch[2]).max() <= 1  # the decoder rounds a batch in another order
 
 

@@ -69,7 +69,7 @@ def test_kept_tokens_do_not_count(clock):
     assert status.finished(after(4, 16)).startswith("4 forward passes instead of 8\n2.0 tokens per pass")
     status = keeping(*range(8), 12, 13)  # two on the way, on which next-token sampling spends a pass each
     assert status.finished(after(4, 16)).startswith("4 forward passes instead of 8\n1.5 tokens per pass")
-    assert keeping(*range(16)).finished(after(1, 16)) == "The mask is empty: all of the image is kept"
+    assert "mask is empty" in keeping(*range(16)).finished(after(1, 16))
 
 
 def test_kept_vectors_do_not_count(clock, continuous):
