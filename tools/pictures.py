@@ -135,11 +135,7 @@ SCENES = {
     ),
     "SpecARContinuePicture": Scene(
         "05 Continue an image",
-        {
-            "LoadImage": (0, 0, 300, 330),
-            "SpecARContinuePicture": (COLUMN, 0, 300),
-            SAVE: (COLUMN, None, 300, 300),
-        },
+        {"LoadImage": (0, 0, 300, 330), "SpecARContinuePicture": (COLUMN, 0, 300), SAVE: (COLUMN, None, 300, 300)},
     ),
     "SpecARDecodeGLMImage": Scene(
         "33 GLM-Image (download)",
@@ -198,12 +194,7 @@ SCENES = {
     "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
     "SpecARRuleCoolSD": Scene(
         "10 Exact inside a mask",
-        {
-            "SpecARRuleCoolSD": (0, 0, 300),
-            TREE: (0, None, 0),
-            SAVE: (0, 350, 300, 240),
-            MAP: (COLUMN, 0, 330, 700),
-        },
+        {"SpecARRuleCoolSD": (0, 0, 300), TREE: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 700)},
     ),
     "SpecAREntropyTemperature": Scene(
         "01 Text to image",

@@ -1,4 +1,4 @@
-"""Makes the screenshots of docs/getting-started.md in a real ComfyUI: its page as a person sees it.
+"""Makes the screenshots of the README and docs/getting-started.md in a real ComfyUI: its page as a person sees it.
 
 Run it again (with tools/screenshots.sh, COMFYUI_PATH naming the newest ComfyUI) when the front end, the nodes or the
 templates have changed.
@@ -20,13 +20,11 @@ WORKFLOWS = PACK / "workflows"
 LOG = PACK / "output/screenshots.log"
 VIEW = {"width": 1400, "height": 860}
 QUALITY = 82
+SAME = "06 Same image, fewer passes"
 FIRST = min(path.stem for path in WORKFLOWS.glob("*.json"))
 NO_NEWS = "div:has(> div > i[class*=rocket]) { display: none }"  # a banner of the front end's own
-ZOOM = 0.7  # at which the letters of nodes can be read
-FROM_GROUP = """([title, zoom]) => {
-    const [x, y] = app.graph._groups.find(group => group.title === title).pos, { ds } = app.canvas;
-    ds.scale = zoom;
-    ds.offset = [80 / zoom - x, 130 / zoom - y];
+LOOK_AT = """([left, top, scale]) => {
+    Object.assign(app.canvas.ds, { scale, offset: [80 / scale - left, 110 / scale - top] });
     app.canvas.setDirty(true, true);
 }"""
 PLAIN = {
@@ -47,16 +45,15 @@ def browse(page: Frontend) -> None:
     page.page.wait_for_timeout(3000)  # for thumbnails
 
 
-def after_run(workflow: str, group: str = "", zoom: float = ZOOM, **size: int) -> Callable[[Frontend], None]:
-    """A template after one run: as it opens, or from the left edge of a group on, large enough to read. size: other
-    widths and heights of the page than those of VIEW."""
+def after_run(workflow: str, place: tuple[float, float, float] | None = None) -> Callable[[Frontend], None]:
+    """A template after one run: as it opens, or from a place (x, y, zoom) on."""
 
     def draw(page: Frontend) -> None:
-        page.page.set_viewport_size(VIEW | size)
+        page.page.set_viewport_size(VIEW)
         page.load(json.loads((WORKFLOWS / f"{workflow}.json").read_text(encoding="utf-8")), workflow)
         page.run()
-        if group:
-            page.page.evaluate(FROM_GROUP, [group, zoom])
+        if place:
+            page.page.evaluate(LOOK_AT, place)
         else:
             page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
         page.page.wait_for_timeout(1000)
@@ -76,9 +73,10 @@ def as_app(page: Frontend) -> None:
 
 
 SHOTS: dict[str, Callable[[Frontend], None]] = {
-    "first-image": after_run("01 Text to image"),
-    "same-image": after_run("06 Same image, fewer passes", "One token per pass", 0.68, width=1230, height=1060),
-    "acceptance-map": after_run("07 Acceptance map", "2 Prompt and size"),
+    "first-image": after_run(FIRST),
+    "same-image": after_run(SAME),
+    "acceptance-map": after_run("07 Acceptance map"),
+    "canvas": after_run(SAME, (490, 0, 1.15)),
     "templates": browse,  # its dialog stays open
     "app-mode": as_app,  # last: the page stays in it
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from comfy_client import Run, run_prompt, view
 from frontend import Frontend, FrontendError
-from PIL import Image, ImageOps, ImageSequence
+from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence
 
 SIDE = 512
 CARD = """<style>
@@ -17,12 +17,13 @@ body {{ margin: 0; width: 512px; height: 512px; box-sizing: border-box; padding:
 b {{ font-size: {size}px; line-height: 1.1; }} p {{ font-size: 42px; margin: 36px 0 0; line-height: 1.35; }}
 </style><body><b>{name}</b><p>{width} x {height}<br>{weights} GB</p></body>"""
 WEIGHTS = re.compile(r"([\d.]+) GB of weights")  # in the template's note
+LOOK = ", 3d, on a purple background"
 WHOLE = (0, 0, 256, 256)
-INPUTS = {  # of templates that begin with Load Image: prompt of a generated image, place of it, what is not kept, prompt
-    "03 Inpaint your image": ("red heart, 3d", WHOLE, (32, 32, 224, 224), "blue heart, 3d"),
-    "04 Outpaint": ("smiley, 3d", (32, 32, 224, 224), (0, 0, 0, 0), "smiley, 3d"),
-    "05 Continue an image": ("cat, 3d", WHOLE, (0, 128, 256, 256), "cat, 3d"),
-    "19 Continuous tokens, inpaint": ("smiley, 3d", WHOLE, (128, 0, 256, 256), "skull, 3d"),
+INPUTS = {  # of templates that begin with Load Image: subject that is given, place of it, what is not kept, subject
+    "03 Inpaint your image": ("red heart", WHOLE, (32, 32, 224, 224), "blue heart"),
+    "04 Outpaint": ("smiley", (32, 32, 224, 224), (0, 0, 0, 0), "smiley"),
+    "05 Continue an image": ("cat", WHOLE, (0, 128, 256, 256), "cat"),
+    "19 Continuous tokens, inpaint": ("smiley", WHOLE, (128, 0, 256, 256), "skull"),
 }
 
 
@@ -49,7 +50,7 @@ def draws(name: str) -> bool:
     return not name.endswith(" (download)")
 
 
-def run(url: str, file: Path, **inputs: str) -> tuple[Run, dict]:
+def run(url: str, file: Path, **inputs: str | int) -> tuple[Run, dict]:
     """A workflow's run, and its nodes."""
     prompt = json.loads((file.parent / "api" / file.name).read_text(encoding="utf-8"))
     for node in prompt.values():
@@ -60,29 +61,24 @@ def run(url: str, file: Path, **inputs: str) -> tuple[Run, dict]:
     return done, prompt
 
 
-def place_of(key: str) -> list[int]:
-    """Of a node's id, in subgraphs "1:8", to sort by."""
-    return [int(part) for part in key.split(":")]
-
-
 def images(url: str, done: Run, prompt: dict, kind: str) -> list[Image.Image]:
     """What nodes of a class made, in the order of their ids."""
-    keys = sorted((key for key in done.outputs if prompt[key]["class_type"] == kind), key=place_of)
+    keys = sorted((key for key in done.outputs if prompt[key]["class_type"] == kind), key=int)
     made = [file for key in keys for file in done.outputs[key].get("images", [])]
     return [Image.open(io.BytesIO(asyncio.run(view(url, file)))) for file in made]
 
 
 def filled(url: str, file: Path, inputs: Path) -> Image.Image:
-    """Half of what is given to Load Image (from the folder ``inputs``), grey where it is not kept, and half of the result."""
+    """Half of what Load Image gives (from the folder ``inputs``), grey where it is not kept, and half of the result."""
     before, place, hole, text = INPUTS[file.stem]
-    [given] = images(url, *run(url, file.with_name("01 Text to image.json"), text=before), "SaveImage")
+    [given] = images(url, *run(url, file.with_name("01 Text to image.json"), text=before + LOOK), "SaveImage")
     canvas, mask = Image.new("RGB", given.size, "gray"), Image.new("L", given.size, 255)
-    canvas.paste(given.resize((place[2] - place[0], place[3] - place[1])), place)
-    canvas.paste("gray", hole)
     mask.paste(0, hole)
+    canvas.paste(given.resize((place[2] - place[0], place[3] - place[1])), place)
+    canvas.paste("gray", WHOLE, mask.point(lambda kept: 0 if kept else 150))
     given.putalpha(mask)
     given.save(inputs / "example.png")
-    [made] = images(url, *run(url, file, text=text), "SaveImage")
+    [made] = images(url, *run(url, file, text=text + LOOK), "SaveImage")
     return halves(canvas, made)
 
 
@@ -90,13 +86,20 @@ def result(url: str, file: Path, inputs: Path) -> Image.Image:
     """The images that a workflow saves; half of a single one beside half of its map or of its input."""
     if file.stem in INPUTS:
         return filled(url, file, inputs)
-    done, prompt = run(url, file)
+    done, prompt = run(url, file, seconds=60)  # of Find Fastest
     if films := images(url, done, prompt, "SpecARTimeline"):
         return tiles([ImageSequence.all_frames(films[0])[films[0].n_frames // 2].convert("RGB")], 1)
     saved = images(url, done, prompt, "SaveImage")
     if maps := images(url, done, prompt, "SpecARAcceptanceMap"):
         return halves(saved[0], maps[0].crop((0, 0, maps[0].width, maps[0].width)))  # without its legend
-    return halves(*saved) if len(saved) == 2 else tiles(saved, {4: 2, 8: 4}.get(len(saved), len(saved)))
+    if charts := images(url, done, prompt, "SpecARFindFastest"):
+        return halves(saved[0], charts[0])
+    if len(saved) != 2:
+        return tiles(saved, {4: 2}.get(len(saved), len(saved)))
+    sheet = halves(*saved)
+    for left, text in ((30, "1 token\nper pass"), (SIDE // 2 + 30, "several\nper pass")):
+        ImageDraw.Draw(sheet).text((left, SIDE - 100), text, "black", ImageFont.load_default(40))
+    return sheet
 
 
 def card(page: Frontend, file: Path) -> Image.Image:

@@ -43,7 +43,10 @@ def test_the_workflow_generates(comfy, models, name):
     [report] = run.outputs["trace"]["specar"]
     assert report["totals"]["tokens"] == ASKED[name].tokens and report["settings"]["lossless"]
     [text], [facts] = run.outputs["info"]["text"], run.outputs["info"]["specar"]
-    assert text.startswith(f"{prompt[loader]['inputs']['model_name']}: {facts['family']}, ") and "4 rows of 4 tokens of 32 codes" in text
+    assert (
+        text.startswith(f"{prompt[loader]['inputs']['model_name']}: {facts['family']}, ")
+        and "4 rows of 4 tokens of 32 codes" in text
+    )
     assert (image.shape[1], image.shape[0]) == tuple(facts["sizes"][0]) and facts["decoder"]
     assert ("anole_drafter" in facts["drafters"]) == (name == ANOLE)
 
