@@ -94,9 +94,9 @@ def result(url: str, file: Path, inputs: Path) -> Image.Image:
         return halves(saved[0], maps[0].crop((0, 0, maps[0].width, maps[0].width)))  # without its legend
     if charts := images(url, done, prompt, "SpecARFindFastest"):
         return halves(saved[0], charts[0])
-    if len(saved) != 2:
-        return tiles(saved, {4: 2}.get(len(saved), len(saved)))
-    sheet = halves(*saved)
+    if len(saved) in (1, 4):
+        return tiles(saved, int(len(saved) ** 0.5))
+    sheet = halves(saved[0], saved[-1])
     for left, text in ((30, "1 token\nper pass"), (SIDE // 2 + 30, "several\nper pass")):
         ImageDraw.Draw(sheet).text((left, SIDE - 100), text, "black", ImageFont.load_default(40))
     return sheet
@@ -109,6 +109,6 @@ def card(page: Frontend, file: Path) -> Image.Image:
     width, height = widgets["ImageScale"][1:3] if "ImageScale" in widgets else widgets["SpecAREmptyLatent"][:2]
     [weights] = WEIGHTS.findall(widgets["MarkdownNote"][0])
     number, name = file.stem.removesuffix(" (download)").split(" ", 1)
-    size = 72 if len(name) < 16 else 54
-    html = CARD.format(hue=int(number) * 137 % 360, name=name, size=size, width=width, height=height, weights=weights)
+    size = 72 if len(name) < 20 else 54
+    html = CARD.format(hue=int(number) * 33 % 360, name=name, size=size, width=width, height=height, weights=weights)
     return Image.open(io.BytesIO(page.render(html, (SIDE, SIDE)))).convert("RGB")
