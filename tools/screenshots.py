@@ -27,6 +27,8 @@ LOOK_AT = """([left, top, scale]) => {
     Object.assign(app.canvas.ds, { scale, offset: [80 / scale - left, 110 / scale - top] });
     app.canvas.setDirty(true, true);
 }"""
+SHOWN = """() => app.graph._nodes.filter(node => node.type === 'SaveImage').every(node =>
+    node.imgs?.length && node.imgs.every(image => image.complete && image.naturalWidth > 0))"""
 PLAIN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,  # nothing over the graph
@@ -56,7 +58,9 @@ def after_run(workflow: str, place: tuple[float, float, float] | None = None) ->
             page.page.evaluate(LOOK_AT, place)
         else:
             page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
-        page.page.wait_for_timeout(1000)
+        page.page.wait_for_function(SHOWN)
+        page.page.get_by_text("0 active").wait_for()
+        page.page.wait_for_timeout(8000)  # until the message that it has run is gone
 
     return draw
 

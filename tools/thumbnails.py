@@ -54,7 +54,9 @@ def run(url: str, file: Path, **inputs: str | int) -> tuple[Run, dict]:
     """A workflow's run, and its nodes."""
     prompt = json.loads((file.parent / "api" / file.name).read_text(encoding="utf-8"))
     for node in prompt.values():
-        node["inputs"].update({name: value for name, value in inputs.items() if name in node["inputs"]})
+        node["inputs"].update(
+            {name: value for name, value in inputs.items() if type(value) is type(node["inputs"].get(name))}
+        )
     done = asyncio.run(run_prompt(url, prompt))
     if done.outcome != "success":
         raise FrontendError(f"{file.stem}: {done.message()}")
@@ -77,8 +79,8 @@ def filled(url: str, file: Path, inputs: Path) -> Image.Image:
     canvas.paste(given.resize((place[2] - place[0], place[3] - place[1])), place)
     canvas.paste("gray", WHOLE, mask.point(lambda kept: 0 if kept else 150))
     given.putalpha(mask)
-    given.save(inputs / "example.png")
-    [made] = images(url, *run(url, file, text=text + LOOK), "SaveImage")
+    given.save(inputs / "given.png")
+    [made] = images(url, *run(url, file, text=text + LOOK, image="given.png"), "SaveImage")
     return halves(canvas, made)
 
 
