@@ -40,7 +40,7 @@ class Status:
         if not passes:
             return "Reading the kept part of the image"
         if not self.total:
-            return "The mask is empty: all of it is kept.\nPaint one: Load Image > Open in Mask Editor"
+            return "The mask is empty: all of it is kept.\nTo paint one, right-click Load Image"
         plain, each = self.request.next_token_passes(committed), self.request.sampled(committed) / passes
         count = f"{passes} forward pass{'es' if passes > 1 else ''}"
         fewer = f" instead of {plain:.0f}" if round(plain) > passes else ""
