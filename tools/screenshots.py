@@ -24,14 +24,16 @@ SAME = "06 Same image, fewer passes"
 FIRST = min(path.stem for path in WORKFLOWS.glob("*.json"))
 NO_NEWS = "div:has(> div > i[class*=rocket]) { display: none }"  # a banner of the front end's own
 LOOK_AT = """([left, top, scale]) => {
-    Object.assign(app.canvas.ds, { scale, offset: [80 / scale - left, 110 / scale - top] });
+    Object.assign(app.canvas.ds, { scale, offset: [80 / scale - left, 130 / scale - top] });
     app.canvas.setDirty(true, true);
 }"""
 SHOWN = """() => app.graph._nodes.filter(node => node.type === 'SaveImage').every(node =>
     node.imgs?.length && node.imgs.every(image => image.complete && image.naturalWidth > 0))"""
+CLIPS = {"canvas": {"x": 64, "y": 90, "width": 1127, "height": 768}}  # other parts of the page than the whole
 PLAIN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,  # nothing over the graph
+    "Comfy.Graph.CanvasMenu": False,
     "Comfy.OnboardingCoachmarks.Seen": ["appMode", "firstRun"],
 }
 HAS_APP_MODE = "() => app.extensionManager.command.commands.some(({ id }) => id === 'Comfy.ToggleLinear')"
@@ -80,7 +82,7 @@ SHOTS: dict[str, Callable[[Frontend], None]] = {
     "first-image": after_run(FIRST),
     "same-image": after_run(SAME),
     "acceptance-map": after_run("07 Acceptance map"),
-    "canvas": after_run(SAME, (490, 0, 1.15)),
+    "canvas": after_run(SAME, (490, 0, 1)),
     "templates": browse,  # its dialog stays open
     "app-mode": as_app,  # last: the page stays in it
 }
@@ -103,7 +105,7 @@ def main() -> int:
             for name in [name for name in SHOTS if name in (arguments.names or SHOTS)]:
                 SHOTS[name](page)
                 file = SCREENSHOTS / f"{name}.webp"
-                image = Image.open(io.BytesIO(page.page.screenshot())).convert("RGB")
+                image = Image.open(io.BytesIO(page.page.screenshot(clip=CLIPS.get(name)))).convert("RGB")
                 image.reduce(SHARPNESS).save(file, quality=QUALITY, method=6)
                 print(f"{file.relative_to(PACK)}: {file.stat().st_size // 1024} KB", flush=True)
     except (ServerError, FrontendError) as error:
