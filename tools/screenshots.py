@@ -7,6 +7,7 @@ templates have changed.
 import argparse
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,11 +41,13 @@ HAS_APP_MODE = "() => app.extensionManager.command.commands.some(({ id }) => id 
 
 
 def browse(page: Frontend) -> None:
-    """The dialog of templates, at this pack's."""
+    """The dialog of templates, at this pack's in their order."""
     page.page.set_viewport_size(VIEW)
     page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates'); }")
     dialog = page.page.get_by_role("dialog")
     dialog.get_by_text(PACK_FOLDER).first.click()
+    dialog.get_by_text("Default", exact=True).locator("visible=true").click()
+    page.page.get_by_role("option").filter(has_text=re.compile("A.+Z")).first.click()
     dialog.get_by_text(FIRST, exact=True).first.wait_for()
     page.page.wait_for_timeout(3000)  # for thumbnails
 
