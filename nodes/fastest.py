@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from comfy_api.latest import io
 
 from ..kernels.graphs import capturable
 from ..reports import trials
+from ..reports.comparison import draw
 from ..reports.run_report import drawing
 from ..reports.trials import TIME_UP, Trial
 from ..samplers.contract import Progress, Request
@@ -270,13 +272,15 @@ class FindFastest(io.ComfyNode):
         tried, layout = search(request, model, drafter, leak_budget, tokens, seconds)
         verdict = trials.judge(tried, leak_budget)
         setting = setting_text(request, layout)
-        chart = as_images([trials.chart(tried, verdict, setting)])
+        chart = trials.chart(tried, verdict, setting)
+        image = as_images([draw(chart)])
         shown = {
             "text": [trials.summary(tried, verdict, setting, leak_budget)],
             "specar": [trials.report(tried, verdict)],
+            "specar_chart": [json.dumps(asdict(chart))],
         }
         text = trials.in_words(tried, verdict, setting, leak_budget)
-        return io.NodeOutput(verdict.chosen.method, chart, text, ui=preview(chart, cls) | shown)
+        return io.NodeOutput(verdict.chosen.method, image, text, ui=preview(image, cls) | shown)
 
 
 def trial_seed_input() -> io.Input:

@@ -1,0 +1,26 @@
+// Texts in the page's language. Their English is their key in "specar" of locales/*/main.json; {names} stand for values.
+let patterns = [];
+
+const source = (english) => english.split(/(\{\w+\})/).map((part) =>
+  part.startsWith("{") ? `(?<${part.slice(1, -1)}>[^]+?)` : part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("");
+const filled = (text, values) => text.replace(/\{(\w+)\}/g, (_, name) => values[name]);
+
+/** To be awaited before anything is shown. */
+export async function loadWords(app) {
+  const language = app.extensionManager.setting.get("Comfy.Locale");
+  const words = (await app.api.getCustomNodesI18n())[language]?.specar ?? {};
+  patterns = Object.entries(words).map(([english, text]) => [new RegExp(`^${source(english)}$`), text]);
+}
+
+/** A text of the server or of this pack; what no translator knows stays as it is. */
+export function translated(text) {
+  for (const [pattern, words] of patterns) {
+    const found = pattern.exec(text);
+    if (found) return filled(words, Object.fromEntries(
+      Object.entries(found.groups ?? {}).map(([name, value]) => [name, translated(value)])));
+  }
+  return text;
+}
+
+/** A text of this pack, with values for its {names}. */
+export const say = (english, values = {}) => translated(filled(english, values));
