@@ -38,9 +38,9 @@ from .widgets import common_inputs, negative_input
 RUNS = 3  # per method that may be the fastest
 REPEAT_WITHIN = 1.5  # times the fastest: a slower method is not repeated
 STOP_AFTER = 2.0  # times the next-token sampler: a first run that takes longer is stopped
-FEWEST = 64  # tokens of a trial, if the image has as many
+FEWEST = 32  # tokens of a trial, if the image has as many
 WARM = 32  # tokens of a run for warm-up or estimation
-PER_METHOD = 2.5  # average time per method with warm-up, in runs of the next-token sampler
+PER_METHOD = 1.5  # average time per method with warm-up, in runs of the next-token sampler; one more to capture steps
 UNIT = 1000  # progress per method
 
 clock = time.perf_counter
@@ -119,7 +119,7 @@ class Search:
         beginning = self.request.layout.beginning(WARM)
         seconds, trace = [self.run(method, beginning) for _ in range(1 + 2 * self.captured)][-1]
         per_token = seconds * self.request.batch / trace.totals["tokens"]
-        affordable = int((self.until - clock()) / (methods * PER_METHOD * per_token))
+        affordable = int((self.until - clock()) / (methods * (PER_METHOD + self.captured) * per_token))
         self.layout = self.request.layout.beginning(min(tokens, max(FEWEST, affordable)))
         self.trials.append(Trial(method))
         sessions = method.model.model.sessions
@@ -131,8 +131,8 @@ class Search:
 
     def once(self, methods: Iterable[ChosenMethod]) -> None:
         """Measure methods once, while enough time is left to repeat the fastest (or half of the time)."""
-        whole = self.trials[0].seconds[0] * self.trials[0].tokens  # a run of the baseline
-        enough = max(self.until - (RUNS - 1 + self.captured) * 2 * whole, (clock() + self.until) / 2)
+        tokens = self.trials[0].tokens  # of a run
+        whole, half = self.trials[0].seconds[0] * tokens, (clock() + self.until) / 2
         for method in methods:
             self.begin(2 + self.captured)
             trial = Trial(method)
@@ -140,6 +140,8 @@ class Search:
             if method.drafter is None and 2 * method.method.width(self.request) > self.layout.length:
                 trial.note = f"not tried: trials of {self.layout.sampled_tokens} tokens are too short for it"
                 continue
+            best = min(other.seconds[0] for other in self.trials if other.seconds) * tokens
+            enough = max(self.until - (RUNS - 1 + self.captured) * (whole + best), half)
             if clock() >= enough:
                 trial.note = TIME_UP
                 continue
