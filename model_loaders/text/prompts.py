@@ -13,7 +13,7 @@ from ...models.placed import Placed
 from . import prompt_settings, prompt_syntax
 from .prompt_encoders import ClassEncoder, PromptEncoder, TextEncoder, WordEncoder, features_of
 
-EMPTY = "The prompt is empty: the image may show anything that the model knows."
+EMPTY = "The prompt is empty, so nothing says what the image shows."
 
 Conditioning = list  # ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
 

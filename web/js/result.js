@@ -1,6 +1,6 @@
 // What a run takes and took, on its sampler.
 import { made } from "./elements.js";
-import { say } from "./words.js";
+import { say, translated } from "./words.js";
 
 const NAME = "specar_result";
 const KEPT = "specar.results"; // in the browser's storage: by workflow and node, for pages that are loaded again
@@ -29,18 +29,20 @@ export function showResult(node, run) {
   node.setDirtyCanvas?.(true, true);
 }
 
+const unbroken = (text) => text.replace(" ", "\u00a0");
+
 function inWords({ images, passes, done, total, plain, left, seconds, size, used }) {
   if (!total) return say("The mask is empty: all of the image is kept");
   if (!passes) return say("Reading the kept part of the image");
   const count = passes === 1 ? "{passes} pass" : plain > passes ? "{passes} passes instead of {plain}" : "{passes} passes";
   const line = [
-    images > 1 && say("{images} images", { images }),
+    images > 1 && say("{number} images", { number: images }),
     say(count, { passes, plain }),
     say("{done} of {total} tokens", { done, total }),
-    left && say("about {left} left", { left }),
-    seconds,
+    left && say("about {left} left", { left: unbroken(left) }),
+    seconds && unbroken(translated(seconds)),
   ].filter(Boolean).join(", ");
-  return used ? `${line}\n${say("{width} x {height} pixels", { width: size[0], height: size[1] })}; ${used}` : line;
+  return used ? `${line}\n${say("{width} x {height} pixels", { width: size[0], height: size[1] })}; ${translated(used)}` : line;
 }
 
 const readKept = () => JSON.parse(localStorage.getItem(KEPT) ?? "{}");

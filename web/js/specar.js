@@ -72,7 +72,7 @@ function leaveToCanvas(element) {
 }
 
 function show(node, output) {
-  const report = output?.text?.join("\n");
+  const report = output?.text && translated(output.text.join("\n"));
   if (node.type === MAP && report) {
     const map = widgetOf(node, VIEW, viewWidget).view;
     map.show({ pictures: output.images ?? [], numbers: output.specar_tokens ?? [], report });
