@@ -1,10 +1,12 @@
 // Texts in the page's language. Their English is their key in "specar" of locales/*/main.json; {names} stand for values:
-// {number} for one of digits, {verbatim} for what is not translated.
+// those of NUMBERS for digits, {verbatim} for what is not translated.
 let patterns = [];
 
-const LISTS = ["\n", "; ", ": ", ", "]; // a text that is not a key may be a list of keys
+const LISTS = ["\n", "; ", ", ", ": "]; // a text that is not a key may be a list of keys
 
-const value = (name) => `(?<${name}>${name === "number" ? "-?[\\d.]+%?" : ".+?"})`;
+const NUMBERS = ["number", "passes", "plain", "done", "total"];
+
+const value = (name) => `(?<${name}>${NUMBERS.includes(name) ? "-?[\\d.]+%?" : ".+?"})`;
 const source = (english) => english.split(/(\{\w+\})/).map((part) =>
   part.startsWith("{") ? value(part.slice(1, -1)) : part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("");
 const filled = (text, values) => text.replace(/\{(\w+)\}/g, (_, name) => values[name]);
