@@ -97,14 +97,15 @@ def test_while_a_run_goes_on_its_numbers_stand_in_one_line(page, renderer):
     open_template(page, "02 Four images at once")
     page.evaluate("""() => {
         window.lines = [];
-        app.api.addEventListener('specar.run', () => window.lines.push(
-            document.querySelector('.specar-result').innerText));
+        window.line = () => app.graph._nodes.flatMap(node => node.widgets ?? [])
+            .find(widget => widget.name === 'specar_result').element.textContent;
+        app.api.addEventListener('specar.run', () => window.lines.push(window.line()));
     }""")
     run(page)
     lines = page.evaluate("() => window.lines")
     assert lines and all(re.match(r"4 images, \d+ pass(es)?, \d+ of 256 tokens", line) for line in lines)
     assert not any("\n" in line for line in lines)
-    page.wait_for_function("() => document.querySelector('.specar-result').innerText.includes('\\n')")
+    page.wait_for_function("() => window.line().includes('\\n')")
     screenshot(page, f"batch-{renderer}")
 
 

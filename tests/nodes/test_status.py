@@ -1,5 +1,6 @@
 """What a node says of its run while it runs: the words, when they are sent, and to whom."""
 
+import json
 import sys
 
 import pytest
@@ -85,6 +86,14 @@ def test_a_run_ends_with_what_it_took_and_what_auto_was(method, sample, draw_vec
     assert (run["images"], run["passes"]) == (2, trace.totals["target_passes"])
     assert run["done"] == run["total"] == run["plain"] == 16 and run["size"] == [64, 64]
     assert f"temperature {trace.settings['temperature']:g}" in run["used"] and "cfg" in run["used"]
+
+
+def test_a_sampler_leaves_its_run_for_the_page_also_when_it_is_cached(nodes, run, tiny, positive):
+    node = nodes["SpecARNextTokenSampler"]
+    latent = {"samples": torch.zeros(1, 8, 4, 4)}
+    out = run(node, **defaults(node) | {"model": tiny[0], "positive": positive, "latent_image": latent})
+    assert json.loads(out.ui["specar_run"][0])["passes"] == 16
+    assert getattr(node.GET_SCHEMA(), "has_intermediate_output", True)  # what newer versions resend
 
 
 def test_next_token_sampling_spends_a_pass_on_kept_tokens_between_sampled_ones(sample):
