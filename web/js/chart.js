@@ -2,12 +2,16 @@
 import { made } from "./elements.js";
 import { say, translated } from "./words.js";
 
+const HEAD = 90; // pixels, with the remark
+const ROW = 40;
+
 export class ChartView {
   constructor() {
     this.element = made("div", "specar-chart widget-expands"); // the new renderer gives such widgets the free space
   }
 
   show({ heads, rows, remark }) {
+    this.height = HEAD + ROW * rows.length;
     this.element.replaceChildren();
     const table = made("table", "", this.element);
     const head = made("tr", "", made("thead", "", table));

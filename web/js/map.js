@@ -9,6 +9,8 @@ const UNWRITTEN = "The map could not be written; see ComfyUI's log.";
 const STEPS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 
 export class MapView {
+  height = 490; // pixels, at least
+
   /** fetchFile: async ({filename, subfolder, type}) -> Response; addressOf: the same -> its URL. */
   constructor({ fetchFile, addressOf }) {
     this.fetchFile = fetchFile;
@@ -96,7 +98,7 @@ export class MapView {
   /** The legend: what the colours mean. */
   explain({ title, lines }) {
     this.legend.replaceChildren();
-    made("div", "specar-title", this.legend).textContent = translated(title);
+    made("div", "specar-caption", this.legend).textContent = translated(title);
     for (const { colours, texts: [text, high] } of lines) {
       const line = made("div", "specar-line", this.legend);
       const bar = made("span", high ? "specar-scale" : "specar-swatch");

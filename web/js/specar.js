@@ -1,7 +1,7 @@
 // What SpecAR's output nodes show: the text of the report ("text" in their UI output) in a read-only field, on Acceptance
 // Map the map with the numbers of every token, and on Compare Runs and Find Fastest the chart. Without this file ComfyUI
-// shows the pictures of these. On samplers, what a run took. On any node, what was asked for but not done (words that the model does not know, areas
-// of a prompt, ...).
+// shows the pictures of these. On samplers, what a run took. On any node, what was asked for but not done (words that the
+// model does not know, areas of a prompt, ...).
 import { app } from "/scripts/app.js";
 import { ChartView } from "./chart.js";
 import { MapView } from "./map.js";
@@ -12,12 +12,9 @@ import { loadWords, translated } from "./words.js";
 const isSampler = (data) => String(data?.output) === "LATENT,AR_TRACE"; // their category is translated
 const tells = (data) => data?.name.startsWith("SpecAR") && (data.output_node || isSampler(data));
 const MAP = "SpecARAcceptanceMap";
-const VIEWS = { // nodes whose pictures the page draws -> [what with, its least width and height]
-  [MAP]: [MapView, 400, 490],
-  SpecARCompareTraces: [ChartView, 400, 150],
-  SpecARFindFastest: [ChartView, 400, 150],
-};
+const VIEWS = { [MAP]: MapView, SpecARCompareTraces: ChartView, SpecARFindFastest: ChartView }; // draw nodes' pictures
 const VIEW = "specar_view"; // the widget
+const VIEW_WIDTH = 400; // at least
 const COLOURS = { // of sockets of our types and their links
   AR_MODEL: "#9d8cff", AR_DRAFTER: "#4fc3c7", AR_RULE: "#f08a5d", AR_TRACE: "#8fce5a", AR_METHOD: "#e0bd4c",
 };
@@ -47,19 +44,22 @@ const server = {
 };
 
 function viewWidget(node) {
-  const [View, leastWidth, leastHeight] = VIEWS[node.type];
   const picture = node.widgets?.find((widget) => widget.name === PICTURE);
   if (picture) node.widgets.splice(node.widgets.indexOf(picture), 1);
-  const shown = new View(server);
+  const shown = new VIEWS[node.type](server);
   const widget = node.addDOMWidget(VIEW, VIEW, shown.element, {
-    serialize: false, hideOnZoom: false, hideInPanel: true, getMinHeight: () => leastHeight,
+    serialize: false, hideOnZoom: false, hideInPanel: true, getMinHeight: () => shown.height,
   });
   widget.serialize = false;
   widget.view = shown;
   leaveToCanvas(shown.element);
-  const [width, height] = node.size, least = node.computeSize();
-  node.setSize([Math.max(width, least[0], leastWidth), Math.max(height, least[1])]);
   return widget;
+}
+
+function draw(node, content) {
+  widgetOf(node, VIEW, viewWidget).view.show(content);
+  const [width, height] = node.size, least = node.computeSize();
+  node.setSize([Math.max(width, least[0], VIEW_WIDTH), Math.max(height, least[1])]);
 }
 
 /** On the canvas, zooming and panning also work above it (the new renderer sees to it itself). */
@@ -74,16 +74,16 @@ function leaveToCanvas(element) {
 function show(node, output) {
   const report = output?.text && translated(output.text.join("\n"));
   if (node.type === MAP && report) {
-    const map = widgetOf(node, VIEW, viewWidget).view;
-    map.show({ pictures: output.images ?? [], numbers: output.specar_tokens ?? [], report });
-    Object.assign(node, { images: output.images, imgs: [map.image], imageIndex: null, overIndex: 0 }); // for its menu
+    draw(node, { pictures: output.images ?? [], numbers: output.specar_tokens ?? [], report });
+    const imgs = [widgetOf(node, VIEW).view.image];
+    Object.assign(node, { images: output.images, imgs, imageIndex: null, overIndex: 0 }); // for its menu
   } else if (report) showReport(node, report);
   if (output?.specar_run) {
     const run = JSON.parse(output.specar_run[0]);
     showResult(node, run);
     keepResult(rootGraph().id, locatorOf(node), run);
   }
-  if (output?.specar_chart) widgetOf(node, VIEW, viewWidget).view.show(JSON.parse(output.specar_chart[0]));
+  if (output?.specar_chart) draw(node, JSON.parse(output.specar_chart[0]));
   node.setDirtyCanvas?.(true, true);
 }
 
