@@ -39,7 +39,7 @@ function inWords({ images, passes, done, total, plain, left, seconds, size, used
     images > 1 && say("{number} images", { number: images }),
     say(count, { passes, plain }),
     say("{done} of {total} tokens", { done, total }),
-    left && say("about {left} left", { left: unbroken(left) }),
+    left && say("~{left} left", { left: unbroken(left) }),
     seconds && unbroken(translated(seconds)),
   ].filter(Boolean).join(", ");
   return used ? `${line}\n${say("{width} x {height} pixels", { width: size[0], height: size[1] })}; ${translated(used)}` : line;
