@@ -1,4 +1,4 @@
-"""What prompts for Stable Diffusion contain besides words. AR models do not use it."""
+"""What prompts for Stable Diffusion contain besides words. AR models do not read it."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def notices(text: str) -> list[str]:
     weight, tag = WEIGHT.search(text), TAG.search(text)
     return [
         *([f"AR models do not use prompt weights: {shorten(weight[0], SHOWN)}."] if weight else []),
-        *([f"AR models do not use LoRAs: {shorten(tag[0], SHOWN)}."] if tag else []),
+        *([f"LoRA tags in a prompt are not read: {shorten(tag[0], SHOWN)}. Use AR LoRA instead."] if tag else []),
     ]

@@ -176,7 +176,7 @@ def test_nothing_is_said_where_nobody_follows(page):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("a (red:1.2) apple", ["weights", "(red:1.2)"]), ("<lora:some style:0.8> a red apple", ["LoRAs", "some style"])],
+    [("a (red:1.2) apple", ["weights", "(red:1.2)"]), ("<lora:some style:0.8> a red apple", ["LoRA", "some style"])],
 )
 def test_weights_and_loras_have_a_sentence_of_their_own(text, words, tiny):
     clip = tiny[1]
