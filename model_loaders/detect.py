@@ -20,6 +20,7 @@ from .decoders.image_decoder import Autoencoder
 from .drafters import ModelDrafter
 from .families import FAMILIES, NAMES, RELEASED_DECODERS, eagle
 from .families.eagle import EagleDrafter
+from .files.adapters import with_adapter
 from .files.checkpoint import (
     INDEX,
     PICKLES,
@@ -73,6 +74,7 @@ def load_model(
     search_folders: Sequence[Path] = (),
     storage: torch.dtype | StorageChoice | None = None,
     int8_cache: bool = False,
+    adapters: Sequence[tuple[str | Path, float]] = (),
 ) -> DiscreteModel | ContinuousBase:
     """Load an AR image model, of discrete or of continuous tokens, from a file or folder. The family is detected.
 
@@ -82,7 +84,7 @@ def load_model(
     token ids): torch.int8 (with a scale per row), torch.float8_e4m3fn or torch.uint4 (4 bits, with step and minimum per
     group of 64); or a function that chooses one, or None, for the model on the meta device, before any weight is read.
     Other weights and all computation have ``dtype``. int8_cache: store keys and values in int8, with a scale each
-    (models of token ids).
+    (models of token ids). adapters: files or folders of LoRAs (see files/adapters.py) and their strengths.
     Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage,
     TypeError for a dtype of another type.
     """
@@ -92,6 +94,8 @@ def load_model(
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
     device, grid = torch.device(device), grid and legal_grid(grid)
     checkpoint = replace(open_checkpoint(model_file(path)), storage=storage)
+    for adapter, strength in adapters:
+        checkpoint = with_adapter(checkpoint, Path(adapter), strength)
     model = build(checkpoint, dtype or fastest_dtype(device, path), grid, search_folders, operations)
     if int8_cache and model.continuous:
         raise CheckpointError(

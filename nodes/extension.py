@@ -38,6 +38,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         simple_sampler.SimpleSampler,
         loaders.EmptyLatent,
         loaders.LoadDrafter,
+        loaders.LoadLora,
         model_info.ModelInfo,
         loaders.LoadImageDecoder,
         regions.ContinueImage,

@@ -1,4 +1,4 @@
-"""Load AR Checkpoint, Load AR Drafter, Load AR Image Decoder, Empty AR Latent."""
+"""Load AR Checkpoint, Load AR Drafter, AR LoRA, Load AR Image Decoder, Empty AR Latent."""
 
 from __future__ import annotations
 
@@ -84,6 +84,34 @@ class LoadDrafter(io.ComfyNode):
     @classmethod
     def execute(cls, model: models.LoadedModel, drafter_name: str) -> io.NodeOutput:
         return io.NodeOutput(models.open_drafter(drafter_name, model))
+
+
+class LoadLora(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="SpecARLoadLora",
+            category="SpecAR/loaders",
+            search=("lora loader", "adapter", "peft", "fine-tune"),
+            inputs=[
+                ARModel.Input("model"),
+                io.Combo.Input("lora_name", options=folders.lora_choices()),
+                io.Float.Input("strength", default=1.0, min=-100, max=100, step=0.01, round=0.001),
+            ],
+            outputs=[ARModel.Output("ar_model")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, lora_name: str) -> bool | str:
+        return available(lora_name, lambda name: folders.resolve(name, folders.LORAS))
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str, **_others: Any) -> str:
+        return folders.fingerprint(lora_name, folders.LORAS)
+
+    @classmethod
+    def execute(cls, model: models.LoadedModel, lora_name: str, strength: float) -> io.NodeOutput:
+        return io.NodeOutput(models.with_lora(model, lora_name, strength) if strength else model)
 
 
 class LoadImageDecoder(io.ComfyNode):

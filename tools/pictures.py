@@ -30,6 +30,7 @@ QUALITY = 88  # of thumbnails
 DECODER = "vq_default.safetensors"  # the bundled model's decoder under another name, for Load AR Image Decoder
 
 CHECKPOINT, DRAFTER, LATENT = "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecAREmptyLatent"
+LORA, STYLE = "SpecARLoadLora", "my style"
 MAP, SAMPLER = "SpecARAcceptanceMap", "SpecARSampler"
 TREE, SJD = "SpecARDraftTreeSampler", "SpecARSJDSampler"
 TEXT, DECODE, SAVE, PREVIEW = "CLIPTextEncode", "VAEDecode", "SaveImage", "PreviewImage"
@@ -114,6 +115,13 @@ SCENES = {
     ),
     DRAFTER: Scene(
         "12 Method - EAGLE draft tree", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False
+    ),
+    LORA: Scene(
+        "01 Text to image",
+        {CHECKPOINT: (0, 0, 300), LORA: (350, 170, 270), SAMPLER: (670, 0, 300)},
+        added={LORA: {"lora_name": STYLE}},
+        wires=((CHECKPOINT, "AR_MODEL", LORA, "model"), (LORA, "AR_MODEL", SAMPLER, "model")),
+        run=False,
     ),
     "SpecARLoadImageDecoder": Scene(
         "01 Text to image",
@@ -308,6 +316,8 @@ def main() -> int:
             vae = server.base / "models/vae"
             vae.mkdir(parents=True, exist_ok=True)
             shutil.copy(PACK / "assets/default/vq.safetensors", vae / DECODER)
+            (lora := server.base / "models/loras" / STYLE).mkdir(parents=True, exist_ok=True)
+            (lora / "adapter_model.safetensors").touch()  # listed, never read
             draw(server.url, names)
     except (ServerError, FrontendError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -147,16 +147,17 @@ def use_mmap(enabled: bool) -> None:
     _mapped = enabled
 
 
-def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, mapped: bool | None = None, adapter: bool = False) -> Checkpoint:
     """Read a .safetensors file, a pickle of tensors (weights only, of either format), the tensors of a TorchScript
-    archive, or all shards of an index. mapped: see use_mmap (None: as set there).
+    archive, or all shards of an index. mapped: see use_mmap (None: as set there). adapter: it may be a LoRA.
 
     Raises CheckpointError for a missing, truncated, empty or code-carrying file, and if memory is short.
     """
     mapped = _mapped if mapped is None else mapped
     checkpoint = _open(path, "map" if mapped else "read")
     tensors = with_scales(_unwrapped(checkpoint.tensors), path)
-    refuse_unsupported(tensors, path)
+    if not adapter:
+        refuse_unsupported(tensors, path)
     return replace(checkpoint, tensors=tensors)
 
 

@@ -10,8 +10,8 @@ from .errors import CheckpointError
 
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_config.json")  # files of PEFT
 MERGE = (
-    "It only changes the model that it was trained for. Merge it into that (in PEFT: merge_and_unload(), then "
-    "save_pretrained) and choose the result."
+    "It only changes the model that it was trained for. PEFT's LoRAs belong into models/loras, for the node AR LoRA. "
+    "Merge others into that model (in PEFT: merge_and_unload(), then save_pretrained) and choose the result."
 )
 _RELEASED = (
     "Use the weights as they were released (fp32, bf16 or fp16), plain fp8 (float8_e4m3fn), or a file of ComfyUI's own "

@@ -23,10 +23,12 @@ from ...model_loaders.files.checkpoint import (
     remedy_for_missing,
     use_mmap,
 )
+from ...model_loaders.files.unsupported import ADAPTERS
 from ..downloads import where_to_get
 
 MODELS = "ar_models"
 DRAFTERS = "ar_drafters"
+LORAS = "loras"  # ComfyUI's own
 USED = (*SAFETENSORS, *PICKLES, *TORCHSCRIPT, ".json", ".tiktoken", ".txt", ".model")  # extensions of read files
 COMPANIONS = (  # file names beside a model, except released names of image decoders
     "vq",
@@ -81,6 +83,11 @@ def model_choices() -> list[str]:
 def drafter_choices() -> list[str]:
     """The bundled drafters, then what is in models/ar_drafters."""
     return [*BUNDLED_DRAFTERS, *choices_in([DRAFTERS], WEIGHT_FILES, SAFETENSORS + PICKLES)]
+
+
+def lora_choices() -> list[str]:
+    """What is in models/loras, folders of PEFT first."""
+    return choices_in([LORAS], ADAPTERS[:2], SAFETENSORS)
 
 
 def decoder_choices() -> list[str]:

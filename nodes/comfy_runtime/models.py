@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ...model_loaders.detect import (
 from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
 from .automatic import Automatic
-from .folders import DRAFTERS, MODELS, fingerprint, resolve, search_folders
+from .folders import DRAFTERS, LORAS, MODELS, fingerprint, resolve, search_folders
 from .memory import free_memory
 from .operations import Operations
 from .patcher import Patcher
@@ -73,7 +73,8 @@ class LoadedDecoder:
 class LoadedModel:
     """An AR model under ComfyUI's memory management, its image decoder if one was found, and its name.
 
-    source: equal for models loaded from the same files with the same options. sampling: sampling parameters that a node
+    source: equal for models loaded from the same files with the same options. loaded_with: these options, as of
+    open_model. sampling: sampling parameters that a node
     before the sampler chose. choice: which storage dtype "auto" chose by memory, and why; empty if it had no choice.
     """
 
@@ -82,6 +83,7 @@ class LoadedModel:
     decoder: LoadedDecoder | None
     name: str
     source: Hashable = field(default_factory=object)
+    loaded_with: tuple[str, str, tuple[int, int] | None, tuple[tuple[str, float], ...]] = ("", "auto", None, ())
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choice: str = ""
 
@@ -99,8 +101,11 @@ class LoadedModel:
             )
 
 
-def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedModel:
-    """Load a model, built from ComfyUI's casting layers, so that it can be loaded partially. Raises ValueError."""
+def open_model(
+    choice: str, dtype: str, grid: tuple[int, int] | None, loras: tuple[tuple[str, float], ...] = ()
+) -> LoadedModel:
+    """Load a model, built from ComfyUI's casting layers, so that it can be loaded partially. loras: choices and
+    strengths, merged in this order. Raises ValueError."""
     graphs.allow(not getattr(args, "disable_cuda_graphs", False))  # an option of newer ComfyUI versions
     path = resolve(choice, MODELS)
     if dtype not in DTYPES:
@@ -115,13 +120,24 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
         operations=Operations,
         storage=automatic or STORAGE.get(dtype),
         int8_cache=dtype == INT8_CACHE,
+        adapters=[(resolve(lora, LORAS), strength) for lora, strength in loras],
     )
     model.offload_embedding()
     if isinstance(encoder := getattr(model, "prompt_encoder", None), T5Encoder):
         manage_text_encoder(encoder)
-    source = choice, dtype, grid, fingerprint(choice, MODELS)
+    loaded_with = choice, dtype, grid, loras
+    source = loaded_with, fingerprint(choice, MODELS), *(fingerprint(lora, LORAS) for lora, _ in loras)
     why = automatic.why if automatic else ""
-    return LoadedModel(model, patcher_of(model, model), decoder_of(model, path), choice, source, choice=why)
+    name = " + ".join((choice, *(lora for lora, _ in loras)))
+    decoder = decoder_of(model, path)
+    return LoadedModel(model, patcher_of(model, model), decoder, name, source, loaded_with=loaded_with, choice=why)
+
+
+def with_lora(loaded: LoadedModel, lora: str, strength: float) -> LoadedModel:
+    """The model with one LoRA more, loaded again from its files: matrices that no LoRA changes are mapped, not copied.
+    Raises ValueError."""
+    choice, dtype, grid, loras = loaded.loaded_with
+    return replace(open_model(choice, dtype, grid, (*loras, (lora, strength))), sampling=loaded.sampling)
 
 
 def decoder_of(model: DiscreteModel | ContinuousBase, path: Path) -> LoadedDecoder | None:

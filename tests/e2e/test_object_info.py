@@ -11,7 +11,8 @@ import pytest
 from tools.comfy_server import PACK, PACK_FOLDER
 
 CONTRACT = Path(__file__).with_name("object_info.json")
-FILE_CHOICES = ("model_name", "drafter_name", "decoder_name", "trace_name")  # depend on what lies in the folders
+# Choices that depend on what lies in the folders.
+FILE_CHOICES = ("model_name", "drafter_name", "lora_name", "decoder_name", "trace_name")
 
 
 @pytest.fixture(scope="module")

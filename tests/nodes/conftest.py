@@ -41,6 +41,7 @@ from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
 from ..support import tiny_glm_image  # noqa: E402
 from ..support.families import Placed  # noqa: E402
 from ..support.fixtures import captures_work, on_tape  # noqa: E402, F401
+from ..support.lora import linear_layers, write_lora  # noqa: E402
 from ..support.simulated_gpu import gpu  # noqa: E402, F401
 
 DYNAMIC_VRAM = ENABLED  # from here on, as on an NVIDIA card
@@ -219,6 +220,13 @@ def load(models, nodes, run):
 def load_drafter(nodes, run):
     """load_drafter(model, name) -> AR_DRAFTER of Load AR Drafter."""
     return lambda model, name: run(nodes["SpecARLoadDrafter"], model=model, drafter_name=name).result[0]
+
+
+@pytest.fixture(scope="session")
+def lora(models) -> str:
+    """A LoRA of the tiny text model in models/loras."""
+    file = models / "tiny/model.safetensors"
+    return write_lora(Path(folder_paths.get_folder_paths("loras")[0]) / "style", file, linear_layers(file)).name
 
 
 @pytest.fixture(scope="session")

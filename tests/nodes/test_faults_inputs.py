@@ -25,6 +25,7 @@ CHOSEN = {  # small where it can be
     "SpecAREmptyLatent": {"width": 32, "height": 32},
     "SpecARLoadCheckpoint": {"model_name": "tiny"},
     "SpecARLoadDrafter": {"drafter_name": "eagle"},
+    "SpecARLoadLora": {"lora_name": "style"},
 }
 
 
@@ -47,7 +48,7 @@ def traces(sample, draw_vectors):
 
 
 @pytest.fixture(scope="module")
-def sound(nodes, tiny, drafter, continuous, small_vectors, glm_image, traces, run, save):
+def sound(nodes, tiny, drafter, lora, continuous, small_vectors, glm_image, traces, run, save):
     """sound(name) -> legal inputs of a node: its defaults and something for every socket that must be connected."""
 
     def sound(name: str) -> dict:
@@ -270,6 +271,7 @@ def test_models_drafters_and_traces_of_others(sound, nodes, run, tiny, continuou
         ("SpecARSJDSampler", "temperature", 5e-324, "5e-324"),
         ("SpecARLoadDrafter", "drafter_name", "n" * 999, "nnn"),
         ("SpecARLoadDrafter", "drafter_name", ".", "models/ar_drafters"),
+        ("SpecARLoadLora", "lora_name", "../ar_models/tiny", "models/loras"),
         ("SpecARLoadTrace", "trace_name", "n" * 999, "trace"),
         ("SpecARLoadTrace", "trace_name", "\0", "trace"),
         ("SpecARLoadTrace", "trace_name", "", "trace"),

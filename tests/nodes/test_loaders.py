@@ -17,6 +17,7 @@ LOADERS = [  # node, widget, a file that is there
     ("SpecARLoadCheckpoint", "model_name", "tiny"),
     ("SpecARLoadDrafter", "drafter_name", "eagle"),
     ("SpecARLoadImageDecoder", "decoder_name", "tiny/vq.safetensors"),
+    ("SpecARLoadLora", "lora_name", "style"),
 ]
 
 
@@ -31,7 +32,9 @@ def test_checkpoint_brings_model_text_encoder_and_decoder(tiny):
 
 
 @pytest.mark.parametrize(("node", "widget", "good"), [*LOADERS, ("SpecARLoadTrace", "trace_name", None)])
-def test_a_file_that_is_not_there_is_refused_before_the_prompt_is_queued(nodes, models, drafters, node, widget, good):
+def test_a_file_that_is_not_there_is_refused_before_the_prompt_is_queued(
+    nodes, models, drafters, lora, node, widget, good
+):
     """In our words: newer ComfyUIs would only say that the value is not in the list."""
     validate = nodes[node].validate_inputs
     assert validate(**{widget: good}) is True and validate(**{widget: None}) is True, "None: from a link"
@@ -41,10 +44,10 @@ def test_a_file_that_is_not_there_is_refused_before_the_prompt_is_queued(nodes, 
 
 
 @pytest.mark.parametrize(("node", "widget", "choice"), LOADERS)
-def test_fingerprints_follow_a_file_and_name_no_folder(nodes, models, drafters, node, widget, choice):
+def test_fingerprints_follow_a_file_and_name_no_folder(nodes, models, drafters, lora, node, widget, choice):
     """ComfyUI writes them into every image that it saves."""
-    file = (drafters if choice == "eagle" else models) / choice
-    file = file / "model.safetensors" if file.is_dir() else file
+    file = {"eagle": drafters, "style": models.parent / "loras"}.get(choice, models) / choice
+    file = next(file.glob("*model.safetensors")) if file.is_dir() else file
     before, again = (nodes[node].fingerprint_inputs(**{widget: choice}) for _ in range(2))
     written = file.stat()
     file.touch()

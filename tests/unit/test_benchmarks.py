@@ -9,17 +9,12 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.drafts.structures import Dynamic
 from comfyui_specar.samplers.layout import TokenLayout
-from comfyui_specar.samplers.methods.skipping import Skipping, choose_path
-from comfyui_specar.samplers.methods.speculative import DraftTree
-from comfyui_specar.tools.benchmarks import adt_depths, plain, sizes, speed, subjects, vvs_replacement
+from comfyui_specar.tools.benchmarks import plain, sizes, speed, subjects
 from comfyui_specar.tools.benchmarks.generate import counterpart, generate
 from comfyui_specar.tools.benchmarks.gpu import subjects as gpu_subjects
 from comfyui_specar.tools.benchmarks.passes import Sampler, Staged, Stretch, weights_read
 from comfyui_specar.tools.benchmarks.runs import chosen, names_of_cases
-
-from ..support.toy import ToyDrafter, ToyModel, request
 
 CPU = torch.device("cpu")
 
@@ -166,50 +161,3 @@ def test_what_cannot_run_or_fails_is_written_down_and_the_rest_goes_on(small_wor
     report, printed = measured(monkeypatch, tmp_path / "gpu.json", "--device cuda")
     assert set(report["not_run"]) == {*speed.MODELS["cuda"]} and report["models"] == []
     assert "* llamagen-xl: not run (no CUDA GPU on this machine)" in printed
-
-
-class Watched(vvs_replacement.Replacing):
-    """Notes every tree, what was verified and what was made of it."""
-
-    def accept(self, run, state, tree, logits, position):
-        before, _ = DraftTree.accept(self, run, state, tree, logits, position)
-        after, probs = super().accept(run, state, tree, logits, position)
-        SEEN.append((int(state.index), tree, before, after))
-        return after, probs
-
-
-SEEN = []
-
-
-@pytest.mark.parametrize("every", [0, 1, 3])
-def test_replaced_results_are_as_many_tokens_of_the_likeliest_path(every):
-    """In one of so many rounds; and the toy model checks that what follows is the token after these."""
-    layout = TokenLayout.plain(2, 3)
-    toy = ToyModel(layout)
-    drafter, structure = ToyDrafter(toy, stale=True), Dynamic(2, 3, 5)
-    SEEN.clear()
-    out = Watched(drafter, structure, every=every).sample(request(toy, layout, batch=32))
-    plain_run = DraftTree(drafter, structure).sample(request(toy, layout, batch=32))
-    assert torch.equal(out.tokens, plain_run.tokens) == (every == 0)
-    changed = 0
-    for index, tree, before, after in SEEN:
-        slots, length = choose_path(Skipping(path="confident", truncate=False), tree, torch.zeros(32))
-        for b in range(32):
-            count = int(before.accepted[b].minimum(length[b]))
-            if not every or index % every or before.path[b, :count].equal(slots[b, :count]):
-                continue
-            changed, chosen = changed + 1, slots[b, :count]
-            assert int(after.accepted[b]) == count and after.path[b].tolist() == [*chosen, *[0] * (2 - count)]
-            assert after.token[b, :count].equal(tree.token[b, chosen])
-    assert (changed > 0) == (every > 0)
-
-
-def test_the_depths_of_adt_tree_are_nearer_the_papers_with_the_bonus():
-    """The depths of a chain of two states by hand; and the mean errors that docs/methods/adt-tree.md states."""
-    assert adt_depths.depth_and_tau(0.0, False) == pytest.approx((1, 1))
-    assert adt_depths.depth_and_tau(0.0, True) == pytest.approx((1.5, 1))  # one level and two by turns
-    errors = {
-        bonus: sum(abs(adt_depths.depth_at(tau, bonus) - depth) for tau, depth in adt_depths.PAPER.values()) / 10
-        for bonus in (False, True)
-    }
-    assert errors == pytest.approx({False: 0.61, True: 0.47}, abs=0.005)

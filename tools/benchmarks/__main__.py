@@ -6,11 +6,7 @@
                 measures passes; without a GPU a dry run
     launches    number of kernel launches per pass on a GPU, counted without a GPU
     quality     likelihood, prompt agreement and distances of every method's images; a check of the lossless ones
-    paper       the main table of a paper, measured on a model at hand
     same_seed   how often the same-seed mode and batches give the image of next-token sampling
-    vvs_replacement   what replacing verification results costs (VVS, table 4)
-    adt_depths        ADT-Tree's mean depths with and without the bonus token, calculated, beside the paper's
-    path_ratios       ratios of denoising paths of two continuous models (continuous speculative decoding, table 6)
     documents   writes the tables of the documents from the published reports
 
 python -m tools.benchmarks WHAT --help explains the options. Reports are JSON; published ones are in
@@ -22,8 +18,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-ANALYSES = ("vvs_replacement", "adt_depths", "path_ratios")
-WHAT = ("speed", "gpu", "launches", "quality", "paper", "same_seed", *ANALYSES, "documents")
+WHAT = ("speed", "gpu", "launches", "quality", "same_seed", "documents")
 
 
 def main(arguments: list[str]) -> None:
