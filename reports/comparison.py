@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -148,10 +149,8 @@ class Chart:
 def bars(column: Column) -> list[Bar | None]:
     """The bars of a measure."""
     most = max((value for value in column.values if value is not None), default=0)
-    return [
-        None if value is None else Bar(column.written(run), value / most if most else 0)
-        for run, value in enumerate(column.values)
-    ]
+    shares = [value / most if value and isfinite(value / most) else 0 for value in column.values]
+    return [None if value is None else Bar(column.written(run), shares[run]) for run, value in enumerate(column.values)]
 
 
 def comparison(traces: list[Trace]) -> Chart:
