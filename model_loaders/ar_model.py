@@ -310,6 +310,9 @@ class DiscreteModel(Prompted):
             count = self.prefix.null(features, grid).shape[1]
         return max(features.shape[1], count)
 
+    def no_prompt(self, empty: Tensor) -> Tensor:
+        return empty if isinstance(self.prefix, TextPrefix) else self.prefix.null_features()
+
     def _features(self, prompt: Conditioning | EncodedPrompt, batch: int, name: str, grid: tuple[int, int]) -> Tensor:
         """Features [1 or B, n, F] of a prompt that there must be."""
         encoded = self.read(prompt, batch, name, grid)

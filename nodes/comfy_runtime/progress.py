@@ -1,4 +1,4 @@
-"""The callback of a sampler after every pass: interruption, progress bar, previews, and a text on the node."""
+"""The callback of a sampler after every pass: interruption, progress bar, previews, and numbers on the node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import comfy.utils
 from PIL import Image
 
 from .memory import out_of_memory
-from .messages import leave_text, show_text
+from .messages import show_run
 from .previews import Previews
 from .status import Status
 
@@ -45,14 +45,12 @@ class Report:
         preview = self._preview(self.last, finished=True)
         if preview or self.bar.current < self.length:
             self._tell(self.length, preview)
-        if self.status:
-            leave_text(self.status.finished(self.last))
 
     def _tell(self, done: int, preview: tuple[str, Image.Image, int] | None) -> None:
         began = time.perf_counter()
         self.bar.update_absolute(done, self.length, preview)
         if self.status and began >= self.text_due:
-            show_text(self.status(self.last))
+            show_run(self.status(self.last))
             self.text_due = began + READING
         now = time.perf_counter()
         shortest, longest = SECONDS

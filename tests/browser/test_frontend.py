@@ -250,7 +250,7 @@ def test_the_map_replaces_the_picture_that_an_earlier_graph_left_under_its_id(ow
         page.wait_for_timeout(500)  # for drawing it
         run(page)
     page.wait_for_function("""() => app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap')
-        .widgets.map(widget => widget.name).join() === 'metric,opacity,specar_map'""")
+        .widgets.map(widget => widget.name).join() === 'metric,opacity,specar_view'""")
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
@@ -298,12 +298,22 @@ def open_in_chinese(browser: Browser, comfy, without: str | None = None) -> tupl
     return opened
 
 
-def test_a_sampler_says_what_it_took_in_chinese(browser, comfy):
+def test_runs_charts_maps_and_notices_are_told_in_chinese(browser, comfy):
     page, problems = open_in_chinese(browser, comfy)
-    load(page, TEMPLATES[0])
+    load(page, ROOT / f"workflows/{DEFAULT}.json")
+    page.evaluate(ADD_TO_PROMPTS, " xyz")
+    page.evaluate(FIT)
     run(page)
-    page.wait_for_function("""() => app.graph._nodes.find(node => node.type === 'SpecARSampler')
-        .widgets.find(widget => widget.name === 'specar_result')?.element.textContent.includes('instead of 256')""")
+    for part, words in (
+        (".specar-result", "256 / 256 个 token"),
+        (".specar-chart", "模型前向次数"),
+        (".specar-legend", "接受的草稿"),
+        (".specar-text", "接受方式：精确"),
+    ):
+        page.locator(part, has_text=words).first.wait_for()
+    notices = "() => app.graph._nodes.flatMap(node => node.widgets ?? []).map(widget => String(widget.value))"
+    assert any("模型不认识并忽略这些词：xyz" in text for text in page.evaluate(notices))
+    screenshot(page, "chinese")
     assert not problems
     page.close()
 

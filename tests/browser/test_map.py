@@ -74,11 +74,8 @@ def point_at(page: Page, trace: Trace, row: int, column: int) -> None:
     """Moves the mouse over a token of the first map."""
     x, y = page.evaluate(
         """([row, column, rows, cols]) => {
-        const image = document.querySelector('.specar-picture img'), box = image.getBoundingClientRect();
-        const scale = Math.min(box.width / image.naturalWidth, box.height / image.naturalHeight);
-        const side = image.naturalWidth;  // the map is square, above its legend
-        return [box.x + box.width / 2 + ((column + 0.5) / cols - 0.5) * side * scale,
-                box.y + box.height / 2 + ((row + 0.5) / rows * side - image.naturalHeight / 2) * scale];
+        const box = document.querySelector('.specar-sheet').getBoundingClientRect();
+        return [box.x + (column + 0.5) / cols * box.width, box.y + (row + 0.5) / rows * box.height];
     }""",
         [row, column, trace.rows, trace.cols],
     )
@@ -153,7 +150,7 @@ def test_the_map_is_shown_once_and_kept_nowhere_and_arrow_keys_walk_over_its_tok
         MAP,
     )
     assert shown == {
-        "widgets": ["metric", "opacity", "specar_map"],
+        "widgets": ["metric", "opacity", "specar_view"],
         "images": int(renderer == "vue"),
         "saved": ["source", 0.5],
     }
