@@ -38,6 +38,7 @@ from .files.checkpoint import (
 )
 from .files.errors import CheckpointError, as_released
 from .files.scaled import ScaledMatrix
+from .image_reader import ImageReader
 from .registry import Family
 from .sizes import legal_grid
 
@@ -198,6 +199,29 @@ def load_drafter(
     drafter.module.to(device)
     drafter.module.device = device
     return drafter
+
+
+def load_reader(
+    path: str | Path, model: DiscreteModel | ContinuousBase, search_folders: Sequence[Path] = (), operations=nn
+) -> ImageReader:
+    """What of a model's files, a file or folder, reads images and answers questions about them, in the dtype and on the
+    device of the loaded ``model``.
+
+    Raises CheckpointError (a ValueError) for a model that does not read images, and for damaged files.
+    """
+    family = next(family for family in FAMILIES if model.family in family.decoders)
+    if family.reader is None:
+        able = ", ".join(label for each in FAMILIES if each.reader for label in each.labels)
+        raise CheckpointError(
+            f"{title(model_file(path))} ({model.family}) generates images, but does not describe them. Models that do "
+            f"both: {able}."
+        )
+    checkpoint = open_checkpoint(model_file(path))
+    with as_released(checkpoint.path):
+        reader = family.reader(checkpoint, model, search_folders, operations)
+    reader.reading.to(model.device)
+    reader.reading.device = model.device
+    return reader
 
 
 def unknown_drafter(path: Path, tensors: dict[str, torch.Tensor]) -> str:
