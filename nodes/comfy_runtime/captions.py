@@ -19,7 +19,7 @@ from ...samplers.contract import Method
 from ...samplers.ending import generate_until, until
 from ...samplers.generate import AnyRequest
 from ...samplers.methods.next_token import NextToken
-from .folders import MODELS, resolve, search_folders
+from .folders import LORAS, MODELS, resolve, search_folders
 from .models import LoadedModel, patcher_of
 from .operations import Operations
 from .patcher import Patcher
@@ -53,8 +53,9 @@ _readers: WeakKeyDictionary[torch.nn.Module, LoadedReader] = WeakKeyDictionary()
 def reader_of(loaded: LoadedModel) -> LoadedReader:
     """What of a model's files reads images. Raises ValueError for a model that does not."""
     if loaded.model not in _readers:
-        path = resolve(loaded.name, MODELS)
-        reader = load_reader(path, loaded.model, search_folders(), operations=Operations)
+        choice, _, _, loras = loaded.loaded_with
+        adapters = [(resolve(lora, LORAS), strength) for lora, strength in loras]
+        reader = load_reader(resolve(choice, MODELS), loaded.model, Operations, search_folders(), adapters)
         _readers[loaded.model] = LoadedReader(reader, patcher_of(reader.reading, loaded.model))
     return _readers[loaded.model]
 

@@ -10,9 +10,10 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_model, load_reader
 from comfyui_specar.model_loaders.image_reader import ImageReader
-from comfyui_specar.nodes.comfy_runtime import captions, runs
+from comfyui_specar.nodes.comfy_runtime import captions, folders, runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
+from ..support.lora import write_lora
 from ..support.simulated_gpu import CPU, GPU
 from ..support.tiny_janus import picture, write
 
@@ -71,6 +72,15 @@ def test_who_only_generates_images_pays_nothing(load, run, nodes, monkeypatch):
     mm.cleanup_models_gc()
     gc.collect()
     assert len(captions._readers) == count - 1
+
+
+def test_a_lora_changes_what_reads_too(caption, janus, nodes, run, models):
+    """One of the vision tower, which only AR Caption uses."""
+    name = "vision_model.vision_tower.blocks.0.mlp.fc1"
+    file = models / "janus-to-caption/model.safetensors"
+    write_lora(Path(folder_paths.get_folder_paths(folders.LORAS)[0]) / "eyes", file, [name])
+    model = run(nodes["SpecARLoadLora"], model=janus[0], lora_name="eyes", strength=8.0).result[0]
+    assert caption(model=model, temperature=0.5) != caption(temperature=0.5)
 
 
 def test_another_model_says_which_ones_describe_images(caption, tiny):
