@@ -20,9 +20,9 @@ from ...models.positions import SequencePositions
 from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel
-from ..files.checkpoint import Checkpoint, read_settings
+from ..files.checkpoint import Checkpoint, read_settings, title
 from ..files.errors import CheckpointError
-from ..files.names import renamed
+from ..files.names import meaning, renamed
 from ..files.weights import load_weights
 from ..image_reader import ImageReader
 from ..registry import Family, ReleasedDecoder, Source
@@ -70,6 +70,10 @@ _SKIPPED = (
     "lm_head.",
 )
 _PAD = "<｜▁pad▁｜>"
+_ROLES = ("<|User|>", "<|Assistant|>")
+_OTHER_ROLES = {
+    "t2ir1": ("User", "Assistant")
+}  # name of a fine-tune -> how its training called the two (T2I-R1's code)
 
 
 def recognise(tensors: Collection[str]) -> bool:
@@ -110,7 +114,7 @@ def load(
         "janus-pro",
         own,
         SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
-        TextEncoder(partial(written, tokenizer), own),
+        TextEncoder(partial(written, tokenizer, meaning(title(path), _OTHER_ROLES) or _ROLES), own),
         meta.get("pixels_per_token", 16),
         positions=SequencePositions(rope_theta(settings)),
         longest=int(positive(settings, "max_position_embeddings", 16384)),
@@ -179,9 +183,11 @@ def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def stated_ids(checkpoint: Checkpoint) -> dict[str, int]:
-    """Special tokens -> ids by transformers' config.json and generation_config.json, as far as there are any."""
+    """Special tokens -> ids by transformers' config.json and generation_config.json, as far as there are any. In
+    DeepSeek's layout they state none: what a training saved there are Llama's."""
     settings = checkpoint.settings
-    beside = read_settings(checkpoint.path.parent / "generation_config.json") if settings else {}
+    own = settings.get("model_type") == "janus"
+    beside = read_settings(checkpoint.path.parent / "generation_config.json") if own else {}
     found = {
         PLACEHOLDER: settings.get("image_token_id"),
         BEGIN: beside.get("bos_token_id"),
@@ -191,13 +197,13 @@ def stated_ids(checkpoint: Checkpoint) -> dict[str, int]:
     return {token: id for token, id in found.items() if id is not None}
 
 
-def written(tokenizer: Tokenizer, text: str, _grid: tuple[int, int]) -> list[int]:
-    """A conversation in which the user asks for ``text`` and the assistant starts an image.
+def written(tokenizer: Tokenizer, roles: tuple[str, str], text: str, _grid: tuple[int, int]) -> list[int]:
+    """A conversation in which the user asks for ``text`` and the assistant starts an image. roles: their names.
 
     Raises CheckpointError for the tokenizer of another model.
     """
-    said = text.strip()
-    asked = f"<|User|>: {said}\n\n<|Assistant|>:" if said else "<|User|>:<|Assistant|>:"
+    (user, assistant), said = roles, text.strip()
+    asked = f"{user}: {said}\n\n{assistant}:" if said else f"{user}:{assistant}:"
     return [tokenizer.id(BEGIN), *tokenizer.ids(asked), tokenizer.id(IMAGE)]
 
 
