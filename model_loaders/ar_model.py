@@ -110,8 +110,8 @@ class DiscreteModel(Prompted):
 
     def request(
         self,
-        conditioning: Conditioning,
-        negative: Conditioning | None = None,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None = None,
         *,
         seed: int = 0,
         batch: int = 1,

@@ -43,7 +43,8 @@ class Family:
     labels: names of its models. decoders: ``family`` of a model -> the image decoder it was released with. recognise:
     tensors by name -> whether they are of this family. load: (checkpoint, dtype, grid or None, search folders,
     operations) -> the model on the CPU. continuous: whether tokens are vectors. releases: regular expression for a
-    loader's choice -> all files that it needs.
+    loader's choice -> all files that it needs. reader: (checkpoint, model, search folders, operations) -> its
+    ImageReader on the CPU, if models of the family also answer questions about images.
     """
 
     labels: tuple[str, ...]
@@ -52,6 +53,7 @@ class Family:
     load: Callable[..., Any]
     continuous: bool = False
     releases: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    reader: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -137,3 +137,12 @@ class TextPrefix(nn.Module):
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:
         """Prefix embeddings [B, m, dim] of the null prompt for the prompt ``features`` [B, n, 1]."""
         return self(self.null(features, grid).to(features.device))
+
+
+class GivenPrefix(nn.Module):
+    """Embeddings of a language model [B, n, dim], as they are: of words, and of an image that it reads."""
+
+    reads = "embeddings"
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features

@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..samplers.methods import pass_costs
 from . import (
+    caption,
     continuous,
     diagnostics,
     entropy_temperature,
@@ -43,6 +44,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         loaders.LoadImageDecoder,
         regions.ContinueImage,
         glm_image.DecodeGLMImage,
+        caption.Caption,
         samplers.NextTokenSampler,
         samplers.SJDSampler,
         tree_samplers.DraftTreeSampler,

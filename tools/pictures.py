@@ -148,6 +148,16 @@ SCENES = {
         },
         run=False,
     ),
+    "SpecARCaption": Scene(
+        "34 Describe an image (download)",
+        {
+            CHECKPOINT: (0, 0, 300),
+            "LoadImage": (0, 190, 300, 260),
+            "SpecARCaption": (COLUMN, 0, 330, 260),
+            "PreviewAny": (COLUMN, 310, 330, 140),
+        },
+        run=False,
+    ),
     "SpecARModelInfo": Scene(
         "07 Acceptance map",
         {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 560, 240)},

@@ -33,6 +33,18 @@ def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str | None:
     return prompt[0][1]["ar"].get("text") if prompt else None
 
 
+def checked_text(text: str, name: str) -> str:
+    """A text that a user wrote, as characters alone: JSON may contain lone surrogates.
+
+    name: in messages. Raises ValueError for one that is too long, TypeError for what is no text.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"The {name} is {text!r}, but must be a text.")
+    if len(text) > PROMPT:
+        raise ValueError(f"The {name} has {len(text)} characters; at most {PROMPT} are read. Shorten it.")
+    return text.encode("utf-8", "replace").decode()
+
+
 class Prompted(Placed):
     """Base class of models with prompts: encodes CONDITIONING and reads it."""
 
@@ -46,11 +58,7 @@ class Prompted(Placed):
 
         Raises ValueError with a remedy, TypeError for what is no text.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"The prompt is {text!r}, but must be a text.")
-        if len(text) > PROMPT:
-            raise ValueError(f"The prompt has {len(text)} characters; at most {PROMPT} are read. Shorten it.")
-        text = text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which are not characters
+        text = checked_text(text, "prompt")
         if not text and isinstance(self.prompt_encoder, WordEncoder | ClassEncoder):  # which have nothing to encode
             return self.encode_features(torch.zeros(1, 0, 1), text=text)
         return self.encode_features(self.prompt_encoder.encode(text), text=text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import comfy.model_management as mm
 import comfy.utils
@@ -13,12 +13,23 @@ from PIL import Image
 from .memory import out_of_memory
 from .messages import show_run
 from .previews import Previews
-from .status import Status
 
 log = logging.getLogger(__name__)
 SHARE = 0.01  # maximum fraction of a run's time for the bar: each update is a message to every client ...
 SECONDS = (0.05, 0.5)  # ... while the interval between updates stays within these bounds
 READING = 0.5  # seconds between two texts, so that they can be read
+
+
+class Status(Protocol):
+    """A run in words, for its node."""
+
+    def __call__(self, progress: Any) -> str:
+        """The text after a pass."""
+        ...
+
+    def finished(self, progress: Any) -> str:
+        """The text of a complete run."""
+        ...
 
 
 class Report:

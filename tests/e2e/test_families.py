@@ -11,7 +11,7 @@ from PIL import Image
 
 from tools.comfy_server import PACK
 
-from ..support.families import CHANGES, FAMILIES, REFINED, SMALL
+from ..support.families import CAPTIONED, CHANGES, FAMILIES, REFINED, SMALL
 from ..support.families import WORKFLOWS as ASKED
 
 WORKFLOWS = PACK / "workflows"
@@ -73,13 +73,26 @@ def test_the_refining_workflow_is_accepted_and_generates_what_it_refines(comfy, 
     assert image.shape == (1024, 1024, 3) and image.std() > 5
 
 
+def test_an_image_is_described(comfy, models):
+    """A text for each image of a batch, by the tiny Janus-Pro of the other workflows."""
+    Image.new("RGB", (50, 30), "red").save(comfy.base / "input/example.png")
+    prompt = comfy.workflow(CAPTIONED, max_tokens=8)
+    [caption, shown] = (comfy.node_id(prompt, kind) for kind in ("SpecARCaption", "PreviewAny"))
+    prompt["twice"] = {"class_type": "RepeatImageBatch", "inputs": {"image": ["3", 0], "amount": 2}}
+    prompt[caption]["inputs"]["image"] = ["twice", 0]
+    run = comfy.run(prompt)
+    assert run.outcome == "success", run.message()
+    first, second = run.outputs[shown]["text"]
+    assert first == second and first
+
+
 def test_an_illegal_size_is_an_error_that_names_legal_ones(comfy, models):
     run = comfy.run(workflow(comfy, LUMINA, width=32, height=32))
     assert run.outcome == "error" and run.error["node_type"] == "SpecAREmptyLatent", run.message()
     assert "32 x 32 pixels" in run.message() and "nearest" in run.message()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, CAPTIONED])
 def test_the_files_that_a_workflow_lists_belong_to_it(name):
     graph = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
     listed = [model for node in graph["nodes"] for model in node["properties"].get("models", [])]

@@ -13,7 +13,7 @@ from comfyui_specar.samplers.trace import Source
 from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 
-from ..support.families import FAMILIES, REFINED
+from ..support.families import CAPTIONED, FAMILIES, REFINED
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 SHIPPED = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
@@ -28,7 +28,7 @@ SHIPPED_MODELS = [name for name in SHIPPED if "(bundled)" in model_names(name)]
 
 
 def test_every_workflow_is_run_somewhere():
-    assert set(SHIPPED) == {*SHIPPED_MODELS, *FAMILIES, REFINED}
+    assert set(SHIPPED) == {*SHIPPED_MODELS, *FAMILIES, REFINED, CAPTIONED}
 
 
 def test_a_template_is_three_files_whose_name_gives_its_place_and_whether_it_needs_a_download():
@@ -36,7 +36,7 @@ def test_a_template_is_three_files_whose_name_gives_its_place_and_whether_it_nee
     assert files[".json"] == files[".jpg"] == set(SHIPPED)
     assert all(re.fullmatch(r"\d\d [A-Z][\w ,().-]+", name) for name in SHIPPED), "shown as they are; part of a URL"
     assert len({name[:2] for name in SHIPPED}) == len(SHIPPED)
-    assert {name for name in SHIPPED if name.endswith(" (download)")} == {*FAMILIES, REFINED}
+    assert {name for name in SHIPPED if name.endswith(" (download)")} == {*FAMILIES, REFINED, CAPTIONED}
 
 
 def film(data: bytes) -> list[np.ndarray]:
