@@ -4,8 +4,7 @@ import copy
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ WHOLE = set(
     "height hold interval iterations neighbours nodes picture seconds seed steps tokens top_k trial_seed width "
     "width_max width_min width_step window".split()
 )
-SCIENTIFIC = re.compile(r"\s*[+-]?\d+([.,]\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 LONG = 1e11  # from here on spreadsheets show a whole number in scientific notation, and save what they show
 EXACT = 2**53  # below, every whole number is a float
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -76,16 +74,13 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
     changed = copy.deepcopy(workflow)
     found = {name: places(workflow, name) for name in overrides}
     if unknown := [name for name, where in found.items() if not where]:
-        known = names(workflow)
-        raise OverrideError(f"the workflow has no {with_hints(unknown, known)}; it has {', '.join(known)}")
+        raise OverrideError(f"the workflow has no {', '.join(unknown)}; it has {', '.join(names(workflow))}")
     for one_node in (False, True):
         setter: dict[Place, str] = {}
         for name in (name for name in found if addressed(workflow, name) == one_node):
             for node, field in found[name]:
-                whole = is_seed(name) or is_whole(workflow[node], field)
-                value = converted(overrides[name], workflow[node]["inputs"][field], name, whole)
-                if whole:
-                    check_whole(name, value)
+                current = workflow[node]["inputs"][field]
+                value = converted(overrides[name], current, name, is_whole(workflow[node], field))
                 other = setter.setdefault((node, field), name)
                 if other != name and changed[node]["inputs"][field] != value:
                     raise OverrideError(f"{other} and {name} set the same input ({node}.{field}) to different values")
@@ -162,9 +157,7 @@ def place_of(workflow: Workflow, name: str) -> Place:
     place = source(workflow, found[0], field)
     if not place:
         own = [key for key in workflow[found[0]]["inputs"] if source(workflow, found[0], key)]
-        raise OverrideError(
-            f"{name}: this node has no {with_hints([field], own)} to set; it has {', '.join(own) or 'none'}"
-        )
+        raise OverrideError(f"{name}: this node has no {field} to set; it has {', '.join(own) or 'none'}")
     return place
 
 
@@ -208,14 +201,6 @@ def names(workflow: Workflow) -> list[str]:
     return roles + sorted(fields - set(roles))
 
 
-def with_hints(unknown: list[str], known: Iterable[str]) -> str:
-    """Unknown names, and how those are written that differ from a known one in capitals only."""
-    written = {name.casefold(): name for name in known}
-    return ", ".join(
-        f"{name} (write {written[name.casefold()]})" if name.casefold() in written else name for name in unknown
-    )
-
-
 def converted(value: Any, current: Any, name: str, whole: bool = False) -> Any:
     """The value in the type of the current one. whole: it is known to be a whole number. Raises OverrideError."""
     if isinstance(current, bool):
@@ -224,8 +209,7 @@ def converted(value: Any, current: Any, name: str, whole: bool = False) -> Any:
             raise OverrideError(f"{name} must be true or false, not {value!r}")
         return BOOLEANS[word]
     if isinstance(current, int | float):
-        refuse_rounded(value, name, whole)
-        return number(value, name)
+        return number(value, name, whole)
     if isinstance(current, str):
         if isinstance(value, bool):
             raise OverrideError(f"{name} must be a string, not {value!r}")
@@ -238,43 +222,34 @@ def is_whole(node: dict, field: str) -> bool:
     return node["class_type"] == "PrimitiveInt" or (node["class_type"].startswith("SpecAR") and field in WHOLE)
 
 
-def is_seed(name: str) -> bool:
-    return name.split(".")[-1] in SEEDS
+def number(value: Any, name: str, whole: bool) -> int | float:
+    """An int for every whole number: seeds have up to 64 bits, more than a float.
 
-
-def check_whole(name: str, value: Any) -> None:
-    """Raises OverrideError for a fraction, which ComfyUI would cut off silently, and for what is no seed."""
-    if is_seed(name) and not (isinstance(value, int) and 0 <= value < 2**64):
-        raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {value!r}")
-    if isinstance(value, float):
-        raise OverrideError(f"{name} must be a whole number, not {value!r}")
-
-
-def refuse_rounded(value: Any, name: str, whole: bool) -> None:
-    """Raises OverrideError where a whole number may have lost digits, so that different ones of a table became equal:
-    in scientific notation, and as a float that stands for several. Of inputs that may be fractions, those called a seed
-    are checked where they are as long as a spreadsheet shows none in full."""
-    scientific = isinstance(value, Scientific) or (isinstance(value, str) and SCIENTIFIC.fullmatch(value))
-    if not (scientific or isinstance(value, float) or (isinstance(value, str) and "." in value)):
-        return
-    try:
-        size = abs(float(str(value).replace(",", ".")))
-    except ValueError:
-        return  # not a number at all
-    if (whole and (scientific or size >= EXACT)) or ("seed" in name.casefold() and size >= LONG):
-        raise OverrideError(
-            f"{name} must be a whole number with all its digits, not {value!r}, as spreadsheets write "
-            "one that they have rounded: format the column as text, and enter the numbers again"
-        )
-
-
-def number(value: Any, name: str) -> int | float:
-    """An int for every whole number: seeds have up to 64 bits, more than a float. Raises OverrideError."""
+    Raises OverrideError for what is no number; for a fraction where a whole one is needed, which ComfyUI would cut off
+    silently; and where a whole number may have lost digits, so that different ones of a table became equal: in
+    scientific notation, and as a float that stands for several. Of inputs that may be fractions, those called a seed
+    are checked where they are as long as a spreadsheet shows none in full.
+    """
+    is_seed = name.split(".")[-1] in SEEDS
     text, found = str(value).replace("_", "?"), math.nan  # Python would read 1_0 as 10
-    with suppress(ValueError):
-        return int(text)
-    with suppress(ValueError):
-        found = float(text)
-    if not math.isfinite(found):
+    try:
+        found = int(text)
+    except ValueError:
+        with suppress(ValueError):
+            found = float(text.replace(",", "."))
+    if isinstance(found, float) and not math.isnan(found):
+        scientific = isinstance(value, Scientific) or "e" in text.lower()
+        rounded = (scientific or abs(found) >= EXACT) if whole or is_seed else abs(found) >= LONG
+        if rounded and (whole or "seed" in name.casefold()):
+            raise OverrideError(
+                f"{name} must be a whole number with all its digits, not {value!r}, as spreadsheets write "
+                "one that they have rounded: format the column as text, and enter the numbers again"
+            )
+        found = int(found) if found.is_integer() else found
+    if "," in text or not math.isfinite(found):
         raise OverrideError(f"{name} must be a number, not {value!r}")
-    return int(found) if found.is_integer() else found
+    if is_seed and not (isinstance(found, int) and 0 <= found < 2**64):
+        raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {found!r}")
+    if whole and isinstance(found, float):
+        raise OverrideError(f"{name} must be a whole number, not {found!r}")
+    return found
