@@ -106,7 +106,6 @@ def test_sigterm_while_ray_starts_cancels(table, monkeypatch, capsys):
     """Ray has its own handler of it then, which raises SystemExit."""
     ray = SimpleNamespace(init=lambda **_given: sys.exit(signal.SIGTERM))
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.data", SimpleNamespace())
     assert cli.main(COMMAND) == cli.CANCELLED and "0 of 5 jobs" in capsys.readouterr().err
 
 
@@ -114,7 +113,7 @@ def test_sigterm_while_ray_starts_cancels(table, monkeypatch, capsys):
     ("table_text", "arguments", "message"),
     [
         ("prompt,windw\ncat,3\n", (), "jobs.csv, line 2: .*windw.*prompt, negative, seed, cfg"),
-        ("prompt,size,Window\ncat,3,3\n", (), r"line 2: .*size, Window \(write window\).*prompt, negative"),
+        ("prompt,size,Window\ncat,3,3\n", (), r"line 2: .*size, Window; .*prompt, negative"),
         ("prompt,window\ncat,2.5\n", (), "line 2: window.*whole.*2.5"),
         ("prompt,reuse\ncat,coupled\ncat,foo\n", (), "line 3: reuse.*'foo'.*coupled, gumbel"),
         ("prompt,window\ncat,\ncat,0\n", (), "line 3: window.*0.*at least 2"),
@@ -163,11 +162,9 @@ def test_a_job_that_ray_never_ended_is_no_job_of_the_batch(table, monkeypatch, c
     def dies(*_given):
         raise ConnectionError("the cluster went away")
 
-    errors = SimpleNamespace(RayError=ConnectionError, RayTaskError=ConnectionError)
-    monkeypatch.setattr(
-        ray_cluster, "started", lambda _fleet: SimpleNamespace(exceptions=errors, shutdown=lambda: None)
-    )
-    monkeypatch.setattr(ray_cluster, "rows", dies)
+    ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=ConnectionError), shutdown=lambda: None)
+    monkeypatch.setattr(ray_cluster, "started", lambda _fleet: ray)
+    monkeypatch.setattr(ray_cluster, "shared_out", dies)
     assert cli.main(COMMAND) == cli.UNFINISHED and "went away" in capsys.readouterr().err
     with Journal(table / "jobs.results.jsonl") as journal:
         assert journal.submitted == {} == journal.results
