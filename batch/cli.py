@@ -21,9 +21,9 @@ from ..common.printable import printable
 from .address import address_of, shown, without_logins
 from .copies import fetch_missing
 from .dispatch import GIVE_UP_SECONDS, NEVER_ANSWERED_SECONDS, Batch, Options
-from .jobs import SHOWN, Job, JobsError, RowsError, counted, read_jobs
+from .jobs import Job, JobsError, RowsError, counted, listed, read_jobs
 from .journal import Journal, JournalError
-from .maps import check_ids, has_map, with_maps
+from .maps import check_ids, with_maps
 from .overrides import ROLES, OverrideError, Workflow, fingerprint, places, prompts_of, read_workflow, texts_reaching
 from .server import PORT
 
@@ -51,12 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         refuse_unused(options, arguments)
         jobs = read_jobs(options.jobs)
-        if options.out and options.out.exists() and not options.out.is_dir():
-            raise JobsError(f"--out {options.out} is a file: name a folder, which need not be there")
         if options.maps:
             check_ids(jobs)
-            if not options.out:
-                raise JobsError("--maps needs --out FOLDER, where the maps go")
+        if not options.out and (options.maps or options.ray):
+            raise JobsError(f"--{'maps' if options.maps else 'ray'} needs --out FOLDER, where the images go")
         return on_ray(options, jobs) if options.ray else on_servers(options, jobs)
     except (JobsError, OverrideError, JournalError) as error:
         report(f"error: {options.jobs.name + ', ' if isinstance(error, RowsError) else ''}{error}")
@@ -141,8 +139,6 @@ def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> N
 def check_address(url: str) -> None:
     """Raises JobsError for what cannot be the address of a server."""
     try:
-        if "://" in url and not url.startswith(("http://", "https://")):
-            raise ValueError("no http:// or https:// in front")
         address_of(url)
     except ValueError as error:
         raise JobsError(f"--server {shown(url)} is no address ({error}): one looks like {SERVER}") from None
@@ -209,16 +205,6 @@ def report_missing_prompts(workflow: Workflow, jobs: list[Job]) -> None:
         )
 
 
-def report_missing_maps(journal: Journal, jobs: list[Job]) -> None:
-    """Reports how many jobs were done without --maps."""
-    done = [job.id for job in jobs if journal.done(job.id)]
-    if without := [job for job in done if not has_map(job, journal.results[job].get("copies", []))]:
-        report(
-            f"{counted(len(without), 'job')} done before without --maps: no maps for them (choose other --results and "
-            "another --out)"
-        )
-
-
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     urls = list(dict.fromkeys(url.rstrip("/") for url in options.server or [SERVER]))
     for url in urls:
@@ -241,11 +227,9 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
             if options.out:
                 done = [job for job in jobs if journal.done(job.id)]
                 without.update(asyncio.run(fetch_missing(journal, done, options.out, urls)))
-            for job, why in without.items():
-                report(f"{job}: done before, but without a copy: {why}")
             return run_batch(journal, urls, chosen, open_jobs, prompts, on_result)
 
-        code = run_and_report(journal, jobs, open_jobs, work, len(urls) > 1)
+        code = run_and_report(journal, jobs, open_jobs, work)
         if not options.out and any(journal.done(job.id) for job in jobs):
             report(
                 "The images are in the output folders of the servers. The same command with --out FOLDER copies them."
@@ -253,17 +237,16 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
         if without:
             report(
                 f"{counted(len(without), 'job')} done, but without a copy: repeat the command when its server answers; "
-                "for copies that no server has any more, leave out --out."
+                "for copies that no server has any more, leave out --out. "
+                + listed([f"{job}: {why}" for job, why in without.items()])
             )
         return UNFINISHED if without and code in (DONE, FAILED) else code
 
 
 def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
     from .model_worker import ModelOptions
-    from .ray_cluster import RayOptions, generate_all
+    from .ray_cluster import RayOptions, generate_all, write
 
-    if not options.out:
-        raise JobsError("--ray needs --out DIR, where the images go")
     device = "cuda" if options.gpus else "cpu"
     model = ModelOptions(options.model, options.method, options.decoder, options.drafter, device, options.dtype)
     model.check()
@@ -279,9 +262,8 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
         def work(on_result: OnResult) -> bool:
             try:
                 with handled_by(signal.default_int_handler):
-                    generate_all(
-                        journal, model, chosen, open_jobs, settings, prints, options.out, on_result, options.maps
-                    )
+                    for job, made in generate_all(model, chosen, open_jobs, settings, options.maps):
+                        on_result(write(journal, job, prints[job.id], made, options.out))
             except KeyboardInterrupt:
                 return True
             return False
@@ -301,7 +283,7 @@ def results_of(options: argparse.Namespace) -> Path:
 
 
 def unfinished(journal: Journal, jobs: list[Job], prints: dict[str, str], options: argparse.Namespace) -> list[Job]:
-    """The jobs that are still to do; reports missing maps. Raises JournalError where files would replace others."""
+    """The jobs that are still to do. Raises JournalError where files would replace others."""
     journal.check(prints)
     found = [job for job in jobs if not journal.ended(job.id, prints[job.id], options.retry_failed)]
     if options.out and options.out.is_dir():
@@ -311,18 +293,14 @@ def unfinished(journal: Journal, jobs: list[Job], prints: dict[str, str], option
                 f"{options.out} has files of {taken[0]} already, which are not of this batch: "
                 "choose another --out, or give the job another id"
             )
-    if options.maps:
-        report_missing_maps(journal, jobs)
     return found
 
 
-def run_and_report(
-    journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Callable[[OnResult], bool], several: bool = False
-) -> int:
+def run_and_report(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Callable[[OnResult], bool]) -> int:
     """Does the work under a progress bar, and reports what became of every job. work: returns whether it was cancelled.
-    several: there is more than one server, and failures name theirs. Returns the exit code."""
-    before = len(jobs) - len(open_jobs)
-    ended: set[str] = set()
+    Returns the exit code."""
+    begun, ended = {job.id for job in open_jobs}, set()
+    before = len(jobs) - len(begun)
     bar = tqdm(total=len(jobs), initial=before, unit="job", disable=None, dynamic_ncols=True)
 
     def on_result(record: dict[str, Any]) -> None:
@@ -330,41 +308,35 @@ def run_and_report(
         bar.update()
         progress = f" ({before + len(ended)} of {counted(len(jobs), 'job')} ended)" if bar.disable else ""
         if record["status"] != "success":
-            report(f"{record['id']}{' on ' + record['server'] if several else ''}: {record['error']}{progress}")
+            report(f"{record['id']} on {record['server']}: {record['error']}{progress}")
         elif bar.disable:
             report(f"{record['id']}: done{progress}")
         for warning in record["warnings"]:
             report(f"{record['id']}: warning: {warning}")
 
-    begun = {job.id for job in open_jobs}
+    code = None
     with bar, logging_redirect_tqdm():
         failed = [job.id for job in jobs if job.id not in begun and not journal.done(job.id)]
-        for job in failed[:SHOWN]:
-            found = journal.results[job]
-            report(f"{job}: {FAILURES[found['status']]} before: {found['error']}")
-        if len(failed) > SHOWN:
-            report(f"... and {len(failed) - SHOWN} more from before")
+        if failed:
+            report("Failed before: " + listed([f"{job}: {journal.results[job].get('error')}" for job in failed]))
         try:
             code = CANCELLED if work(on_result) else None
         except (OSError, RuntimeError) as error:
             code = report_stop(error)
     left = begun - ended  # their results, if any, are of an earlier attempt
     counts = Counter(journal.results[job.id]["status"] for job in jobs if job.id not in left)
-    failures = ", ".join(
-        f"{counts[status]} {word}" for status, word in FAILURES.items() if counts[status] or status == "error"
-    )
+    failures = [f"{counts[name]} {word}" for name, word in FAILURES.items() if counts[name] or name == "error"]
     report(
-        f"{counts['success']} of {counted(len(jobs), 'job')} done, {failures}, {len(left)} still to do. {journal.path}"
+        f"{counts['success']} of {counted(len(jobs), 'job')} done, {', '.join(failures)}, {len(left)} still to do. "
+        f"{journal.path}"
     )
     if code is not None:
         return code
-    if counts["error"]:
+    if counts["success"] < len(jobs) - len(left):
         report(
-            "Correct the rows of failed jobs, or what is wrong with their server, and repeat the command with "
-            "--retry-failed; without it, it runs corrected rows only."
+            "Correct the rows of failed jobs, or what is wrong with their server, and repeat the command. It runs "
+            "corrected rows; with --retry-failed also the others that failed, were interrupted or given up."
         )
-    elif counts["interrupted"] or counts["lost"]:
-        report("Repeat the command with --retry-failed to run again what was interrupted or given up.")
     return UNFINISHED if left else DONE if counts["success"] == len(jobs) else FAILED
 
 

@@ -147,9 +147,7 @@ def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job
     made = {"status": "success", "traces": [], "warnings": [], "seconds": 1.0, "error": ""}
     with Journal(tmp_path / "r.jsonl") as journal:
         records = [
-            ray_cluster.write(
-                journal, Job(name, {}, 1), "same", {"id": name, **made}, (b"image", b"map"), tmp_path / "out"
-            )
+            ray_cluster.write(journal, Job(name, {}, 1), "same", (dict(made), b"image", b"map"), tmp_path / "out")
             for name in "ab"
         ]
     assert [record["status"] for record in records] == ["success", "error"] and "b_map.png" in records[1]["error"]
@@ -171,34 +169,9 @@ def test_a_job_that_has_the_name_of_a_map_is_refused():
         (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE), "--dry-run"), "--maps.*trace"),
     ],
 )
-def test_where_no_map_can_be_saved_nothing_is_begun(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "jobs.csv").write_text("prompt\ncat\n", encoding="utf-8")
+def test_where_no_map_can_be_saved_nothing_is_begun(table, capsys, arguments, message):
     assert cli.main(["jobs.csv", "--maps", "--server", "http://127.0.0.1:9", *arguments]) == cli.BAD_INPUT
     assert re.search(message, capsys.readouterr().err)
     assert cli.main(["jobs.csv", "--maps", "--ray"]) == cli.BAD_INPUT
     assert "--maps needs --out" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["jobs.csv"]
-
-
-@pytest.mark.parametrize("where", [("--server", "http://127.0.0.1:9"), ("--ray",)])
-def test_jobs_that_were_done_without_maps_are_counted(tmp_path, monkeypatch, capsys, where):
-    """The id of a job may end as the name of a map does, and the first of its images may have none."""
-    monkeypatch.chdir(tmp_path)
-    copies = {
-        "a": ["out/a.png", "out/a_map.png"],
-        "b": ["out/b.png", "out/b.2.png", "out/b.2_map.png"],
-        "c_map": ["out/c_map.png"],
-        "d": [],
-    }
-
-    def said(*jobs: str) -> str:
-        Path("jobs.csv").write_text("\n".join(["id,prompt", *(f"{job},star" for job in jobs)]), encoding="utf-8")
-        assert cli.main(["jobs.csv", "--maps", "--out", "out", *where]) == cli.DONE
-        return capsys.readouterr().err
-
-    with Journal(tmp_path / "jobs.results.jsonl") as journal:
-        for job, paths in copies.items():
-            journal.write_result({"id": job, "status": "success", "copies": paths})
-    assert "2 jobs done before without --maps: no maps for them" in said(*copies)
-    assert "maps" not in said("a", "b")
+    assert sorted(path.name for path in table.iterdir()) == ["jobs.csv", "workflow.json"]
