@@ -3,10 +3,11 @@
 import asyncio
 import json
 import signal
+import socket
 from types import SimpleNamespace
 
 import pytest
-from comfyui_specar.batch import answers, cli
+from comfyui_specar.batch import answers, cli, server
 from comfyui_specar.batch.answers import UnexpectedAnswerError
 from comfyui_specar.batch.server import Server, ServerAwayError, entry, files_of, reports_of
 from comfyui_specar.common.limits import FILES
@@ -87,6 +88,19 @@ def test_statuses_that_are_of_what_stands_before_a_server(status, said, is_unexp
     with pytest.raises(ServerAwayError, match=said) as away:
         Server(None, "host")._check(reply)
     assert away.value.unexpected == is_unexpected and not away.value.gone
+
+
+def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatch):
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.01)
+
+    async def check(url: str):
+        async with server.open_session() as session:
+            await Server(session, url).queue()
+
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+        with pytest.raises(ServerAwayError, match=rf"^{url} does not answer in time\.$"):
+            asyncio.run(check(url))
 
 
 def history(*messages, **status):

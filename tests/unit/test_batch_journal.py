@@ -1,7 +1,6 @@
 """The journal of a batch: what it knows after a crash, and what it refuses to continue; and the command around it."""
 
 import asyncio
-import io
 import json
 import os
 import re
@@ -109,11 +108,6 @@ def test_a_job_that_has_its_image_cannot_change_under_its_id(tmp_path):
         journal.check({"a": "old", "b": "old", "c": "new", "d": "new", "e": "new"})
         with pytest.raises(JournalError, match=r"^a, b: .*r\.jsonl.*settings.*workflow"):
             journal.check(dict.fromkeys("abcde", "new"))
-        for number in range(12):
-            journal.write_submission(f"j{number}", "old", 1, "http://x")
-            journal.write_result(RECORD | {"id": f"j{number}"})
-        with pytest.raises(JournalError, match=r"^j0, .*, j9 and 2 more: "):
-            journal.check({f"j{number}": "new" for number in range(12)})
         left = [job for job in "abcde" if not journal.ended(job, "old", retry_failed=False)]
         corrected = [job for job in "abcde" if not journal.ended(job, "new", retry_failed=False)]
         assert left == ["d", "e"] and corrected == ["c", "d", "e"]
@@ -193,12 +187,13 @@ async def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goe
 
 
 def test_failed_and_interrupted_jobs_are_counted_and_run_again_only_when_asked(table, here, capsys):
-    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\nother,stop\n", encoding="utf-8")
+    (table / "jobs.csv").write_text("id,prompt\ngood,red aple\nbad,fail\nother,stop\n", encoding="utf-8")
     one = FakeComfy()
     one._ended = lambda prompt, _: FakeComfy._ended(one, prompt, prompt["1"]["inputs"]["text"] == "stop")
     assert run_beside(one) == cli.FAILED
     said = capsys.readouterr().err
     assert "good: done (1 of 3 jobs ended)" in said and f"bad on {one.url}: Encoder: no such word (2 of 3" in said
+    assert "good: warning: The model does not know these words and ignores them: aple." in said
     assert "by someone else (3 of 3 jobs ended)" in said and "--retry-failed" in said
     assert "1 of 3 jobs done, 1 failed, 1 interrupted, 0 still to do" in said
     again = FakeComfy()
@@ -207,9 +202,9 @@ def test_failed_and_interrupted_jobs_are_counted_and_run_again_only_when_asked(t
     again._ended = lambda prompt, stopped: FakeComfy._ended(again, {**prompt, "1": WORKFLOW["1"]}, stopped)
     for _ in range(2):
         assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2", "p_other.try2"]
-    assert {record["id"]: record["status"] for record in lines(table / "jobs.results.jsonl")} == dict.fromkeys(
-        ("good", "bad", "other"), "success"
-    )
+    records = {record["id"]: record for record in lines(table / "jobs.results.jsonl")}
+    assert {record["status"] for record in records.values()} == {"success"}
+    assert [len(records[job]["warnings"]) for job in ("good", "bad", "other")] == [1, 0, 0]
 
 
 def test_rows_without_a_prompt_are_counted(table, here, capsys):
@@ -252,14 +247,6 @@ def test_lines_have_the_time(tmp_path):
     for time in first["ended"], journal.submitted["a"]["time"]:
         age = datetime.now(timezone.utc) - datetime.fromisoformat(time.replace("Z", "+00:00"))
         assert abs(age.total_seconds()) < PATIENCE
-
-
-def test_words_that_the_model_does_not_know_are_printed_and_recorded(table, here, capsys):
-    (table / "jobs.csv").write_text("id,prompt\ngood,cat\ntypo,red aple\n", encoding="utf-8")
-    assert run_beside(FakeComfy()) == cli.DONE
-    assert re.search("typo: warning: .*aple", said := capsys.readouterr().err) and "good: warning" not in said
-    good, typo = lines(table / "jobs.results.jsonl")
-    assert good["warnings"] == [] and "aple" in typo["warnings"][0]
 
 
 def test_copies_can_be_had_later(table, here, capsys):
@@ -388,23 +375,14 @@ def full_disk(_file: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-class FullDisk(io.RawIOBase):
-    """A file that can be opened and takes nothing."""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, _data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that can be opened and takes nothing")
 def test_what_a_full_disk_did_not_take_is_an_error_once(tmp_path):
     """Closing tries to write it again."""
     lines = JsonLines(tmp_path / "r.jsonl")
-    lines.file = io.BufferedWriter(FullDisk())
-    with pytest.raises(OSError, match=r"No space left on device: .*r\.jsonl"):
-        lines.append(RECORD)
-    lines.close()
+    with Path("/dev/full").open("ab") as lines.file:
+        with pytest.raises(OSError, match=r"No space left on device: .*r\.jsonl"):
+            lines.append(RECORD)
+        lines.close()
 
 
 def test_where_nothing_can_be_written_it_says_so(tmp_path):

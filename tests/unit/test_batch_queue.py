@@ -11,7 +11,6 @@ from comfyui_specar.batch import server
 from comfyui_specar.batch.copies import copies_of, write_whole
 from comfyui_specar.batch.dispatch import Batch, Options, QueuedJob, Worker
 from comfyui_specar.batch.jobs import Job
-from comfyui_specar.batch.journal import naming
 from comfyui_specar.batch.server import Entry
 
 
@@ -138,10 +137,3 @@ def test_copies_are_named_after_the_job_in_the_order_of_the_workflow_whatever_ra
 def test_a_server_chooses_no_more_of_a_copys_name_than_a_short_ending(name):
     [path] = copies_of([{"filename": name, "node": "9"}], Path("out/job"))
     assert path.parent == Path("out") and re.fullmatch(r"job(\.\w{1,16})?", path.name, re.ASCII)
-
-
-@pytest.mark.parametrize(("own", "named"), [(None, "results.jsonl"), ("other", "other")])
-def test_a_full_disk_is_an_error_with_the_name_of_the_file(own, named):
-    with pytest.raises(OSError) as full, naming(Path("results.jsonl")):
-        raise OSError(28, "No space left on device", own)
-    assert full.value.filename == named
