@@ -11,7 +11,6 @@ import pytest
 import torch
 from comfyui_specar.batch import model_worker, ray_cluster
 from comfyui_specar.batch.jobs import Job
-from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.ray_cluster import RayOptions, generate_all, shared_out
 from PIL import Image
 
@@ -130,16 +129,6 @@ def test_a_model_that_cannot_be_loaded_ends_the_batch_and_ray(ray):
     with pytest.raises(ray_cluster.RayRunError, match="Ray gave up: model"):
         list(generate_all(None, RayOptions(), JOBS, SETTINGS, False))
     assert ray.asked["shutdown"]
-
-
-def test_what_was_made_is_written_with_its_submission(tmp_path):
-    lost = {"status": "lost", "traces": [], "warnings": [], "seconds": 0.0, "error": "given up"}
-    with Journal(tmp_path / "r.jsonl") as journal:
-        for attempt in (1, 2):
-            record = ray_cluster.write(journal, JOBS[0], "f", (dict(lost), b"", b""), tmp_path)
-            assert journal.submitted["a"].items() >= {"attempt": attempt, "server": "ray", "fingerprint": "f"}.items()
-            assert (record["id"], record["status"], record["overrides"]) == ("a", "lost", {"seed": 1})
-            assert record["attempt"] == attempt and record["copies"] == []
 
 
 def test_pixels_are_rounded_as_save_image_does(monkeypatch):

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from comfyui_specar.batch import cli
+from comfyui_specar.batch import cli, ray_cluster
 from comfyui_specar.batch.journal import Journal, JournalError, JsonLines
 from comfyui_specar.tests.support.fake_comfy import (
     WORKFLOW,
@@ -285,54 +285,80 @@ def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here,
     assert lines(table / "jobs.results.jsonl")[-1]["overrides"] == {"prompt": "dog"}
 
 
+ON_RAY = ("--ray", "--out", "out")
+COOL = (*ON_RAY, "--method", "cool_sd")
+DRAFTS = (*ON_RAY, "--method", "continuous_speculative", "--drafter", "continuous/small")
+NO_IMAGE = ("--workflow", str(ROOT / "workflows/api/08 Watch it being decoded.json"))
+ONE = "seed\n1\n"
+
+
 @pytest.mark.parametrize(
     ("jobs", "arguments", "message"),
     [
         ("id,sed\na,1\n", (), "jobs.csv, line 2: .*no sed.*filename_prefix, prompt, seed"),
+        ("id,se\x1bed\u202e\na,1\n", (), r"no se\\x1bed\\u202e that"),
         ("", (), "jobs.csv.*no jobs"),
-        ("seed\n1\n", ("--workflow", "jobs.csv"), "workflow.*jobs.csv"),
+        (ONE, ("--workflow", "jobs.csv"), "workflow.*jobs.csv"),
         ("id,seed\na,1\n", ("--out", "full"), r"full.*files.* a\b"),
         ("id,seed\nA,1\n", ("--out", "full"), r"full.*files.* A\b"),
-        ("id,seed\nA,1\n", ("--out", "jobs.csv"), "--out jobs.csv: no file can be written there .*folder"),
-        (
-            "id,seed\nA,1\n",
-            ("--server", "127.0.0.1:8380x"),
-            "127.0.0.1:8380x is no address .*8380x.*http://127.0.0.1:8188",
+        (ONE, ("--out", "jobs.csv"), "--out jobs.csv: no file can be written there .*folder"),
+        (ONE, ("--server", "127.0.0.1:8380x"), "8380x is no address .*8380x.*http://127.0.0.1:8188"),
+        (ONE, ("--server", ""), "--server  is no address .no host"),
+        (ONE, ("--server", "ftp://u:Zz9@a"), "ftp://a is no address .no http:// or https://"),
+        (ONE, ("--server", "u:Zz9@h:99999?t=Zz9"), "--server h:99999 is no address .not a host and a port"),
+        *(
+            (ONE, ("--server", f"http://u:{wrong}"), "--server http.* is no address")
+            for wrong in ("Z/Zz9@h", "1/Zz9@h", "Zz9@[h", "Zz9?Z@h", "Zz9#Z@h", "[Zz9]@h", "@", "Zz9 @h:x")
         ),
-        ("id,seed\nA,1\n", ("--server", "http://a:99999"), "http://a:99999 is no address"),
-        ("id,seed\nA,1\n", ("--server", ""), "--server  is no address .no host"),
-        ("id,seed\nA,1\n", ("--server", "ftp://a"), "ftp://a is no address .no http:// or https://"),
+        (ONE, ("--retries", "-1"), "--retries: at least 0"),
+        (ONE, ("--patience", "nan"), "--patience: at least 0"),
+        (ONE, ("--in-flight", "0"), "--in-flight: at least 1"),
+        (ONE, ("--method", "next_token", "--model", "foo"), "--model, --method: .*--ray.*workflow"),
+        (ONE, ("--method", "sjd", "--gpus", "0"), "--method, --gpus: .*--ray"),  # the defaults, but given
+        (ONE, (*ON_RAY, "--server", "http://a", "--patience", "9"), "--server, --patience: not .*--ray"),
+        (ONE, ("--maps",), "--maps needs --out"),
+        (ONE, ("--maps", "--out", "out", *NO_IMAGE), "--maps.*Save Image.*trace"),
+        (ONE, ("--maps", "--out", "out", *NO_IMAGE, "--dry-run"), "--maps.*trace"),
+        ("id\na\nA_map\n", ("--maps", "--out", "out"), "line 2: .*map of a has the name of the job a_map"),
+        ("prompt\ncat\n", ("--ray", "--dry-run"), "--ray needs --out"),
+        ("prompt,windw\ncat,3\n", ON_RAY, "jobs.csv, line 2: .*windw; .*prompt, negative, seed, cfg"),
+        ("prompt,window\ncat,2.5\n", ON_RAY, "line 2: window.*whole.*2.5"),
+        ("prompt,reuse\ncat,coupled\ncat,foo\n", ON_RAY, "line 3: reuse.*'foo'.*coupled, gumbel"),
+        ("prompt,window\ncat,\ncat,0\n", ON_RAY, "line 3: window.*0.*at least 2"),
+        ("prompt,seed\ncat,-1\n", ON_RAY, "line 2: seed.*0 to.*-1"),
+        ("prompt,seed\ncat,1\ncat,1.23457E+18\n", ON_RAY, "line 3: seed.*E.18.*format the column as text"),
+        ("prompt,delta\ncat,0.5\n", (*COOL, "--drafter", "default/eagle"), "line 2: delta.*0.5.*1 .exact"),
+        ("prompt,mode\ncat,foo\n", DRAFTS, "line 2: mode.*'foo'.*block"),
+        (ONE, ON_RAY, "line 2: .*prompt"),
+        ("prompt\ncat\n", (*ON_RAY, "--method", "sdj"), "method sdj.*next_token, jacobi, sjd"),
+        ("prompt\ncat\n", (*ON_RAY, "--dtype", "bf61"), "dtype bf61.*auto, fp32, bf16"),
+        ("prompt\ncat\n", COOL, "cool_sd.*--drafter.*default/eagle"),
+        ("prompt\ncat\n", (*ON_RAY, "--model", "models/gone"), "models/gone.*bundled.*default"),
+        ("prompt\ncat\n", (*COOL, "--drafter", "gone"), "gone.*default"),
     ],
 )
-def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
+def test_bad_input_begins_nothing_and_is_shown_without_what_is_private(
+    table, capsys, monkeypatch, jobs, arguments, message
+):
+    monkeypatch.setattr(ray_cluster, "started", lambda _options: pytest.fail("Ray was started"))
     (table / "jobs.csv").write_text(jobs, encoding="utf-8")
     (table / "full").mkdir()
     (table / "full/a.png").write_text("somebody's", encoding="utf-8")
-    assert cli.main(command("--server", "http://127.0.0.1:9", *arguments)) == cli.BAD_INPUT
-    assert re.search(message, capsys.readouterr().err)
-    assert not (table / "jobs.results.jsonl").exists() or (table / "jobs.results.jsonl").read_text("utf-8") == ""
+    workflow = () if {"--ray", "--workflow"} & {*arguments} else ("--workflow", "workflow.json")
+    assert cli.main(["jobs.csv", *workflow, *arguments]) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert re.search(message, said) and "Zz9" not in said and "\x1b" not in said
+    files = {path.name: path.stat().st_size for path in table.iterdir() if path.is_file()}
+    assert files.pop("jobs.csv") == len(jobs.encode()) and files.pop("workflow.json")
+    assert files.pop("jobs.results.jsonl", 0) == 0 and files.keys() <= {"jobs.results.jsonl.journal"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--method", "next_token", "--model", "foo"), "--model, --method: .*--ray.*workflow"),
-        (("--method", "sjd", "--gpus", "0"), "--method, --gpus: .*--ray"),  # the defaults, but given
-        (("--dtype", "bf16"), "--dtype: .*--ray"),
-        (
-            ("--ray", "--out", "out", "--server", "http://127.0.0.1:9", "--patience", "9"),
-            "--server, --workflow, --patience: not .*--ray",
-        ),
-        (("--retries", "-1"), "--retries: at least 0"),
-        (("--patience", "nan"), "--patience: at least 0"),
-        (("--in-flight", "0"), "--in-flight: at least 1"),
-        (("--ray", "--gpus", "-0.5"), "--gpus: at least 0"),
-    ],
-)
-def test_options_that_would_be_ignored_or_are_too_small_are_refused(table, capsys, arguments, message):
-    assert cli.main(command(*arguments)) == cli.BAD_INPUT
-    assert re.search(message, capsys.readouterr().err)
-    assert sorted(path.name for path in table.iterdir()) == ["jobs.csv", "workflow.json"]
+@pytest.mark.parametrize("option", ["--servr", "--in-flight", "--patience"])
+def test_what_the_command_line_does_not_understand_is_quoted_without_what_is_private(capsys, option):
+    with pytest.raises(SystemExit):
+        cli.main(["jobs.csv", option, "http://user:Zz9secret@host/?token=Qq7secret\x1b[31m"])
+    said = capsys.readouterr().err
+    assert "host/?***" in said and not any(part in said for part in ("Zz9", "Qq7", "\x1b"))
 
 
 def test_a_dry_run_needs_no_server_and_leaves_nothing(table, capsys):

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -103,45 +102,6 @@ def test_sigterm_while_ray_starts_cancels(table, monkeypatch, capsys):
     assert cli.main(COMMAND) == cli.CANCELLED and "0 of 5 jobs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("table_text", "arguments", "message"),
-    [
-        ("prompt,windw\ncat,3\n", (), "jobs.csv, line 2: .*windw.*prompt, negative, seed, cfg"),
-        ("prompt,size,Window\ncat,3,3\n", (), r"line 2: .*size, Window; .*prompt, negative"),
-        ("prompt,window\ncat,2.5\n", (), "line 2: window.*whole.*2.5"),
-        ("prompt,reuse\ncat,coupled\ncat,foo\n", (), "line 3: reuse.*'foo'.*coupled, gumbel"),
-        ("prompt,window\ncat,\ncat,0\n", (), "line 3: window.*0.*at least 2"),
-        ("prompt,seed\ncat,-1\n", (), "line 2: seed.*0 to.*-1"),
-        ("prompt,seed\ncat,1\ncat,1.23457E+18\n", (), "line 3: seed.*E.18.*format the column as text"),
-        ("prompt,window\ncat,1.6E+01\n", (), "line 2: window.*format the column as text"),
-        (
-            "prompt,delta\ncat,0.5\n",
-            ("--method", "cool_sd", "--drafter", "default/eagle"),
-            "line 2: delta.*0.5.*1 .exact",
-        ),
-        (
-            "prompt,mode\ncat,foo\n",
-            ("--method", "continuous_speculative", "--drafter", "continuous/small"),
-            "line 2: mode.*'foo'.*block",
-        ),
-        ("seed\n3\n", (), "line 2: .*prompt"),
-        ("prompt\ncat\n", ("--method", "sdj"), "method sdj.*next_token, jacobi, sjd"),
-        ("prompt\ncat\n", ("--dtype", "bf61"), "dtype bf61.*auto, fp32, bf16"),
-        ("prompt\ncat\n", ("--method", "cool_sd"), "cool_sd.*--drafter.*default/eagle"),
-        ("prompt\ncat\n", ("--model", "models/gone"), "models/gone.*bundled.*default"),
-        ("prompt\ncat\n", ("--method", "cool_sd", "--drafter", "gone"), "gone.*default"),
-    ],
-)
-def test_what_does_not_fit_the_method_is_refused_before_ray_starts(
-    table, monkeypatch, capsys, table_text, arguments, message
-):
-    monkeypatch.setattr(ray_cluster, "started", lambda _fleet: pytest.fail("Ray was started"))
-    (table / "jobs.csv").write_text(table_text, encoding="utf-8")
-    assert cli.main([*COMMAND, *arguments]) == cli.BAD_INPUT
-    assert re.search(message, capsys.readouterr().err)
-    assert cli.main([*COMMAND, *arguments, "--dry-run"]) == cli.BAD_INPUT
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "127.0.0.1:port", "127.0.0.1:99999"])
 def test_where_no_cluster_listens_it_says_so_at_once(table, monkeypatch, capsys, address):
     monkeypatch.setitem(sys.modules, "ray", None)  # which is not asked
@@ -164,10 +124,7 @@ def test_a_job_that_ray_never_ended_is_no_job_of_the_batch(table, monkeypatch, c
         assert journal.submitted == {} == journal.results
 
 
-def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
-    for arguments in ((), ("--dry-run",)):
-        assert cli.main(["jobs.csv", "--ray", *arguments]) == cli.BAD_INPUT
-        assert "--ray needs --out" in capsys.readouterr().err
+def test_it_asks_for_ray(table, monkeypatch, capsys):
     assert cli.main([*COMMAND, "--dry-run"]) == cli.DONE
     monkeypatch.setitem(sys.modules, "ray", None)  # not installed
     assert cli.main(COMMAND) == cli.BAD_INPUT

@@ -246,13 +246,6 @@ def test_what_acts_on_a_terminal_reaches_no_message_log_or_result(table, capsys,
     assert not acting(results) and len(results) < 10_000 and len(said) < 10_000
 
 
-def test_what_acts_on_a_terminal_reaches_it_from_no_table_either(table, capsys):
-    (table / "jobs.csv").write_text("id,se\x1bed\u202e\na,1\n", encoding="utf-8")
-    assert cli.main(["jobs.csv", "--workflow", "workflow.json"]) == cli.BAD_INPUT
-    said = capsys.readouterr().err
-    assert r"se\x1bed\u202e" in said and not acting(said)
-
-
 def private_in(folder: Path, *texts: str) -> list[str]:
     """What is private in all files of a folder and in texts."""
     everything = [path.read_bytes().decode(errors="replace") for path in folder.rglob("*") if path.is_file()]
@@ -295,23 +288,6 @@ def test_a_login_and_a_token_are_used_for_every_request_and_written_nowhere(tabl
     assert private_in(table, said, caplog.text) == []
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        f"http://u:{SECRET}@host:1",
-        "ftp://u:secret@host",
-        "u:secret@",
-        "http://u:[secret]@host",
-        "u:secret@host:99999?token=secret",
-    ]
-    + [f"http://u:{login}" for login in ("sec/ret@host", "1/secret@host", "secret@[host", "sec?ret@host", "sec#ret@h")],
-)
-def test_a_wrong_address_is_refused_without_what_is_private_in_it(table, capsys, url):
-    assert cli.main(["jobs.csv", "--workflow", "workflow.json", "--server", url]) == cli.BAD_INPUT
-    said = capsys.readouterr().err
-    assert "--server" in said and not any(part in said for part in ("sec", "ret", "s s/w", "pa:s"))
-
-
 def test_addresses_are_told_apart_and_shown_by_what_is_public():
     names = {"http://a:b@h:1/x/?t=1#f": "http://h:1/x", "a:b@h:1": "h:1", "https://h/": "https://h", "h:9": "h:9"}
     assert {url: address_of(url).name for url in names} == names
@@ -332,14 +308,6 @@ def test_what_is_private_is_hidden_however_an_answer_writes_it_and_before_it_is_
     shown += [json.dumps(answers.bounded({"a": [f"{write(secret)}!"], f"at {write(secret)}": None}))]
     answers.hiding.reset(hiding)
     assert all("*" in text and not any(part in text for part in ("Zz9", "Qq7", "ss>", "to")) for text in shown)
-
-
-@pytest.mark.parametrize("option", ["--servr", "--in-flight", "--patience"])
-def test_what_the_command_line_does_not_understand_is_quoted_without_what_is_private(capsys, option):
-    with pytest.raises(SystemExit):
-        cli.main(["jobs.csv", option, "http://user:Zz9secret@host/?token=Qq7secret\x1b[31m"])
-    said = capsys.readouterr().err
-    assert "host/?***" in said and not any(part in said for part in ("Zz9", "Qq7", "\x1b"))
 
 
 @asynchronous
