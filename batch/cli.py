@@ -15,7 +15,6 @@ from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..common.printable import printable
 from .address import address_of, shown, without_logins
@@ -37,11 +36,8 @@ EPILOG = """A column of the jobs file sets the input of that name in all nodes o
 same command again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are still to do or lack a copy:
 repeat the command, 2 nothing was begun, 3 all others are done, but some failed: correct their rows, or were
 interrupted or given up: --retry-failed, 130 cancelled."""
-CLOCK = "%H:%M:%S"
 OnResult = Callable[[dict[str, Any]], None]
-Work = Callable[
-    [Journal, list[Job], OnResult], int | None
-]  # what is to do for these jobs; the exit code, if it stopped
+Work = Callable[[Journal, list[Job], OnResult], int | None]  # does these jobs; returns the exit code where it stopped
 LEAST = {"retries": 0, "in_flight": 1, "patience": 0, "actors": 1, "cpus": 1, "gpus": 0}
 FOR_SERVERS = ("server", "workflow", "in_flight", "patience")
 FOR_RAY = ("model", "decoder", "drafter", "method", "dtype", "actors", "cpus", "gpus")
@@ -49,9 +45,7 @@ FOR_RAY = ("model", "decoder", "drafter", "method", "dtype", "actors", "cpus", "
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    handler = logging.StreamHandler()
-    handler.setFormatter(SafeFormatter(f"{'' if sys.stderr.isatty() else '%(asctime)s '}%(message)s", CLOCK))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[Reported()])
     try:
         check_options(options, arguments)
         jobs = read_jobs(options.jobs)
@@ -161,17 +155,17 @@ def safe(text: str) -> str:
     return "\n".join(printable(without_logins(line)) for line in text.split("\n"))
 
 
-class SafeFormatter(logging.Formatter):
-    """Makes the lines of a log safe, whoever writes them."""
+class Reported(logging.Handler):
+    """Writes a log for the user, whoever it is of."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        return safe(super().format(record))
+    def emit(self, record: logging.LogRecord) -> None:
+        report(self.format(record))
 
 
 def report(text: str) -> None:
     """Writes a line for the user; with the time where it goes into a file."""
-    text = safe(text)
-    tqdm.write(text if sys.stderr.isatty() else f"{time.strftime(CLOCK)} {text}", file=sys.stderr)
+    now = "" if sys.stderr.isatty() else time.strftime("%H:%M:%S ")
+    tqdm.write(now + safe(text), file=sys.stderr)
 
 
 def report_stop(error: Exception) -> int:
@@ -291,7 +285,7 @@ def run_and_report(journal: Journal, jobs: list[Job], open_jobs: list[Job], work
         for warning in record["warnings"]:
             report(f"{record['id']}: warning: {warning}")
 
-    with bar, logging_redirect_tqdm():
+    with bar:
         failed = [job.id for job in jobs if job.id not in begun and not journal.done(job.id)]
         if failed:
             report("Failed before: " + listed([f"{job}: {journal.results[job].get('error')}" for job in failed]))
