@@ -186,6 +186,11 @@ async def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goe
         assert len(one.drawn) == 8
 
 
+def test_exit_codes_stay():
+    """Scripts rely on them."""
+    assert (cli.DONE, cli.UNFINISHED, cli.BAD_INPUT, cli.FAILED, cli.CANCELLED) == (0, 1, 2, 3, 130)
+
+
 def test_failed_and_interrupted_jobs_are_counted_and_run_again_only_when_asked(table, here, capsys):
     (table / "jobs.csv").write_text("id,prompt\ngood,red aple\nbad,fail\nother,stop\n", encoding="utf-8")
     one = FakeComfy()
