@@ -148,9 +148,10 @@ def workflow() -> dict:
 
 
 def test_settings_go_to_every_input_of_the_name_or_to_the_node_that_is_addressed(workflow):
+    workflow["11"] = {"class_type": "Scale", "inputs": {"scale": 2}, "_meta": {"title": "resize"}}
     before = json.dumps(workflow)
     given = {"prompt": "cat", "negative": "dog", "7.seed": "18446744073709551615", "seed": "3", "tiled": "TRUE"}
-    given |= {"Second v1.5.cfg": "1e1", "strength": 1, "model_name": 5, "Second v1.5.resize.scale": 3}
+    given |= {"Second v1.5.cfg": "1e1", "strength": 1, "model_name": 5, "resize.scale": 3}
     found = with_overrides(workflow, given)
     assert json.dumps(workflow) == before
     assert [found[node]["inputs"]["text"] for node in "234"] == ["cat", "dog", "cat"]
@@ -158,6 +159,8 @@ def test_settings_go_to_every_input_of_the_name_or_to_the_node_that_is_addressed
     assert found["6"]["inputs"]["cfg"] == 2 and found["7"]["inputs"]["cfg"] == 10
     assert found["7"]["inputs"]["tiled"] is True and found["5"]["inputs"]["strength"] == 1
     assert found["1"]["inputs"]["model_name"] == "5" and found["7"]["inputs"]["resize.scale"] == 3
+    assert found["11"]["inputs"]["scale"] == 2, "an input's own name comes first"
+    assert with_overrides(workflow, {"Second v1.5.resize.scale": 4})["7"]["inputs"]["resize.scale"] == 4
 
 
 def test_a_node_can_be_addressed_by_its_class(workflow):
@@ -175,6 +178,7 @@ def test_a_node_can_be_addressed_by_its_class(workflow):
 def test_what_nodes_share_is_set_where_it_is_typed_and_to_one_value(workflow, columns):
     workflow["11"] = {"class_type": "PrimitiveString", "inputs": {"value": "cat"}}
     workflow["4"]["inputs"]["text"] = ["11", 0]
+    workflow["6"] |= {"class_type": "Sampler", "_meta": {"title": "First"}}
     for node in "67":
         workflow[node]["inputs"]["seed"] = ["10", 0]
     for name in ("seed", "Size.value", "Sampler.seed"):
