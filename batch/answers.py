@@ -2,13 +2,17 @@
 answer of ComfyUI raises UnexpectedAnswerError, with a printable message."""
 
 import json
-import math
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
 
 from ..common.limits import ANSWER_VALUES, NAME, NESTED, SAID, TOTALS, WORD, parse_json
 from ..common.printable import printable
+
+ENDLESS = 2.0**64  # more than any number that is read here
+hiding: ContextVar[Callable[[str], str]] = ContextVar("hiding", default=str)  # what is private, in an answer being read
 
 
 class UnexpectedAnswerError(aiohttp.ClientError):
@@ -27,9 +31,9 @@ async def read_body(reply: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The object that an answer in JSON must be."""
+    """The object that an answer in JSON must be. Numbers that no answer has (infinite ones, NaN) count as missing."""
     try:
-        answer = parse_json(body, ANSWER_VALUES)
+        answer = parse_json(body, ANSWER_VALUES, parse_float=finite, parse_constant=finite)
     except ValueError:
         raise UnexpectedAnswerError(f"not JSON: {excerpt(body)}") from None
     if not isinstance(answer, dict):
@@ -37,9 +41,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return answer
 
 
+def finite(text: str) -> float | None:
+    return number if abs(number := float(text)) < ENDLESS else None
+
+
 def excerpt(body: bytes) -> str:
     """The beginning of an answer, in one line, for a message."""
-    return printable(" ".join(body[:NAME].decode(errors="replace").split()), WORD) or "nothing"
+    return one_line(body[:NAME].decode(errors="replace"), WORD) or "nothing"
 
 
 def get(of: Any, name: str, kind: type | tuple[type, ...], *default: Any) -> Any:
@@ -66,7 +74,7 @@ def get_name(of: Any, name: str, *default: str) -> str:
     """A string that is used unchanged: it must be short and printable."""
     value = get(of, name, str, *default)
     if len(value) > NAME or printable(value) != value:
-        raise UnexpectedAnswerError(f"{name} is {printable(value, WORD)}")
+        raise UnexpectedAnswerError(f"{name} is {one_line(value, WORD)}")
     return value
 
 
@@ -75,32 +83,22 @@ def get_text(of: Any, name: str, default: str = "") -> str:
     return one_line(get(of, name, str, default))
 
 
-def one_line(text: str) -> str:
-    """A text for messages and files: printable, in one line, of at most SAID characters."""
-    return printable(" ".join(text.split()), SAID)
-
-
-def get_time(of: Any, name: str, default: float) -> float:
-    """A number of milliseconds, within 64 bits."""
-    value = get(of, name, (int, float), default)
-    if not -(2**63) <= value <= 2**63:
-        raise UnexpectedAnswerError(f"{name} is not a time")
-    return value
+def one_line(text: str, most: int = SAID) -> str:
+    """A text for messages and files: printable, in one line, of at most `most` characters, with nothing private."""
+    return printable(" ".join(hiding.get()(text).split()), most)
 
 
 def bounded(value: Any, nested: int = NESTED) -> Any:
-    """A copy of a JSON value for a file: strings are made printable, `nested` levels are allowed."""
+    """A copy of a JSON value for a file: its strings are for files, too, and `nested` levels are allowed."""
     if isinstance(value, str):
-        return printable(value, SAID)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UnexpectedAnswerError("a number is not finite")
+        return one_line(value)
     if not isinstance(value, dict | list):
         return value
     if not nested:
         raise UnexpectedAnswerError("totals are nested too deeply")
     if isinstance(value, list):
         return [bounded(item, nested - 1) for item in value]
-    return {printable(key, NAME): bounded(item, nested - 1) for key, item in value.items()}
+    return {one_line(key, NAME): bounded(item, nested - 1) for key, item in value.items()}
 
 
 def get_totals(report: dict[str, Any]) -> dict[str, Any]:

@@ -15,16 +15,15 @@ from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..common.printable import printable
 from .address import address_of, shown, without_logins
 from .copies import fetch_missing
 from .dispatch import GIVE_UP_SECONDS, NEVER_ANSWERED_SECONDS, Batch, Options
-from .jobs import SHOWN, Job, JobsError, RowsError, counted, read_jobs
+from .jobs import Job, JobsError, RowsError, counted, listed, read_jobs
 from .journal import Journal, JournalError
-from .maps import check_ids, has_map, with_maps
-from .overrides import ROLES, OverrideError, Workflow, fingerprint, places, prompts_of, read_workflow, texts_reaching
+from .maps import check_ids, with_maps
+from .overrides import ROLES, OverrideError, Workflow, fingerprint, prompts_of, read_workflow, settable, texts_reaching
 from .server import PORT
 
 WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/07 Acceptance map.json"
@@ -37,27 +36,24 @@ EPILOG = """A column of the jobs file sets the input of that name in all nodes o
 same command again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are still to do or lack a copy:
 repeat the command, 2 nothing was begun, 3 all others are done, but some failed: correct their rows, or were
 interrupted or given up: --retry-failed, 130 cancelled."""
-CLOCK = "%H:%M:%S"
 OnResult = Callable[[dict[str, Any]], None]
+Work = Callable[[Journal, list[Job], OnResult], int | None]  # does these jobs; returns the exit code where it stopped
+LEAST = {"retries": 0, "in_flight": 1, "patience": 0, "actors": 1, "cpus": 1, "gpus": 0}
 FOR_SERVERS = ("server", "workflow", "in_flight", "patience")
 FOR_RAY = ("model", "decoder", "drafter", "method", "dtype", "actors", "cpus", "gpus")
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    handler = logging.StreamHandler()
-    handler.setFormatter(SafeFormatter(f"{'' if sys.stderr.isatty() else '%(asctime)s '}%(message)s", CLOCK))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[Reported()])
     try:
-        refuse_unused(options, arguments)
+        check_options(options, arguments)
         jobs = read_jobs(options.jobs)
-        if options.out and options.out.exists() and not options.out.is_dir():
-            raise JobsError(f"--out {options.out} is a file: name a folder, which need not be there")
         if options.maps:
             check_ids(jobs)
-            if not options.out:
-                raise JobsError("--maps needs --out FOLDER, where the maps go")
-        return on_ray(options, jobs) if options.ray else on_servers(options, jobs)
+        if not options.out and (options.maps or options.ray):
+            raise JobsError(f"--{'maps' if options.maps else 'ray'} needs --out FOLDER, where the images go")
+        return run(options, jobs)
     except (JobsError, OverrideError, JournalError) as error:
         report(f"error: {options.jobs.name + ', ' if isinstance(error, RowsError) else ''}{error}")
         return BAD_INPUT
@@ -74,10 +70,6 @@ def parser() -> argparse.ArgumentParser:
         description="Generates an image for every row of a CSV or JSON-lines file.",
     )
 
-    def number(name: str, low: int, kind: type, default: float, text: str) -> None:
-        text += " (default: %(default)s)"
-        add(name, type=at_least(low, kind), metavar="N", default=default, help=text)
-
     add = top.add_argument
     add("jobs", type=Path, help="the jobs: .csv with a header, or .jsonl")
     add("--results", type=Path, help="a JSON line per job (default: JOBS.results.jsonl)")
@@ -87,18 +79,20 @@ def parser() -> argparse.ArgumentParser:
     text = "run those again that failed, were interrupted or given up before"
     add("--retry-failed", action="store_true", help=text)
     add("--dry-run", action="store_true", help="only check that all jobs fit the workflow")
-    number("--retries", 0, int, Options.retries, "how often a job is run again whose server or actor was lost")
+    text = "how often a job is run again whose server or actor was lost (default: %(default)s)"
+    add("--retries", type=int, metavar="N", default=Options.retries, help=text)
 
     add = top.add_argument_group("on ComfyUI servers").add_argument
     add("--server", action="append", metavar="URL", help=f"may be repeated (default: {SERVER})")
     text = f"in API format (default: {WORKFLOW.name} of this pack)"
     add("--workflow", type=Path, default=WORKFLOW, help=text)
-    number("--in-flight", 1, int, Options.in_flight, "jobs that a server has at a time: with 2, one runs, one waits")
+    text = "jobs that a server has at a time (default: %(default)s: one runs, one waits)"
+    add("--in-flight", type=int, metavar="N", default=Options.in_flight, help=text)
     text = (
         f"give up when no server answered for so long (default: {GIVE_UP_SECONDS:g}, but {NEVER_ANSWERED_SECONDS:g} if "
         "none ever did; give it to wait for one that is starting)"
     )
-    add("--patience", type=at_least(0, float), metavar="SECONDS", help=text)
+    add("--patience", type=float, metavar="SECONDS", help=text)
 
     add = top.add_argument_group('on a Ray cluster (pip install -e ".[ray]" in this repository)').add_argument
     text = "a cluster's address, or `auto`; without one, Ray is started on this machine"
@@ -112,9 +106,9 @@ def parser() -> argparse.ArgumentParser:
         "fp32, bf16, ..., as in Load AR Checkpoint (default: %(default)s, the fastest that it supports; a wrong name "
     )
     add("--dtype", default="auto", metavar="NAME", help=text + "lists all)")
-    number("--actors", 1, int, 1, "models that generate at a time")
-    number("--cpus", 1, int, 1, "threads of one")
-    number("--gpus", 0, float, 0, "GPUs of one; 0.5 if two share it")
+    add("--actors", type=int, metavar="N", default=1, help="models that generate at a time (default: %(default)s)")
+    add("--cpus", type=int, metavar="N", default=1, help="threads of one (default: %(default)s)")
+    add("--gpus", type=float, metavar="N", default=0, help="GPUs of one; 0.5 if two share it (default: %(default)s)")
     return top
 
 
@@ -125,15 +119,15 @@ class Parser(argparse.ArgumentParser):
         super().error(safe(message))
 
 
-def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> None:
-    """Raises JobsError for options that the chosen way, servers or Ray, would ignore, also where they are given as
-    their defaults."""
+def check_options(options: argparse.Namespace, arguments: list[str] | None) -> None:
+    """Raises JobsError for numbers that are too small, and for options that the chosen way, servers or Ray, would
+    ignore, also where they are given as their defaults."""
     nothing = argparse.Namespace(**dict.fromkeys(vars(options)))  # so that no default is filled in
-    given = vars(parser().parse_args(arguments, nothing))
-    unused = [
-        f"--{name.replace('_', '-')}" for name in (FOR_SERVERS if options.ray else FOR_RAY) if given[name] is not None
-    ]
-    if unused:
+    given = {name: value for name, value in vars(parser().parse_args(arguments, nothing)).items() if value is not None}
+    for name, low in LEAST.items():
+        if not given.get(name, low) >= low:
+            raise JobsError(f"--{name.replace('_', '-')}: at least {low}")
+    if unused := [f"--{name.replace('_', '-')}" for name in (FOR_SERVERS if options.ray else FOR_RAY) if name in given]:
         why = "not used with --ray" if options.ray else "only for --ray; on servers the workflow decides"
         raise JobsError(f"{', '.join(unused)}: {why}")
 
@@ -141,8 +135,6 @@ def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> N
 def check_address(url: str) -> None:
     """Raises JobsError for what cannot be the address of a server."""
     try:
-        if "://" in url and not url.startswith(("http://", "https://")):
-            raise ValueError("no http:// or https:// in front")
         address_of(url)
     except ValueError as error:
         raise JobsError(f"--server {shown(url)} is no address ({error}): one looks like {SERVER}") from None
@@ -158,35 +150,22 @@ def make_folder(out: Path) -> None:
         raise JobsError(f"--out {out}: no file can be written there ({error.strerror}). Name another folder") from error
 
 
-def at_least(low: int, kind: type) -> Callable[[str], Any]:
-    """The type of an option that is a number from `low` on."""
-
-    def convert(text: str) -> Any:
-        value = kind(text)
-        if not value >= low:
-            raise argparse.ArgumentTypeError(f"at least {low}")
-        return value
-
-    convert.__name__ = kind.__name__  # for argparse's own message
-    return convert
-
-
 def safe(text: str) -> str:
     """A text for a terminal or a log: its lines do nothing to it, and have no logins."""
     return "\n".join(printable(without_logins(line)) for line in text.split("\n"))
 
 
-class SafeFormatter(logging.Formatter):
-    """Makes the lines of a log safe, whoever writes them."""
+class Reported(logging.Handler):
+    """Writes a log for the user, whoever it is of."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        return safe(super().format(record))
+    def emit(self, record: logging.LogRecord) -> None:
+        report(self.format(record))
 
 
 def report(text: str) -> None:
     """Writes a line for the user; with the time where it goes into a file."""
-    text = safe(text)
-    tqdm.write(text if sys.stderr.isatty() else f"{time.strftime(CLOCK)} {text}", file=sys.stderr)
+    now = "" if sys.stderr.isatty() else time.strftime("%H:%M:%S ")
+    tqdm.write(now + safe(text), file=sys.stderr)
 
 
 def report_stop(error: Exception) -> int:
@@ -198,9 +177,9 @@ def report_stop(error: Exception) -> int:
 def report_missing_prompts(workflow: Workflow, jobs: list[Job]) -> None:
     """Reports how many rows have no prompt and use the workflow's own, which is an example."""
     own = texts_reaching(workflow, ROLES["prompt"])
-    without = [
-        job.id for job in jobs if not any(place in own for name in job.overrides for place in places(workflow, name))
-    ]
+    inputs, of_nodes = settable(workflow)
+    names = {name for name, places in (of_nodes | inputs).items() if not set(places).isdisjoint(own)}
+    without = [job.id for job in jobs if names.isdisjoint(job.overrides)]
     if own and without:
         node, field = own[0]
         report(
@@ -209,17 +188,21 @@ def report_missing_prompts(workflow: Workflow, jobs: list[Job]) -> None:
         )
 
 
-def report_missing_maps(journal: Journal, jobs: list[Job]) -> None:
-    """Reports how many jobs were done without --maps."""
-    done = [job.id for job in jobs if journal.done(job.id)]
-    if without := [job for job in done if not has_map(job, journal.results[job].get("copies", []))]:
-        report(
-            f"{counted(len(without), 'job')} done before without --maps: no maps for them (choose other --results and "
-            "another --out)"
-        )
+def run(options: argparse.Namespace, jobs: list[Job]) -> int:
+    """Returns the exit code."""
+    prints, work = on_ray(options, jobs) if options.ray else on_servers(options, jobs)
+    if options.dry_run:
+        what = options.method if options.ray else options.workflow.name
+        report(f"{counted(len(jobs), 'job')} fit{'s' if len(jobs) == 1 else ''} {what}")
+        return DONE
+    if options.out:
+        make_folder(options.out)
+    with Journal(options.results or options.jobs.with_suffix(".results.jsonl")) as journal:
+        return run_and_report(journal, jobs, unfinished(journal, jobs, prints, options), work)
 
 
-def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
+def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, str], Work]:
+    """The jobs' fingerprints, and what is to do."""
     urls = list(dict.fromkeys(url.rstrip("/") for url in options.server or [SERVER]))
     for url in urls:
         check_address(url)
@@ -228,24 +211,14 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     if options.maps:
         with_maps(workflow)  # raises OverrideError where there can be none
     report_missing_prompts(workflow, jobs)
-    if options.dry_run:
-        return report_fit(jobs, options.workflow.name)
-    if options.out:
-        make_folder(options.out)
     chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience, maps=options.maps)
-    with Journal(results_of(options)) as journal:
-        open_jobs = unfinished(journal, jobs, {job: fingerprint(prompt) for job, prompt in prompts.items()}, options)
+
+    def work(journal: Journal, open_jobs: list[Job], on_result: OnResult) -> int | None:
         without: dict[str, str] = {}  # job id -> why it has no copy
-
-        def work(on_result: OnResult) -> bool:
-            if options.out:
-                done = [job for job in jobs if journal.done(job.id)]
-                without.update(asyncio.run(fetch_missing(journal, done, options.out, urls)))
-            for job, why in without.items():
-                report(f"{job}: done before, but without a copy: {why}")
-            return run_batch(journal, urls, chosen, open_jobs, prompts, on_result)
-
-        code = run_and_report(journal, jobs, open_jobs, work, len(urls) > 1)
+        if options.out:
+            done = [job for job in jobs if journal.done(job.id)]
+            without = asyncio.run(fetch_missing(journal, done, options.out, urls))
+        cancelled = run_batch(journal, urls, chosen, open_jobs, prompts, on_result)
         if not options.out and any(journal.done(job.id) for job in jobs):
             report(
                 "The images are in the output folders of the servers. The same command with --out FOLDER copies them."
@@ -253,55 +226,36 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
         if without:
             report(
                 f"{counted(len(without), 'job')} done, but without a copy: repeat the command when its server answers; "
-                "for copies that no server has any more, leave out --out."
+                "for copies that no server has any more, leave out --out. "
+                + listed([f"{job}: {why}" for job, why in without.items()])
             )
-        return UNFINISHED if without and code in (DONE, FAILED) else code
+        return CANCELLED if cancelled else UNFINISHED if without else None
+
+    return {job: fingerprint(prompt) for job, prompt in prompts.items()}, work
 
 
-def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
+def on_ray(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, str], Work]:
+    """The jobs' fingerprints, and what is to do."""
     from .model_worker import ModelOptions
-    from .ray_cluster import RayOptions, generate_all
+    from .ray_cluster import RayOptions, generate_all, write
 
-    if not options.out:
-        raise JobsError("--ray needs --out DIR, where the images go")
     device = "cuda" if options.gpus else "cpu"
     model = ModelOptions(options.model, options.method, options.decoder, options.drafter, device, options.dtype)
     model.check()
     settings = model.settings(jobs)
-    if options.dry_run:
-        return report_fit(jobs, options.method)
-    make_folder(options.out)
     chosen = RayOptions(options.ray, options.actors, options.cpus, options.gpus, options.retries)
     prints = {job: fingerprint([asdict(model), found]) for job, found in settings.items()}
-    with Journal(results_of(options)) as journal:
-        open_jobs = unfinished(journal, jobs, prints, options)
 
-        def work(on_result: OnResult) -> bool:
-            try:
-                with handled_by(signal.default_int_handler):
-                    generate_all(
-                        journal, model, chosen, open_jobs, settings, prints, options.out, on_result, options.maps
-                    )
-            except KeyboardInterrupt:
-                return True
-            return False
+    def work(journal: Journal, open_jobs: list[Job], on_result: OnResult) -> int | None:
+        with handled_by(signal.default_int_handler):
+            for job, made in generate_all(model, chosen, open_jobs, settings, options.maps):
+                on_result(write(journal, job, prints[job.id], made, options.out))
 
-        return run_and_report(journal, jobs, open_jobs, work)
-
-
-def report_fit(jobs: list[Job], what: str) -> int:
-    """Reports the result of --dry-run. Returns the exit code."""
-    report(f"{counted(len(jobs), 'job')} fit{'s' if len(jobs) == 1 else ''} {what}")
-    return DONE
-
-
-def results_of(options: argparse.Namespace) -> Path:
-    """The file of the results."""
-    return options.results or options.jobs.with_suffix(".results.jsonl")
+    return prints, work
 
 
 def unfinished(journal: Journal, jobs: list[Job], prints: dict[str, str], options: argparse.Namespace) -> list[Job]:
-    """The jobs that are still to do; reports missing maps. Raises JournalError where files would replace others."""
+    """The jobs that are still to do. Raises JournalError where files would replace others."""
     journal.check(prints)
     found = [job for job in jobs if not journal.ended(job.id, prints[job.id], options.retry_failed)]
     if options.out and options.out.is_dir():
@@ -311,18 +265,13 @@ def unfinished(journal: Journal, jobs: list[Job], prints: dict[str, str], option
                 f"{options.out} has files of {taken[0]} already, which are not of this batch: "
                 "choose another --out, or give the job another id"
             )
-    if options.maps:
-        report_missing_maps(journal, jobs)
     return found
 
 
-def run_and_report(
-    journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Callable[[OnResult], bool], several: bool = False
-) -> int:
-    """Does the work under a progress bar, and reports what became of every job. work: returns whether it was cancelled.
-    several: there is more than one server, and failures name theirs. Returns the exit code."""
-    before = len(jobs) - len(open_jobs)
-    ended: set[str] = set()
+def run_and_report(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Work) -> int:
+    """Does the work under a progress bar, and reports what became of every job. Returns the exit code."""
+    begun, ended = {job.id for job in open_jobs}, set()
+    before = len(jobs) - len(begun)
     bar = tqdm(total=len(jobs), initial=before, unit="job", disable=None, dynamic_ncols=True)
 
     def on_result(record: dict[str, Any]) -> None:
@@ -330,41 +279,36 @@ def run_and_report(
         bar.update()
         progress = f" ({before + len(ended)} of {counted(len(jobs), 'job')} ended)" if bar.disable else ""
         if record["status"] != "success":
-            report(f"{record['id']}{' on ' + record['server'] if several else ''}: {record['error']}{progress}")
+            report(f"{record['id']} on {record['server']}: {record['error']}{progress}")
         elif bar.disable:
             report(f"{record['id']}: done{progress}")
         for warning in record["warnings"]:
             report(f"{record['id']}: warning: {warning}")
 
-    begun = {job.id for job in open_jobs}
-    with bar, logging_redirect_tqdm():
+    with bar:
         failed = [job.id for job in jobs if job.id not in begun and not journal.done(job.id)]
-        for job in failed[:SHOWN]:
-            found = journal.results[job]
-            report(f"{job}: {FAILURES[found['status']]} before: {found['error']}")
-        if len(failed) > SHOWN:
-            report(f"... and {len(failed) - SHOWN} more from before")
+        if failed:
+            report("Failed before: " + listed([f"{job}: {journal.results[job].get('error')}" for job in failed]))
         try:
-            code = CANCELLED if work(on_result) else None
+            code = work(journal, open_jobs, on_result)
+        except KeyboardInterrupt:
+            code = CANCELLED
         except (OSError, RuntimeError) as error:
             code = report_stop(error)
     left = begun - ended  # their results, if any, are of an earlier attempt
     counts = Counter(journal.results[job.id]["status"] for job in jobs if job.id not in left)
-    failures = ", ".join(
-        f"{counts[status]} {word}" for status, word in FAILURES.items() if counts[status] or status == "error"
-    )
+    failures = [f"{counts[name]} {word}" for name, word in FAILURES.items() if counts[name] or name == "error"]
     report(
-        f"{counts['success']} of {counted(len(jobs), 'job')} done, {failures}, {len(left)} still to do. {journal.path}"
+        f"{counts['success']} of {counted(len(jobs), 'job')} done, {', '.join(failures)}, {len(left)} still to do. "
+        f"{journal.path}"
     )
     if code is not None:
         return code
-    if counts["error"]:
+    if counts["success"] < len(jobs) - len(left):
         report(
-            "Correct the rows of failed jobs, or what is wrong with their server, and repeat the command with "
-            "--retry-failed; without it, it runs corrected rows only."
+            "Correct the rows of failed jobs, or what is wrong with their server, and repeat the command. It runs "
+            "corrected rows; with --retry-failed also the others that failed, were interrupted or given up."
         )
-    elif counts["interrupted"] or counts["lost"]:
-        report("Repeat the command with --retry-failed to run again what was interrupted or given up.")
     return UNFINISHED if left else DONE if counts["success"] == len(jobs) else FAILED
 
 

@@ -6,13 +6,13 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..common.limits import CELL, CELLS, COLUMNS, JOBS, LINES, NAME, PROBLEMS, ROW, TABLE, parse_json
+from ..common.limits import CELL, COLUMNS, JOBS, NAME, TABLE, parse_json
 from ..common.printable import printable
 
 DELIMITERS = ",;\t"
@@ -23,7 +23,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # which JSON can hold, and no file
 SHOWN = 10  # problems or jobs that one message lists
 SHOWN_CHARACTERS = 2000  # of one problem, as a cell may have a million
 SHOWN_LINES = 3  # that it names of equal problems
-Row = tuple[int, dict[str, Any]]  # the line it begins on, and its values
+Row = tuple[int, dict[str, Any] | ValueError]  # the line it begins on, and its values, or what is wrong with it
 Problem = tuple[int, str]  # the line, and what is wrong with it
 
 
@@ -76,103 +76,72 @@ def read_jobs(path: Path) -> list[Job]:
         raise JobsError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise JobsError(f"{path} is not UTF-8 text (in Excel: Save As > CSV UTF-8)") from error
-    for marks, most, what in (("\n\r", LINES, "lines"), (DELIMITERS, CELLS, "values")):
-        if max(map(text.count, marks)) > most:
-            raise JobsError(f"{path.name} has more than {most} {what}: split it into several tables")
+    rows = list(islice(kinds[path.suffix.lower()](text), JOBS + 1))
+    if len(rows) > JOBS:
+        raise JobsError(f"{path.name} has more than {JOBS} jobs: split it into several tables")
+    if not rows:
+        raise JobsError(f"{path.name} has no jobs")
     try:
-        jobs = with_ids(islice(kinds[path.suffix.lower()](text), JOBS + 1))
+        return jobs_of(rows)
     except RowsError as error:
         raise JobsError(f"{path.name}, {error}") from None
-    if len(jobs) > JOBS:
-        raise JobsError(f"{path.name} has more than {JOBS} jobs: split it into several tables")
-    if not jobs:
-        raise JobsError(f"{path.name} has no jobs")
-    return jobs
 
 
 def csv_rows(text: str) -> Iterator[Row]:
-    """Raises RowsError after the last row, for all that are wrong."""
     heading = re.search(r"^.*\S.*$", text, re.MULTILINE)
     delimiter = max(DELIMITERS, key=heading[0].count) if heading else DELIMITERS[0]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    header, names, line, problems = None, "", 1, []
+    header, begun, line = [], 1, 1
     try:
         for cells in reader:
             begun, line = line, reader.line_num + 1
-            while cells and not cells[-1].strip() and len(cells) > len(header or ()):
+            while cells and not cells[-1].strip() and len(cells) > len(header):
                 cells.pop()
             if not any(cell.strip() for cell in cells):
                 continue
-            if header is None:
-                header = column_names(cells, begun)
-                names = ", ".join(header)[:SHOWN_CHARACTERS]
+            if not header:
+                header = [cell.strip() for cell in cells]
+                check_names(header)
             elif len(cells) == len(header):
                 yield begun, {column: cell for column, cell in zip(header, cells, strict=True) if cell.strip()}
             else:
-                problems.append(
-                    (
-                        begun,
-                        f"{counted(len(cells), 'value')} for {counted(len(header), 'column')}, {names} "
-                        "(a text that contains the separator stands in quotation marks)",
-                    )
-                )
-            if len(problems) == PROBLEMS:
-                break
+                found = f"{counted(len(cells), 'value')} for {counted(len(header), 'column')}, {', '.join(header)}"
+                yield begun, ValueError(f"{found} (a text that contains the separator stands in quotation marks)")
     except csv.Error as error:  # where the next row begins is unknown
-        problems.append((line, f"{error} (a quotation mark inside a quoted text is written twice)"))
-    if problems:
-        raise RowsError(problems)
+        yield line, ValueError(f"{error} (a quotation mark inside a quoted text is written twice)")
+    except ValueError as error:
+        yield begun, error
 
 
-def column_names(cells: list[str], line: int) -> list[str]:
-    names = [cell.strip() for cell in cells]
-    problem = wrong_columns(names)
-    if not problem and "" in names:
-        problem = f"column {names.index('') + 1} has no name"
-    elif twice := [column for column, number in Counter(names).items() if number > 1]:
-        problem = problem or f"the column {', '.join(sorted(twice))} is there twice"
-    elif len(names) == 1 and "|" in names[0]:
-        problem = f"one column, {names[0]!r}; commas, semicolons or tabs divide columns"
-    if problem:
-        raise RowsError([(line, problem)])
-    return names
-
-
-def wrong_columns(names: Iterable[str]) -> str:
-    """What is wrong with the number of columns, or with the length of a name, which is taken apart at its dots."""
-    names = list(names)
+def check_names(names: list[str]) -> None:
+    """Raises ValueError for names of columns that cannot be used. (They are taken apart at their dots.)"""
     if len(names) > COLUMNS:
-        return f"{len(names)} columns; {COLUMNS} is the limit"
-    long = next((name for name in names if len(name) > NAME), "")
-    return long and f"the column {long:.50}... has a name of {len(long)} characters; {NAME} is the limit"
+        raise ValueError(f"{len(names)} columns; {COLUMNS} is the limit")
+    for number, (name, times) in enumerate(Counter(names).items(), 1):
+        if not name:
+            raise ValueError(f"column {number} has no name")
+        if times > 1:
+            raise ValueError(f"the column {name} is there twice")
+        if len(name) > NAME:
+            raise ValueError(f"the column {name:.50}... has a name of {len(name)} characters; {NAME} is the limit")
 
 
 def json_rows(text: str) -> Iterator[Row]:
-    """Raises RowsError after the last row, for all that are wrong."""
-    problems = []
     for line, content in enumerate(io.StringIO(text, newline="\n"), 1):
         if content.strip():
             try:
                 yield line, json_row(content)
             except json.JSONDecodeError as error:
-                problems.append((line, f"not JSON: {error.msg} at character {error.pos + 1}"))
+                yield line, ValueError(f"not JSON: {error.msg} at character {error.pos + 1}")
             except ValueError as error:
-                problems.append((line, str(error)))
-        if len(problems) == PROBLEMS:
-            break
-    if problems:
-        raise RowsError(problems)
+                yield line, error
 
 
 def json_row(content: str) -> dict[str, Any]:
     """The values of a line. Raises ValueError."""
-    if len(content) > ROW:
-        raise ValueError(f"a row of {len(content)} characters; {ROW} is the limit")
     row = parse_json(content, object_pairs_hook=unique, parse_constant=not_a_number, parse_float=fraction)
     if not isinstance(row, dict):
         raise ValueError('expected an object such as {"prompt": "cat", "seed": 1}')
-    if problem := wrong_columns(row):
-        raise ValueError(problem)
     for column, value in row.items():
         if isinstance(value, dict | list):
             raise ValueError(f"{column} is neither a string nor a number nor true or false")
@@ -185,8 +154,7 @@ def json_row(content: str) -> dict[str, Any]:
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises ValueError where json.loads would take the last of several values of a name."""
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("the same name is there twice")
+    check_names([name for name, _ in pairs])
     return dict(pairs)
 
 
@@ -198,18 +166,18 @@ def fraction(text: str) -> float:
     return Scientific(text) if "e" in text.lower() else float(text)
 
 
-def with_ids(rows: Iterable[Row]) -> list[Job]:
-    """Raises RowsError for ids that cannot be names of files, or are used twice."""
+def jobs_of(rows: list[Row]) -> list[Job]:
+    """Raises RowsError for rows that are wrong, and for ids that cannot be names of files, or are used twice."""
     jobs, lines, problems = [], {}, []
     for number, (line, values) in enumerate(rows, 1):
+        if isinstance(values, ValueError):
+            problems.append((line, str(values)))
+            continue
         given = values.pop("id", None)
         job_id = automatic_id(number, values) if given is None else str(given).strip()
-        if not ID.fullmatch(job_id) or len(job_id.encode()) > ID_BYTES:
-            why = f"(100 at most, {ID_BYTES} bytes), because files are named after it"
+        if not ID.fullmatch(job_id) or len(job_id.encode()) > ID_BYTES or DEVICE.fullmatch(job_id):
+            why = f"(100 at most, {ID_BYTES} bytes), and be no device of Windows: files are named after it"
             problems.append((line, f"the id {job_id!r} may have only letters, digits, _ and - {why}"))
-        if DEVICE.fullmatch(job_id):
-            why = "is the name of a device on Windows, so it cannot be the name of a file there: add something to it"
-            problems.append((line, f"the id {job_id!r} {why}"))
         first = lines.setdefault(job_id.casefold(), line)  # some file systems do not tell A from a
         if first != line:
             problems.append((line, f"the id {job_id!r} was used on line {first}"))

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..common.limits import parse_json
-from .address import shown, without_logins
 from .jobs import listed
 
 SCHEMA = "specar.batch/1"
-SUBMISSION = {"job": str, "attempt": int, "server": str, "prompt_id": str, "fingerprint": str}  # and the time
+HEADER = {"schema": str, "batch": str}  # the types of what is read of a line
+SUBMISSION = {"job": str, "attempt": int, "server": str, "prompt_id": str, "fingerprint": str}
+RESULT = {"id": str, "status": str}
 LOCKED_BYTE = 1 << 30  # past the file's contents: on Windows, locked bytes cannot be read
 
 
@@ -38,8 +39,9 @@ class JsonLines:
         self._length: int | None = None  # of the complete lines, where something else follows
         self._end = b""  # what the last line lacks
 
-    def read(self) -> list[dict[str, Any]]:
-        """Raises JournalError for a damaged line."""
+    def read(self, kinds: dict[str, type], first: dict[str, type] | None = None) -> list[dict[str, Any]]:
+        """All lines. kinds: the types of what each has, and `first` of what the first one has, if it is another.
+        Raises JournalError for any other line."""
         self.file.seek(0)
         content = self.file.read()
         *lines, last = content.split(b"\n")
@@ -52,11 +54,17 @@ class JsonLines:
             lines.append(last)
         records = []
         for number, line in enumerate(lines, 1):
-            if (record := parsed(line)) is None:
-                remedy = "repair it, or move the file away to begin a new batch"
-                raise JournalError(f"{self.path}, line {number} is damaged: {remedy}")
+            record, wanted = parsed(line), first if first and number == 1 else kinds
+            if record is None or not all(isinstance(record.get(name), kind) for name, kind in wanted.items()):
+                raise self.damaged(number)
             records.append(record)
         return records
+
+    def damaged(self, number: int) -> JournalError:
+        return JournalError(
+            f"{self.path}, line {number} is damaged or of another program: repair it, or choose other --results to "
+            "begin a new batch"
+        )
 
     def append(self, record: dict[str, Any]) -> None:
         """Raises OSError, with the file's name."""
@@ -95,32 +103,20 @@ class Journal:
             ) from error
         except OSError as error:
             raise JournalError(f"cannot write {self.path}: {error.strerror}") from error
-        self._read_submissions()
-        for record in self._results.read():
-            if not isinstance(record.get("id"), str) or not isinstance(record.get("status"), str):
-                raise JournalError(f"{self.path} exists and holds no results: choose other --results")
-            self.results[record["id"]] = without_private(record)
+        entries = self._submissions.read(SUBMISSION, HEADER)
+        if not entries:
+            entries = [{"schema": SCHEMA, "batch": uuid.uuid4().hex}]
+            self._submissions.append(entries[0])
+        self.batch = entries[0]["batch"]
+        if entries[0]["schema"] != SCHEMA or not re.fullmatch("[0-9a-f]{32}", self.batch):
+            raise self._submissions.damaged(1)
+        self.submitted = {entry["job"]: entry for entry in entries[1:]}
+        self.results = {record["id"]: record for record in self._results.read(RESULT)}
         return self
 
     def __exit__(self, *_exc) -> None:
         self._submissions.close()
         self._results.close()
-
-    def _read_submissions(self) -> None:
-        path, entries = self._submissions.path, self._submissions.read()
-        if not entries:
-            entries = [{"schema": SCHEMA, "batch": uuid.uuid4().hex}]
-            self._submissions.append(entries[0])
-        remedy = "repair it, or move the file and its results away to begin a new batch"
-        if entries[0].get("schema") != SCHEMA:
-            raise JournalError(f"{path} is not the journal of a batch: choose other --results")
-        self.batch = entries[0].get("batch")
-        if not isinstance(self.batch, str) or not re.fullmatch("[0-9a-f]{32}", self.batch):
-            raise JournalError(f"{path}: its first line does not name its batch: {remedy}")
-        for number, entry in enumerate(entries[1:], 2):
-            if not all(isinstance(entry.get(name), kind) for name, kind in SUBMISSION.items()):
-                raise JournalError(f"{path}, line {number} is not the submission of a job: {remedy}")
-            self.submitted[entry["job"]] = without_private(entry)
 
     def changed(self, job: str, fingerprint: str) -> bool:
         """Was the job submitted with other settings, or for another workflow?"""
@@ -163,12 +159,6 @@ class Journal:
         self._results.append(record)
         self.results[record["id"]] = record
         return record
-
-
-def without_private(record: dict[str, Any]) -> dict[str, Any]:
-    """A line without the login of its server, which earlier versions wrote."""
-    cleaned = {"server": shown, "error": without_logins}
-    return record | {name: clean(record[name]) for name, clean in cleaned.items() if isinstance(record.get(name), str)}
 
 
 @contextmanager

@@ -59,21 +59,10 @@ def map_of(image: Path) -> Path:
     return image.with_name(f"{image.stem}{MAP}.png")
 
 
-def has_map(job_id: str, copies: list[str]) -> bool:
-    """Is one of a job's copies a map? The id itself may end like one."""
-    return any(Path(copy).stem.removeprefix(job_id).endswith(MAP) for copy in copies)
-
-
 def check_ids(jobs: list[Job]) -> None:
     """Raises RowsError where a job's image would have the name of another one's map."""
     ids = {job.id.casefold() for job in jobs}
-    if taken := [job for job in jobs if (job.id + MAP).casefold() in ids]:
-        raise RowsError(
-            [
-                (
-                    job.line,
-                    f"with --maps, the map of {job.id} has the name of the job {job.id}{MAP}: give it another id",
-                )
-                for job in taken
-            ]
-        )
+    taken = [job for job in jobs if (job.id + MAP).casefold() in ids]
+    if taken:
+        why = "with --maps, the map of {0} has the name of the job {0}{1}: give it another id"
+        raise RowsError([(job.line, why.format(job.id, MAP)) for job in taken])

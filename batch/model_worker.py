@@ -19,11 +19,12 @@ from ..samplers.contract import Method
 from ..samplers.registry import METHODS, PUBLISHED
 from ..samplers.settings import Setting, settings_of
 from .jobs import Job, JobsError, for_each
-from .overrides import OverrideError, check_whole, converted, with_hints
+from .overrides import OverrideError, converted
 
 EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
 SAMPLING = {"seed": "int", "cfg": "float", "temperature": "float", "top_k": "int", "top_p": "float"}
 TEXTS = {"prompt": "str", "negative": "str"}
+Made = tuple[dict[str, Any], bytes, bytes]  # of a job: fields of its result; PNGs of image and map, empty without one
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,8 @@ class ModelOptions:
         known, legal = TEXTS | SAMPLING | recipe.columns(), settings_of(recipe.settings)
 
         def of(job: Job) -> dict[str, Any]:
-            if unknown := [name for name in job.overrides if name not in known]:
-                hints = with_hints(unknown, known)
-                raise OverrideError(f"there is no setting {hints}; this method has {', '.join(known)}")
+            if unknown := ", ".join(name for name in job.overrides if name not in known):
+                raise OverrideError(f"there is no setting {unknown}; this method has {', '.join(known)}")
             found = {name: typed(name, value, known[name], legal.get(name)) for name, value in job.overrides.items()}
             if "prompt" not in found:
                 raise OverrideError("there is no prompt")
@@ -101,10 +101,7 @@ class ModelOptions:
 
 def typed(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
     """The value in a type of EXAMPLES. Raises ValueError for one that does not fit."""
-    whole = kind.startswith("int")
-    found = converted(value, EXAMPLES[kind], name, whole)
-    if whole:
-        check_whole(name, found)
+    found = converted(value, EXAMPLES[kind], name, kind.startswith("int"))
     if legal:
         legal.check(name, found)
     return found
@@ -143,31 +140,21 @@ class ModelWorker:
         pixels = (decoded[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does
         totals = {"method": out.trace.settings.get("method"), **out.trace.summary()}
         files = {name: getattr(self.options, name) for name in ("model", "decoder", "drafter")}
-        about = {
-            "settings": settings,
-            "method": out.trace.settings,
-            **files,
-            **conditions(self.model),
-            "totals": totals,
-        }
+        about = {"settings": settings, "method": out.trace.settings, **files, **conditions(self.model)}
+        about["totals"] = totals
         overlay = png(api.acceptance_map(out.trace, decoded)[0], about) if self.maps else b""
         return png(pixels, about), overlay, totals, out.notices
 
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list]:
-        """Runs the jobs of a batch. One that fails has the reason in its record, and stops none of the others."""
-        records, images, maps = [], [], []
-        for text in batch["job"]:
-            job, begun, image, overlay = json.loads(text), time.monotonic(), b"", b""
-            record = {"id": job["id"], "status": "success", "traces": [], "warnings": [], "error": ""}
-            try:
-                image, overlay, totals, notices = self.generate(job["settings"])
-                record |= {"traces": [totals], "warnings": notices}
-            except Exception as error:  # of any kind: the other jobs go on
-                record |= {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-            records.append(json.dumps(record | {"seconds": round(time.monotonic() - begun, 3)}))
-            images.append(image)
-            maps.append(overlay)
-        return {"record": records, "image": images, "map": maps}
+    def run(self, settings: dict[str, Any]) -> Made:
+        """Runs a job. One that fails has the reason in its record."""
+        begun, image, overlay = time.monotonic(), b"", b""
+        record = {"status": "success", "traces": [], "warnings": [], "error": ""}
+        try:
+            image, overlay, totals, notices = self.generate(settings)
+            record |= {"traces": [totals], "warnings": notices}
+        except Exception as error:  # of any kind: the other jobs go on
+            record |= {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        return record | {"seconds": round(time.monotonic() - begun, 3)}, image, overlay
 
 
 def find(name: str) -> Path:

@@ -4,8 +4,6 @@ import copy
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ WHOLE = set(
     "height hold interval iterations neighbours nodes picture seconds seed steps tokens top_k trial_seed width "
     "width_max width_min width_step window".split()
 )
-SCIENTIFIC = re.compile(r"\s*[+-]?\d+([.,]\d*)?e[+-]?\d+\s*", re.IGNORECASE)
 LONG = 1e11  # from here on spreadsheets show a whole number in scientific notation, and save what they show
 EXACT = 2**53  # below, every whole number is a float
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -74,18 +71,22 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
     OverrideError.
     """
     changed = copy.deepcopy(workflow)
-    found = {name: places(workflow, name) for name in overrides}
-    if unknown := [name for name, where in found.items() if not where]:
-        known = names(workflow)
-        raise OverrideError(f"the workflow has no {with_hints(unknown, known)}; it has {', '.join(known)}")
-    for one_node in (False, True):
+    inputs, of_nodes = settable(workflow)
+    if unknown := ", ".join(name for name in overrides if name not in inputs and name not in of_nodes):
+        nodes = ", ".join(f"{key} ({title(node)})" for key, node in workflow.items())
+        raise OverrideError(
+            f"the workflow has no {unknown} that can be set (what another node computes cannot); it has "
+            f"{', '.join(sorted(inputs))}, each also of one node, as NODE.input: {nodes}"
+        )
+    for known in (inputs, of_nodes):
         setter: dict[Place, str] = {}
-        for name in (name for name in found if addressed(workflow, name) == one_node):
-            for node, field in found[name]:
-                whole = is_seed(name) or is_whole(workflow[node], field)
-                value = converted(overrides[name], workflow[node]["inputs"][field], name, whole)
-                if whole:
-                    check_whole(name, value)
+        for name in (name for name in overrides if name in known):
+            if known is of_nodes and len(known[name]) > 1:
+                by_id = ", ".join(map(".".join, known[name]))
+                raise OverrideError(f"{name}: {len(known[name])} nodes are called so; use one of {by_id}")
+            for node, field in known[name]:
+                current = workflow[node]["inputs"][field]
+                value = converted(overrides[name], current, name, is_whole(workflow[node], field))
                 other = setter.setdefault((node, field), name)
                 if other != name and changed[node]["inputs"][field] != value:
                     raise OverrideError(f"{other} and {name} set the same input ({node}.{field}) to different values")
@@ -97,9 +98,10 @@ def named_after(prompt: Workflow, name: str) -> Workflow:
     """A copy whose saved files all begin with their own prefix and `name`: no job writes over another's files, and
     ComfyUI, which would skip the saving of an image it has just made, saves it again."""
     changed = copy.deepcopy(prompt)
-    for node, field, value in widgets(prompt):
-        if field == "filename_prefix":
-            changed[node]["inputs"][field] = f"{value}_{name}"
+    for node in changed.values():
+        prefix = node["inputs"].get("filename_prefix", [])
+        if not isinstance(prefix, list):
+            node["inputs"]["filename_prefix"] = f"{prefix}_{name}"
     return changed
 
 
@@ -108,21 +110,8 @@ def fingerprint(settings: Any) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def widgets(workflow: Workflow) -> Iterator[tuple[str, str, Any]]:
-    """(node id, input, value) of everything that is typed rather than connected."""
-    for node, content in workflow.items():
-        for field, value in content["inputs"].items():
-            if not isinstance(value, list):
-                yield node, field, value
-
-
 def title(node: dict) -> str:
     return node.get("_meta", {}).get("title", node["class_type"])
-
-
-def addressed(workflow: Workflow, name: str) -> bool:
-    """Is it the name of one node's input?"""
-    return "." in name and all(field != name for _, field, _ in widgets(workflow))
 
 
 def source(workflow: Workflow, node: str, field: str) -> Place | None:
@@ -134,44 +123,20 @@ def source(workflow: Workflow, node: str, field: str) -> Place | None:
     return (str(value[0]), "value") if held.keys() == {"value"} and not isinstance(held["value"], list) else None
 
 
-def places(workflow: Workflow, name: str) -> list[Place]:
-    """What a column sets; nothing where the workflow has no such name. Raises OverrideError."""
-    if name in ROLES and (found := texts_of(workflow, name)):
-        return found
-    if found := [place for node in workflow if (place := source(workflow, node, name))]:
-        return list(dict.fromkeys(found))
-    if addressed(workflow, name):
-        return [place_of(workflow, name)]
-    if any(name in node["inputs"] for node in workflow.values()):
-        raise OverrideError(f"{name} is computed by another node in this workflow, so it cannot be set")
-    return []
-
-
-def place_of(workflow: Workflow, name: str) -> Place:
-    """The place that `Title.input`, `12.input` or `Class.input` means. Titles and inputs may have dots, too."""
-    dots = [at for at, letter in enumerate(name) if letter == "."]
-    parts = [(name[:at], name[at + 1 :]) for at in reversed(dots)]
-    called = [(who, field, nodes) for who, field in parts if (nodes := nodes_called(workflow, who))]
-    if not called:
-        there = [f"{key} ({title(node)})" for key, node in workflow.items()]
-        raise OverrideError(f"{name}: no node has the id, title or class {parts[0][0]!r}; there are {', '.join(there)}")
-    who, field, found = next((each for each in called if each[1] in workflow[each[2][0]]["inputs"]), called[0])
-    if len(found) > 1:
-        by_id = ", ".join(f"{key}.{field}" for key in found)
-        raise OverrideError(f"{name}: {len(found)} nodes are called {who!r}; use one of {by_id}")
-    place = source(workflow, found[0], field)
-    if not place:
-        own = [key for key in workflow[found[0]]["inputs"] if source(workflow, found[0], key)]
-        raise OverrideError(
-            f"{name}: this node has no {with_hints([field], own)} to set; it has {', '.join(own) or 'none'}"
-        )
-    return place
-
-
-def nodes_called(workflow: Workflow, who: str) -> list[str]:
-    """Ids of the nodes that have this id, else this title, else this class."""
-    titled = [key for key, node in workflow.items() if title(node) == who]
-    return [who] if who in workflow else titled or [k for k, node in workflow.items() if node["class_type"] == who]
+def settable(workflow: Workflow) -> tuple[dict[str, list[Place]], dict[str, list[Place]]]:
+    """Names of columns -> what each sets: those of texts and of inputs in any node, and those of one node's inputs. A
+    node is called by its id, else by its title, else by its class; inputs and titles may have dots, too."""
+    inputs, by_class, by_title, by_id = {}, {}, {}, {}
+    for node, content in workflow.items():
+        for field in content["inputs"]:
+            if place := source(workflow, node, field):
+                of_node = (by_class, content["class_type"]), (by_title, title(content)), (by_id, node)
+                for names, name in ((inputs, field), *((names, f"{who}.{field}") for names, who in of_node)):
+                    if place not in names.setdefault(name, []):
+                        names[name].append(place)
+    inputs |= {role: found for role in ROLES if (found := texts_of(workflow, role))}
+    of_nodes = by_class | by_title | by_id
+    return inputs, {name: found for name, found in of_nodes.items() if name not in inputs}
 
 
 def texts_reaching(workflow: Workflow, role: str) -> list[Place]:
@@ -201,21 +166,6 @@ def texts_of(workflow: Workflow, name: str) -> list[Place]:
     return own if name == "prompt" else [place for place in texts_reaching(workflow, ROLES[name]) if place not in own]
 
 
-def names(workflow: Workflow) -> list[str]:
-    """What jobs can set by name alone."""
-    roles = [name for name in ROLES if texts_of(workflow, name)]
-    fields = {field for key, node in workflow.items() for field in node["inputs"] if source(workflow, key, field)}
-    return roles + sorted(fields - set(roles))
-
-
-def with_hints(unknown: list[str], known: Iterable[str]) -> str:
-    """Unknown names, and how those are written that differ from a known one in capitals only."""
-    written = {name.casefold(): name for name in known}
-    return ", ".join(
-        f"{name} (write {written[name.casefold()]})" if name.casefold() in written else name for name in unknown
-    )
-
-
 def converted(value: Any, current: Any, name: str, whole: bool = False) -> Any:
     """The value in the type of the current one. whole: it is known to be a whole number. Raises OverrideError."""
     if isinstance(current, bool):
@@ -224,8 +174,7 @@ def converted(value: Any, current: Any, name: str, whole: bool = False) -> Any:
             raise OverrideError(f"{name} must be true or false, not {value!r}")
         return BOOLEANS[word]
     if isinstance(current, int | float):
-        refuse_rounded(value, name, whole)
-        return number(value, name)
+        return number(value, name, whole)
     if isinstance(current, str):
         if isinstance(value, bool):
             raise OverrideError(f"{name} must be a string, not {value!r}")
@@ -238,43 +187,34 @@ def is_whole(node: dict, field: str) -> bool:
     return node["class_type"] == "PrimitiveInt" or (node["class_type"].startswith("SpecAR") and field in WHOLE)
 
 
-def is_seed(name: str) -> bool:
-    return name.split(".")[-1] in SEEDS
+def number(value: Any, name: str, whole: bool) -> int | float:
+    """An int for every whole number: seeds have up to 64 bits, more than a float.
 
-
-def check_whole(name: str, value: Any) -> None:
-    """Raises OverrideError for a fraction, which ComfyUI would cut off silently, and for what is no seed."""
-    if is_seed(name) and not (isinstance(value, int) and 0 <= value < 2**64):
-        raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {value!r}")
-    if isinstance(value, float):
-        raise OverrideError(f"{name} must be a whole number, not {value!r}")
-
-
-def refuse_rounded(value: Any, name: str, whole: bool) -> None:
-    """Raises OverrideError where a whole number may have lost digits, so that different ones of a table became equal:
-    in scientific notation, and as a float that stands for several. Of inputs that may be fractions, those called a seed
-    are checked where they are as long as a spreadsheet shows none in full."""
-    scientific = isinstance(value, Scientific) or (isinstance(value, str) and SCIENTIFIC.fullmatch(value))
-    if not (scientific or isinstance(value, float) or (isinstance(value, str) and "." in value)):
-        return
-    try:
-        size = abs(float(str(value).replace(",", ".")))
-    except ValueError:
-        return  # not a number at all
-    if (whole and (scientific or size >= EXACT)) or ("seed" in name.casefold() and size >= LONG):
-        raise OverrideError(
-            f"{name} must be a whole number with all its digits, not {value!r}, as spreadsheets write "
-            "one that they have rounded: format the column as text, and enter the numbers again"
-        )
-
-
-def number(value: Any, name: str) -> int | float:
-    """An int for every whole number: seeds have up to 64 bits, more than a float. Raises OverrideError."""
+    Raises OverrideError for what is no number; for a fraction where a whole one is needed, which ComfyUI would cut off
+    silently; and where a whole number may have lost digits, so that different ones of a table became equal: in
+    scientific notation, and as a float that stands for several. Of inputs that may be fractions, those called a seed
+    are checked where they are as long as a spreadsheet shows none in full.
+    """
+    is_seed = name.split(".")[-1] in SEEDS
     text, found = str(value).replace("_", "?"), math.nan  # Python would read 1_0 as 10
-    with suppress(ValueError):
-        return int(text)
-    with suppress(ValueError):
-        found = float(text)
-    if not math.isfinite(found):
+    try:
+        found = int(text)
+    except ValueError:
+        with suppress(ValueError):
+            found = float(text.replace(",", "."))
+    if isinstance(found, float) and not math.isnan(found):
+        scientific = isinstance(value, Scientific) or "e" in text.lower()
+        rounded = (scientific or abs(found) >= EXACT) if whole or is_seed else abs(found) >= LONG
+        if rounded and (whole or "seed" in name.casefold()):
+            raise OverrideError(
+                f"{name} must be a whole number with all its digits, not {value!r}, as spreadsheets write "
+                "one that they have rounded: format the column as text, and enter the numbers again"
+            )
+        found = int(found) if found.is_integer() else found
+    if "," in text or not math.isfinite(found):
         raise OverrideError(f"{name} must be a number, not {value!r}")
-    return int(found) if found.is_integer() else found
+    if is_seed and not (isinstance(found, int) and 0 <= found < 2**64):
+        raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {found!r}")
+    if whole and isinstance(found, float):
+        raise OverrideError(f"{name} must be a whole number, not {found!r}")
+    return found

@@ -1,12 +1,10 @@
 """The same jobs on Ray, an engine for many machines: actors that hold a model generate, this process writes."""
 
-import json
-import logging
 import os
 import signal
 import socket
-import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from .copies import write_whole
 from .jobs import Job, JobsError, counted
 from .journal import Journal
 from .maps import map_of
-from .model_worker import ModelOptions, ModelWorker
+from .model_worker import Made, ModelOptions, ModelWorker
 
 LOCAL = "local"
 PROBE_SECONDS = 5.0
@@ -40,32 +38,15 @@ class RayRunError(RuntimeError):
 
 
 def generate_all(
-    journal: Journal,
-    model: ModelOptions,
-    options: RayOptions,
-    jobs: list[Job],
-    settings: dict[str, dict[str, Any]],
-    prints: dict[str, str],
-    out: Path,
-    on_result: Callable[[dict[str, Any]], None],
-    maps: bool,
-) -> None:
-    """Generates the jobs' images, with maps if wanted; returns when every job has ended. settings, prints: by job id;
-    the latter are fingerprints. Raises RayRunError."""
+    model: ModelOptions, options: RayOptions, jobs: list[Job], settings: dict[str, dict[str, Any]], maps: bool
+) -> Iterator[tuple[Job, Made]]:
+    """Every job and what was made of it, as it ends. settings: by job id. Raises RayRunError."""
     if not jobs:
         return
     ray = started(options)
     try:
-        by_id = {job.id: job for job in jobs}
-        for row in rows(ray, model, options, jobs, settings, maps):
-            record = json.loads(row["record"])
-            job = by_id.pop(record["id"])
-            on_result(write(journal, job, prints[job.id], record, (row["image"], row["map"]), out))
-        error = f"given up after {counted(options.retries + 1, 'attempt')}: the process that ran it died"
-        lost = {"status": "lost", "traces": [], "warnings": [], "seconds": 0.0, "error": error}
-        for job in by_id.values():
-            on_result(write(journal, job, prints[job.id], {"id": job.id, **lost}, (b"", b""), out))
-    except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
+        yield from shared_out(ray, model, options, jobs, settings, maps)
+    except ray.exceptions.RayError as error:
         raise RayRunError(f"Ray gave up: {str(error).strip().splitlines()[-1]}") from error
     finally:
         ray.shutdown()
@@ -88,7 +69,6 @@ def started(options: RayOptions):
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it calls what happens in every run an error
     try:
         import ray
-        import ray.data
     except ImportError as error:
         raise JobsError(f'--ray needs Ray ({error}): pip install -e ".[ray]" in this pack\'s folder') from error
     given = {"address": options.address}
@@ -109,39 +89,41 @@ def started(options: RayOptions):
         raise RayRunError(f"no Ray at {options.address}: {error}") from error
     finally:
         signal.signal(signal.SIGTERM, cancel)
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.max_errored_blocks = -1  # a job whose actor dies each time is reported at the end
     return ray
 
 
-def rows(
+def shared_out(
     ray, model: ModelOptions, options: RayOptions, jobs: list[Job], settings: dict[str, dict[str, Any]], maps: bool
-):
-    """The workers' rows as they come. A block has one job, and an actor one block at a time, so that nothing but the
-    job that an actor runs dies with it."""
-    items = [{"job": json.dumps({"id": job.id, "settings": settings[job.id]})} for job in jobs]
-    pool = ray.data.ActorPoolStrategy(size=options.actors, max_tasks_in_flight_per_actor=1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*ray_remote_args", DeprecationWarning)  # max_task_retries has no other name
-        generated = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-            ModelWorker,
-            fn_constructor_args=(model, maps),
-            batch_size=1,
-            compute=pool,
-            num_cpus=options.cpus,
-            num_gpus=options.gpus or None,
-            max_task_retries=options.retries,
-        )
-    return generated.iter_rows()
+) -> Iterator[tuple[Job, Made]]:
+    """An actor that is there gets one job at a time, so that nothing but the job that it runs dies with it."""
+    actor = ray.remote(ModelWorker).options(
+        num_cpus=options.cpus, num_gpus=options.gpus, max_restarts=-1, max_task_retries=options.retries
+    )
+    waiting = deque(jobs)
+    actors = [actor.remote(model, maps) for _ in range(min(options.actors, len(jobs)))]
+    running: dict[Any, tuple[Any, Job | None]] = {worker.__ray_ready__.remote(): (worker, None) for worker in actors}
+    ended = 0
+    while ended < len(jobs):
+        [first], _ = ray.wait(list(running))
+        worker, job = running.pop(first)
+        try:
+            made = ray.get(first)
+        except ray.exceptions.RayActorError:
+            if not job:  # there is no model
+                raise
+            error = f"given up after {counted(options.retries + 1, 'attempt')}: the process that ran it died"
+            made = {"status": "lost", "traces": [], "warnings": [], "seconds": 0.0, "error": error}, b"", b""
+        if waiting:
+            following = waiting.popleft()
+            running[worker.run.remote(settings[following.id])] = worker, following
+        if job:
+            ended += 1
+            yield job, made
 
 
-def write(
-    journal: Journal, job: Job, fingerprint: str, record: dict[str, Any], images: tuple[bytes, bytes], out: Path
-) -> dict[str, Any]:
-    """Writes a job's submission, which Ray does not tell earlier; its files; and its result, which is returned. images:
-    PNGs of image and map, empty where there is none."""
+def write(journal: Journal, job: Job, fingerprint: str, made: Made, out: Path) -> dict[str, Any]:
+    """Writes a job's submission, which Ray does not tell earlier; its files; and its result, which is returned."""
+    record, *images = made
     attempt = journal.submitted.get(job.id, {}).get("attempt", 0) + 1
     submission = journal.write_submission(job.id, fingerprint, attempt, "ray")
     path, copies = out / f"{job.id}.png", []
@@ -153,4 +135,5 @@ def write(
             except FileInUseError as error:
                 record |= {"status": "error", "error": f"{place} could not be replaced: {error.strerror}"}
     submission = {name: submission[name] for name in ("server", "prompt_id", "attempt")}
-    return journal.write_result({**record, "overrides": job.overrides, **submission, "files": [], "copies": copies})
+    about = {"overrides": job.overrides, **submission, "files": [], "copies": copies}
+    return journal.write_result({"id": job.id, **record, **about})

@@ -1,8 +1,9 @@
 """A client of one ComfyUI server for batches. Its answers are untrusted: they are read with answers.py."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -16,8 +17,8 @@ from .answers import (
     get_list,
     get_name,
     get_text,
-    get_time,
     get_totals,
+    hiding,
     one_line,
     parse_object,
     read_body,
@@ -76,6 +77,12 @@ class Reply:
     kind: str
     content: bytes
 
+    def parsed(self) -> dict[str, Any]:
+        """Its object. Raises UnexpectedAnswerError."""
+        if self.status != 200:
+            raise UnexpectedAnswerError(f"status {self.status}, {excerpt(self.content)}")
+        return parse_object(self.content)
+
 
 def open_session() -> aiohttp.ClientSession:
     """A session for servers that compute, and may be slow to answer."""
@@ -94,71 +101,62 @@ class Server:
 
     async def queue(self) -> set[str]:
         """Ids of the prompts that run or wait."""
-        return await self._request("GET", "/queue", read=queued_ids)
+        async with self._request("GET", "/queue") as reply:
+            return queued_ids(reply.parsed())
 
     async def versions(self) -> dict[str, str]:
         """The versions of ComfyUI and PyTorch, as far as the server tells them."""
-
-        def read(reply: Reply) -> dict[str, str]:
-            system = get(object_in(reply), "system", dict, {}) if reply.status == 200 else {}
-            return {name: self._hidden(get_name(system, key)) for name, key in VERSIONS.items() if key in system}
-
-        return await self._request("GET", "/system_stats", read=read)
+        async with self._request("GET", "/system_stats") as reply:
+            system = get(reply.parsed(), "system", dict, {}) if reply.status == 200 else {}
+            return {name: get_text(system, key) for name, key in VERSIONS.items() if key in system}
 
     async def submit(self, prompt: Workflow, prompt_id: str, client_id: str) -> Refusal | None:
         """Queues a prompt; returns why the server will not make all of it (None: it will)."""
-
-        def read(reply: Reply) -> Refusal | None:
+        body = {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id}
+        async with self._request("POST", "/prompt", body) as reply:
             if reply.status not in (200, 400):  # an error in ComfyUI, or in front of it, maybe because of this prompt
-                return Refusal(self._hidden(f"ComfyUI answered {reply.status}: {excerpt(reply.content)}"), [], True)
+                return Refusal(f"ComfyUI answered {reply.status}: {excerpt(reply.content)}", [], True)
             answer = parse_object(reply.content)
             if unknown := refused_nodes(answer).keys() - prompt.keys():
                 raise UnexpectedAnswerError(f"it refuses nodes that it was not sent, such as {one_line(min(unknown))}")
             if reply.status == 400 or refused_nodes(answer):
                 lacking = missing(answer, prompt)
-                return Refusal(self._hidden(refusal(answer)), lacking, elsewhere=bool(lacking))
+                return Refusal(refusal(answer), lacking, elsewhere=bool(lacking))
             if get(answer, "prompt_id", str) != prompt_id:
                 raise UnexpectedAnswerError("it does not take the id that the prompt was sent with")
             return None
 
-        body = {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id}
-        return await self._request("POST", "/prompt", body, read=read)
-
     async def history(self, prompt_id: str, prompt: Workflow) -> Entry | None:
         """How a prompt ended; None where the server knows of no such prompt, or has not finished it."""
-
-        def read(reply: Reply) -> Entry | None:
-            answer = object_in(reply)
+        async with self._request("GET", f"/history/{prompt_id}") as reply:
+            answer = reply.parsed()
             return entry(get(answer, prompt_id, dict), prompt) if prompt_id in answer else None
-
-        found, hide = await self._request("GET", f"/history/{prompt_id}", read=read), self._address.hide_in
-        return found and replace(
-            found, error=hide(found.error), traces=hide(found.traces), warnings=hide(found.warnings)
-        )
 
     async def cancel(self, prompt_ids: list[str]) -> None:
         """Takes waiting prompts out of the queue, and interrupts the one that runs if it is among these."""
-        await self._request("POST", "/queue", {"delete": prompt_ids})
+        await self._tell("/queue", {"delete": prompt_ids})
         for prompt_id in prompt_ids:
-            await self._request("POST", "/interrupt", {"prompt_id": prompt_id})
+            await self._tell("/interrupt", {"prompt_id": prompt_id})
 
     async def forget(self, prompt_id: str) -> None:
         """Takes a finished prompt out of the history, which the server keeps in memory."""
-        await self._request("POST", "/history", {"delete": [prompt_id]})
+        await self._tell("/history", {"delete": [prompt_id]})
 
     async def fetch(self, file: dict[str, str]) -> bytes | None:
         """The bytes of a file; None where the server does not give it."""
-
-        def read(reply: Reply) -> bytes | None:
+        query = {key: file[key] for key in ("filename", "subfolder", "type")}
+        async with self._request("GET", "/view", query=query, most=FILE_BYTES) as reply:
             if reply.status != 200:
                 return None
             if reply.kind == "text/html" and not file["filename"].lower().endswith((".html", ".htm")):
                 raise UnexpectedAnswerError("a page instead of a file")
             return reply.content
 
-        query = {key: file[key] for key in ("filename", "subfolder", "type")}
-        return await self._request("GET", "/view", query=query, most=FILE_BYTES, read=read)
+    async def _tell(self, path: str, body: dict[str, Any]) -> None:
+        async with self._request("POST", path, body):
+            pass
 
+    @asynccontextmanager
     async def _request(
         self,
         method: str,
@@ -166,27 +164,26 @@ class Server:
         body: dict[str, Any] | None = None,
         query: dict[str, str] | None = None,
         most: int = ANSWER_BYTES,
-        read: Callable[[Reply], Any] = lambda reply: None,
-    ) -> Any:
-        """What `read` makes of the reply; it raises UnexpectedAnswerError for one that is not ComfyUI's."""
+    ) -> AsyncIterator[Reply]:
+        """The reply, of at most `most` bytes. Whoever reads it raises UnexpectedAnswerError where it is not
+        ComfyUI's."""
+        address = self._address
+        token = hiding.set(address.hide)
+        given = {"json": body, "params": address.query | (query or {}), "headers": address.headers}
         try:
-            async with self._session.request(
-                method,
-                self._address.base + path,
-                json=body,
-                params=self._address.query | (query or {}),
-                headers=self._address.headers,
-                allow_redirects=False,
-            ) as reply:
+            async with self._session.request(method, address.base + path, allow_redirects=False, **given) as reply:
                 self._check(reply)
-                return read(Reply(reply.status, reply.content_type, await read_body(reply, most)))
+                content = await read_body(reply, most)
+            yield Reply(reply.status, reply.content_type, content)
+        except UnexpectedAnswerError as error:
+            what = f"/{path.split('/')[1]}: {error}"
+            raise ServerAwayError(f"{self.url} does not answer as ComfyUI does, {what}", unexpected=True) from None
         except ServerAwayError:
             raise
-        except UnexpectedAnswerError as error:
-            what = self._hidden(f"/{path.split('/')[1]}: {error}")
-            raise ServerAwayError(f"{self.url} does not answer as ComfyUI does, {what}", unexpected=True) from None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise self._away(error) from None  # as its text may have the whole address
+        finally:
+            hiding.reset(token)
 
     def _check(self, reply: aiohttp.ClientResponse) -> None:
         """Raises ServerAwayError for answers of a proxy in front of ComfyUI."""
@@ -199,7 +196,7 @@ class Server:
                 unexpected=True,
             )
         if reply.status // 100 == 3:
-            target = self._hidden(one_line(shown(reply.headers.get("Location", "nowhere"))))
+            target = one_line(shown(reply.headers.get("Location", "nowhere")))
             raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", unexpected=True)
 
     def _away(self, error: Exception) -> ServerAwayError:
@@ -212,25 +209,15 @@ class Server:
         if isinstance(error, asyncio.TimeoutError):
             return ServerAwayError(f"{self.url} does not answer in time.")
         text = getattr(error, "message", error)  # of a status; as a text it has the whole address
-        return ServerAwayError(f"{self.url}: {self._hidden(one_line(str(text))) or type(error).__name__}")
-
-    def _hidden(self, text: str) -> str:
-        return self._address.hide(text)
+        return ServerAwayError(f"{self.url}: {one_line(str(text)) or type(error).__name__}")
 
 
-def object_in(reply: Reply) -> dict[str, Any]:
-    """The object that a reply has. Raises UnexpectedAnswerError."""
-    if reply.status != 200:
-        raise UnexpectedAnswerError(f"status {reply.status}, {excerpt(reply.content)}")
-    return parse_object(reply.content)
-
-
-def queued_ids(reply: Reply) -> set[str]:
+def queued_ids(answer: dict[str, Any]) -> set[str]:
     """Ids of the prompts that run or wait; the items of both lists begin with a number and the id. Raises
     UnexpectedAnswerError."""
     found: set[str] = set()
     for name in ("queue_running", "queue_pending"):
-        items = get(object_in(reply), name, list)
+        items = get(answer, name, list)
         if not all(isinstance(item, list) and len(item) > 1 and isinstance(item[1], str) for item in items):
             raise UnexpectedAnswerError(f"{name} is not a list of prompts")
         found.update(item[1] for item in items)
@@ -260,13 +247,13 @@ def refusal(answer: dict[str, Any]) -> str:
 def missing(answer: dict[str, Any], prompt: Workflow) -> list[str]:
     """Nodes and values that the server lacks, from the answer of /prompt."""
     error = get(answer, "error", (dict, str), {})
-    if isinstance(error, dict) and get_text(error, "type") in NO_SUCH_NODE:
+    if isinstance(error, dict) and get(error, "type", str, "") in NO_SUCH_NODE:
         return [get_text(error, "message")]
     names = [
-        (node, get_text(get(problem, "extra_info", dict, {}), "input_name"))
+        (node, get(get(problem, "extra_info", dict, {}), "input_name", str, ""))
         for node, about in refused_nodes(answer).items()
         for problem in get_list(about, "errors", dict)
-        if get_text(problem, "type") in NO_SUCH_VALUE
+        if get(problem, "type", str, "") in NO_SUCH_VALUE
     ]
     return [str(prompt[node]["inputs"].get(name)) for node, name in names]
 
@@ -280,12 +267,12 @@ def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
         if len(message) != 2 or not isinstance(message[0], str) or not isinstance(message[1], dict):
             raise UnexpectedAnswerError("messages are not events with their data")
         messages[message[0]] = message[1]
-    outcome = next((ENDS[event] for event in messages if event in ENDS), get_text(status, "status_str", "error"))
+    outcome = next((ENDS[event] for event in messages if event in ENDS), get(status, "status_str", str, "error"))
     if outcome not in ENDS.values():
-        raise UnexpectedAnswerError(f"a prompt ended as {outcome}")
+        raise UnexpectedAnswerError(f"a prompt ended as {one_line(outcome)}")
     data = next((data for event, data in messages.items() if event in ENDS), {})
-    begun = get_time(messages.get("execution_start", data), "timestamp", 0)
-    seconds = (get_time(data, "timestamp", begun) - begun) / 1000
+    begun = get(messages.get("execution_start", data), "timestamp", (int, float), 0)
+    seconds = (get(data, "timestamp", (int, float), begun) - begun) / 1000
     order = {node: place for place, node in enumerate(prompt)}
     found_outputs = get(found, "outputs", dict, {})
     nodes = sorted(found_outputs, key=lambda node: order.get(node, len(order)))  # added by nodes: last

@@ -61,12 +61,8 @@ SHARDS = 1000  # of an index; the largest model has 15
 SPREAD = 4  # total size of a pickle's tensors, in file sizes: some have two names
 NODES = 5000  # of a workflow; large ones have hundreds
 JOBS = 100_000  # of a table; more are several batches
-LINES = 10 * JOBS  # of a table, empty ones and those inside of prompts included
-CELLS = 30 * JOBS  # of a table, the commas of prompts included
-PROBLEMS = 10_000  # rows of a table that are wrong: then it is another kind of file
 COLUMNS = 1000  # of a table; a workflow has a few hundred inputs
 CELL = 131_072  # characters of a value in a table, as in Python's csv
-ROW = 2**20  # and of a row of JSON
 PIXELS = 2**31 // 12  # of all images of one output, which are fp32: 2 GiB
 LONGEST_MAP = 8192  # pixels of a map's longer side; small images are enlarged up to that
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import os
 import socket
 import weakref
@@ -53,6 +54,26 @@ async def until(condition: Callable[[], Any]) -> None:
     await asyncio.sleep(0.001)
     while not condition():
         await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch) -> Path:
+    """The current folder: jobs.csv with 8 jobs, and workflow.json."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW), encoding="utf-8")
+    (tmp_path / "jobs.csv").write_text("id,prompt,seed\n" + "".join(f"j{i},cat,{i}\n" for i in range(8)), "utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def here(monkeypatch) -> None:
+    """For the command in this process. Signals cannot be set outside of the main thread."""
+    without_limits(monkeypatch)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_given: None)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 class FakeComfy:

@@ -17,6 +17,7 @@ from comfyui_specar.samplers.contract import Drafter
 from comfyui_specar.tools.training import loop
 from hypothesis import HealthCheck, settings
 
+from ..support.fake_comfy import here, table  # noqa: F401
 from ..support.fixtures import captures_work, on_tape  # noqa: F401
 from ..support.tiny import fill, llamagen, write_eagle
 

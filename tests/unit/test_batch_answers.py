@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-import math
 import signal
+import socket
 from types import SimpleNamespace
 
 import pytest
-from comfyui_specar.batch import answers, cli
+from comfyui_specar.batch import answers, cli, server
 from comfyui_specar.batch.answers import UnexpectedAnswerError
-from comfyui_specar.batch.server import Reply, Server, ServerAwayError, entry, files_of, reports_of
+from comfyui_specar.batch.server import Server, ServerAwayError, entry, files_of, reports_of
 from comfyui_specar.common.limits import FILES
 
 
@@ -18,66 +18,57 @@ def unexpected(function, *arguments, match=None):
         function(*arguments)
 
 
-def test_an_answer_is_shown_by_its_beginning():
-    assert answers.excerpt(b"<html>\n  no \x1b[1m") == "<html> no \\x1b[1m" and answers.excerpt(b" \n") == "nothing"
-    assert answers.excerpt(b"a" * 500) == "a" * 100 + "... (500 characters)" and answers.excerpt(b"\xff!") == "\ufffd!"
+@pytest.mark.parametrize(
+    ("function", "arguments", "answer"),
+    [
+        (answers.excerpt, [b"<html>\n  no \x1b[1m"], "<html> no \\x1b[1m"),
+        (answers.excerpt, [b" \n"], "nothing"),
+        (answers.excerpt, [b"a" * 500 + b"\xff"], "a" * 100 + "... (501 characters)"),
+        (answers.parse_object, [b'{"a": [NaN, 1e999, 2.5]}'], {"a": [None, None, 2.5]}),
+        (answers.get, [{"a": 0}, "a", int, 7], 0),
+        (answers.get, [{}, "a", int, 7], 7),
+        (answers.get, [{"a": None}, "a", int, None], None),
+        (answers.get_list, [{"a": ["x"]}, "a", str], ["x"]),
+        (answers.get_list, [{}, "a", str], []),
+        (answers.get_name, [{"a": "x" * 1000}, "a"], "x" * 1000),
+        (answers.get_name, [{}, "a", "d"], "d"),
+        (answers.get_text, [{"a": " so \n it \t is\x1b "}, "a"], "so it is\\x1b"),
+        (answers.get_text, [{"a": "x" * 2001}, "a"], "x" * 2000 + "... (2001 characters)"),
+        (answers.get_text, [{}, "a", "d"], "d"),
+        (answers.bounded, [{"a\x1b": ["b\x1b", True, None, 2.5]}], {"a\\x1b": ["b\\x1b", True, None, 2.5]}),
+    ],
+)
+def test_what_is_read_of_an_answer(function, arguments, answer):
+    assert function(*arguments) == answer
 
 
-def test_an_answer_is_an_object():
-    assert answers.parse_object(b'{"a": 1}') == {"a": 1}
-    unexpected(answers.parse_object, b"[1]", match="not an object")
-    for body in (b"{", b"", b"[" * 100_000):
-        unexpected(answers.parse_object, body, match="not JSON")
+@pytest.mark.parametrize(
+    ("function", "arguments", "why"),
+    [
+        (answers.parse_object, [b"[1]"], "not an object"),
+        *((answers.parse_object, [body], "not JSON") for body in (b"{", b"", b"[" * 100_000)),
+        (answers.get, [{"a": "1"}, "a", int, 7], "a is a str"),
+        (answers.get, [{}, "a", int], "a is missing"),
+        (answers.get, [[], "a", int, 7], "no object to have a"),
+        (answers.get_list, [{"a": ["x", 1]}, "a", str], "list of strs"),
+        *((answers.get_name, [{"a": text}, "a"], "a is x") for text in ("x" * 1001, "x\x1b", "x\u202e")),
+        (answers.get_totals, [{"totals": [1]}], "totals is a list"),
+    ],
+)
+def test_what_is_no_answer_of_comfyui(function, arguments, why):
+    unexpected(function, *arguments, match=why)
 
 
-def test_a_part_has_its_kind_or_its_default():
-    assert answers.get({"a": 1}, "a", int) == 1 and answers.get({"a": 0}, "a", int, 7) == 0
-    assert answers.get({}, "a", int, 7) == answers.get({"a": None}, "a", int, 7) == 7
-    assert answers.get({"a": None}, "a", int, None) is None
-    unexpected(answers.get, {"a": "1"}, "a", int, 7, match="a is a str")
-    unexpected(answers.get, {}, "a", int, match="a is missing")
-    unexpected(answers.get, [], "a", int, 7, match="no object to have a")
-    assert answers.get_list({"a": ["x"]}, "a", str) == ["x"] and answers.get_list({}, "a", str) == []
-    unexpected(answers.get_list, {"a": ["x", 1]}, "a", str, match="list of strs")
-
-
-def test_a_name_is_used_whole_or_not_at_all():
-    assert answers.get_name({"a": "x" * 1000}, "a") == "x" * 1000 and answers.get_name({}, "a", "d") == "d"
-    for text in ("x" * 1001, "x\x1b", "x\u202e"):
-        unexpected(answers.get_name, {"a": text}, "a", match="a is x")
-
-
-def test_words_are_one_line_and_not_too_many():
-    assert answers.get_text({"a": " so \n it \t is "}, "a") == "so it is" and answers.get_text({}, "a", "d") == "d"
-    assert (
-        answers.one_line("x" * 2000) == "x" * 2000
-        and answers.one_line("x" * 2001) == "x" * 2000 + "... (2001 characters)"
-    )
-    assert "\x1b" not in answers.one_line("x\x1b[2J")
-
-
-def test_a_time_is_one_that_a_clock_shows():
-    for value in (0, -1.5, 2**63, -(2**63)):
-        assert answers.get_time({"a": value}, "a", 1) == value
-    assert answers.get_time({}, "a", 1.5) == 1.5
-    for value in (2**63 + 2**12, -(2**63) - 2**12, math.nan, math.inf):
-        unexpected(answers.get_time, {"a": value}, "a", 1, match="a is not a time")
-
-
-def test_totals_are_as_deep_and_as_long_as_ours_and_finite():
+def test_totals_are_as_deep_and_as_long_as_ours():
     value: object = 1
     for _ in range(answers.NESTED):
         value = [value]
         assert answers.bounded(value) == value
     unexpected(answers.bounded, [value], match="nested")
-    unexpected(answers.bounded, {"a": {"b": math.nan}}, match="finite")
-    assert answers.bounded({"a\x1b": ["b\x1b", True, None, 2.5]}) != {"a\x1b": ["b\x1b", True, None, 2.5]}
-    room = answers.TOTALS - len(json.dumps({"a": [""]}))
-    lines = ["x" * 1996] * (room // 2000)
-    last = room - len(", ".join(json.dumps(line) for line in lines)) + len('""') - len(', ""')
-    assert answers.get_totals({"totals": {"a": [*lines, "x" * last]}})
-    unexpected(answers.get_totals, {"totals": {"a": [*lines, "x" * (last + 1)]}}, match="too long")
-    unexpected(answers.get_totals, {"totals": [1]}, match="totals is a list")
+    lines = ["x" * 1996] * (answers.TOTALS // 2000 - 1)
+    room = answers.TOTALS - len(json.dumps({"a": [*lines, ""]}))
+    assert answers.get_totals({"totals": {"a": [*lines, "x" * room]}})
+    unexpected(answers.get_totals, {"totals": {"a": [*lines, "x" * (room + 1)]}}, match="too long")
 
 
 @pytest.mark.parametrize(
@@ -99,16 +90,17 @@ def test_statuses_that_are_of_what_stands_before_a_server(status, said, is_unexp
     assert away.value.unexpected == is_unexpected and not away.value.gone
 
 
-@pytest.mark.parametrize(("status", "versions"), [(200, {"comfyui": "0.3", "torch": "2"}), (404, {}), (500, {})])
-def test_versions_are_told_where_the_server_tells_them(monkeypatch, status, versions):
-    server = Server(None, "host")
-    body = json.dumps({"system": {"comfyui_version": "0.3", "pytorch_version": "2", "os": "x"}}).encode()
+def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatch):
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.01)
 
-    async def request(*_, read):
-        return read(Reply(status, "application/json", body if status == 200 else b"<html>"))
+    async def check(url: str):
+        async with server.open_session() as session:
+            await Server(session, url).queue()
 
-    monkeypatch.setattr(server, "_request", request)
-    assert asyncio.run(server.versions()) == versions
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+        with pytest.raises(ServerAwayError, match=rf"^{url} does not answer in time\.$"):
+            asyncio.run(check(url))
 
 
 def history(*messages, **status):

@@ -3,17 +3,16 @@
 import asyncio
 import io
 import json
-import re
 from pathlib import Path
 
 import comfyui_specar as specar
 import numpy as np
 import pytest
-from comfyui_specar.batch import cli, ray_cluster
+from comfyui_specar.batch import ray_cluster
 from comfyui_specar.batch.dispatch import Batch, Options
-from comfyui_specar.batch.jobs import Job, JobsError
+from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.journal import Journal
-from comfyui_specar.batch.maps import SAMPLER, check_ids, sampler_of, with_maps
+from comfyui_specar.batch.maps import SAMPLER, sampler_of, with_maps
 from comfyui_specar.batch.model_worker import ModelOptions, ModelWorker
 from comfyui_specar.batch.overrides import OverrideError, fingerprint, read_workflow
 from comfyui_specar.tests.support.fake_comfy import FakeComfy
@@ -55,22 +54,17 @@ def test_shipped_workflows_get_a_map_of_every_image_that_they_save_and_of_no_cha
         return
     mapped = with_maps(plain)
     assert {key: mapped[key] for key in plain} == plain
+    kinds = {key: content["class_type"] for key, content in plain.items()}
     images = {
-        key
+        key: content["inputs"]
         for key, content in plain.items()
-        if content["class_type"] == "SaveImage"
-        and plain[content["inputs"]["images"][0]]["class_type"].startswith(("VAEDecode", "SpecARDecode"))
+        if kinds[key] == "SaveImage" and kinds[content["inputs"]["images"][0]].startswith(("VAEDecode", "SpecARDecode"))
     }
     assert images and mapped.keys() - plain.keys() == {key + end for key in images for end in ("_map", "_overlay")}
-    for key in images:
-        overlay = mapped[key + "_overlay"]["inputs"]
-        assert overlay["image"] == plain[key]["inputs"]["images"] and SAMPLER.fullmatch(
-            plain[overlay["trace"][0]]["class_type"]
-        )
-        assert mapped[key + "_map"]["inputs"] == {
-            "images": [key + "_overlay", 0],
-            "filename_prefix": plain[key]["inputs"]["filename_prefix"] + "_map",
-        }
+    for key, saved in images.items():
+        overlay, prefix = mapped[key + "_overlay"]["inputs"], saved["filename_prefix"] + "_map"
+        assert overlay["image"] == saved["images"] and SAMPLER.fullmatch(kinds[overlay["trace"][0]])
+        assert mapped[key + "_map"]["inputs"] == {"images": [key + "_overlay", 0], "filename_prefix": prefix}
 
 
 @pytest.mark.parametrize(
@@ -143,63 +137,17 @@ def test_a_blank_negative_prompt_is_none(monkeypatch):
     assert drawn[:3] == [None] * 3 and drawn[3][0][1]["ar"]["text"] == "dog"
 
 
-def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job(tmp_path, locked):
+def test_both_files_of_a_job_are_written_with_its_submission_and_one_that_is_held_open_costs_the_job(tmp_path, locked):
     locked({"b_map.png": 99})
     made = {"status": "success", "traces": [], "warnings": [], "seconds": 1.0, "error": ""}
     with Journal(tmp_path / "r.jsonl") as journal:
-        records = [
-            ray_cluster.write(
-                journal, Job(name, {}, 1), "same", {"id": name, **made}, (b"image", b"map"), tmp_path / "out"
-            )
-            for name in "ab"
-        ]
-    assert [record["status"] for record in records] == ["success", "error"] and "b_map.png" in records[1]["error"]
-    assert [len(record["copies"]) for record in records] == [2, 1]
+        records = []
+        for job in (Job("a", {"seed": 1}, 1), Job("b", {}, 2), Job("a", {}, 1)):
+            records.append(ray_cluster.write(journal, job, "f", (dict(made), b"image", b"map"), tmp_path / "out"))
+            wanted = {"attempt": records[-1]["attempt"], "server": "ray", "fingerprint": "f"}
+            assert journal.submitted[job.id].items() >= wanted.items()
+    assert [record["status"] for record in records] == ["success", "error", "success"]
+    assert [(record["id"], record["attempt"]) for record in records] == [("a", 1), ("b", 1), ("a", 2)]
+    assert "b_map.png" in records[1]["error"] and records[0]["overrides"] == {"seed": 1}
+    assert [len(record["copies"]) for record in records] == [2, 1, 2]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "a_map.png", "b.png"]
-
-
-def test_a_job_that_has_the_name_of_a_map_is_refused():
-    check_ids([Job("apple", {}, 2), Job("map", {}, 3)])
-    with pytest.raises(JobsError, match="line 2: .*apple_map"):
-        check_ids([Job("apple", {}, 2), Job("Apple_map", {}, 3)])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "--maps needs --out"),
-        (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE)), "--maps.*trace"),
-        (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE), "--dry-run"), "--maps.*trace"),
-    ],
-)
-def test_where_no_map_can_be_saved_nothing_is_begun(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "jobs.csv").write_text("prompt\ncat\n", encoding="utf-8")
-    assert cli.main(["jobs.csv", "--maps", "--server", "http://127.0.0.1:9", *arguments]) == cli.BAD_INPUT
-    assert re.search(message, capsys.readouterr().err)
-    assert cli.main(["jobs.csv", "--maps", "--ray"]) == cli.BAD_INPUT
-    assert "--maps needs --out" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["jobs.csv"]
-
-
-@pytest.mark.parametrize("where", [("--server", "http://127.0.0.1:9"), ("--ray",)])
-def test_jobs_that_were_done_without_maps_are_counted(tmp_path, monkeypatch, capsys, where):
-    """The id of a job may end as the name of a map does, and the first of its images may have none."""
-    monkeypatch.chdir(tmp_path)
-    copies = {
-        "a": ["out/a.png", "out/a_map.png"],
-        "b": ["out/b.png", "out/b.2.png", "out/b.2_map.png"],
-        "c_map": ["out/c_map.png"],
-        "d": [],
-    }
-
-    def said(*jobs: str) -> str:
-        Path("jobs.csv").write_text("\n".join(["id,prompt", *(f"{job},star" for job in jobs)]), encoding="utf-8")
-        assert cli.main(["jobs.csv", "--maps", "--out", "out", *where]) == cli.DONE
-        return capsys.readouterr().err
-
-    with Journal(tmp_path / "jobs.results.jsonl") as journal:
-        for job, paths in copies.items():
-            journal.write_result({"id": job, "status": "success", "copies": paths})
-    assert "2 jobs done before without --maps: no maps for them" in said(*copies)
-    assert "maps" not in said("a", "b")

@@ -1,16 +1,16 @@
 """Which server pulls which job, by hand: no server, no time, only what the batch knows of both. And what names and
 writes its files."""
 
-import hashlib
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comfyui_specar.batch.copies import write_whole
+from comfyui_specar.batch import server
+from comfyui_specar.batch.copies import copies_of, write_whole
 from comfyui_specar.batch.dispatch import Batch, Options, QueuedJob, Worker
-from comfyui_specar.batch.jobs import Job, automatic_id
-from comfyui_specar.batch.journal import naming
+from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.server import Entry
 
 
@@ -104,13 +104,6 @@ def test_a_job_that_no_server_can_make_ends_with_their_reasons():
     assert ended == [Entry("error", "a: lacks x; b: lacks y")]
 
 
-def test_a_row_without_an_id_has_that_of_its_number_and_values_in_any_order():
-    """It must stay: a batch that goes on finds its results by it."""
-    wanted = "0003-" + hashlib.sha256('{"a": "\u00e4", "b": 1}'.encode()).hexdigest()[:8]
-    assert automatic_id(3, {"b": 1, "a": "\u00e4"}) == automatic_id(3, {"a": "\u00e4", "b": 1}) == wanted
-    assert automatic_id(3, {"a": "\udc80"}) != automatic_id(3, {"a": "\udc81"}), "no text is refused"
-
-
 def test_a_file_is_written_whole_into_folders_that_are_made(tmp_path, monkeypatch):
     path, synced = tmp_path / "one/two/image.png", []
     real = os.fsync
@@ -125,8 +118,22 @@ def test_a_file_is_written_whole_into_folders_that_are_made(tmp_path, monkeypatc
     assert sorted(each.name for each in path.parent.iterdir()) == ["image.png", "other.png"]
 
 
-@pytest.mark.parametrize(("own", "named"), [(None, "results.jsonl"), ("other", "other")])
-def test_a_full_disk_is_an_error_with_the_name_of_the_file(own, named):
-    with pytest.raises(OSError) as full, naming(Path("results.jsonl")):
-        raise OSError(28, "No space left on device", own)
-    assert full.value.filename == named
+def test_copies_are_named_after_the_job_in_the_order_of_the_workflow_whatever_ran_first():
+    """A preview is no image of a workflow that saves some."""
+    prompt = {node: {"class_type": "SaveImage", "inputs": {}} for node in ("20", "3", "7")}
+    image = {"subfolder": "", "type": "output"}
+    outputs = {node: {"images": [{**image, "filename": f"{node}.png"}]} for node in ("5.0.1", "7", "3", "20")}
+    outputs["9"] = {"images": [{"filename": "preview.png", "type": "temp"}]}
+    files = server.entry({"outputs": outputs}, prompt).files
+    assert [file["node"] for file in files] == ["20", "3", "7", "5.0.1"]
+    names = [{"filename": name} for name in ("a.png", "b.json", "c.png", "d.PNG", "e.png", "f")]
+    found = [path.name for path in copies_of(names, Path("x/job"))]
+    assert found == ["job.png", "job.json", "job.2.png", "job.3.PNG", "job.4.png", "job"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a." + 300 * "b", "a.p/ng", "a.\\..\\x", "a..", ".", "", "a.\N{FULLWIDTH SOLIDUS}", "a.nul:x", "a.\n"]
+)
+def test_a_server_chooses_no_more_of_a_copys_name_than_a_short_ending(name):
+    [path] = copies_of([{"filename": name, "node": "9"}], Path("out/job"))
+    assert path.parent == Path("out") and re.fullmatch(r"job(\.\w{1,16})?", path.name, re.ASCII)

@@ -1,8 +1,6 @@
 """Servers that answer anything: they are away, in words, the others go on; and nothing private and nothing that acts on
 a terminal gets into files or messages."""
 
-import asyncio
-import copy
 import html
 import json
 import re
@@ -12,21 +10,18 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 from aiohttp import web
-from comfyui_specar.batch import cli, copies, dispatch
+from comfyui_specar.batch import answers, cli, dispatch
 from comfyui_specar.batch.address import address_of, shown, without_logins
-from comfyui_specar.batch.answers import one_line
 from comfyui_specar.batch.dispatch import Options
 from comfyui_specar.common import limits
-from comfyui_specar.common.printable import printable
 from comfyui_specar.tests.support.fake_comfy import (
-    WORKFLOW,
     Clock,
     FakeComfy,
     asynchronous,
     jobs_of,
+    lines,
     run_batch,
     run_beside,
-    until,
     without_limits,
 )
 from hypothesis import HealthCheck, given, settings
@@ -214,27 +209,15 @@ async def test_a_job_that_breaks_servers_fails_once_each_was_asked_and_sets_none
         assert all(f"{each.url}: ComfyUI answered 500: 500 Internal" in record["error"] for each in (one, other))
 
 
-BAD_NAMES = ["a." + 300 * "b", "a.p/ng", "a.\\..\\x", "a./", "a..", ".", "", "a.\N{FULLWIDTH SOLIDUS}", "a. "]
-
-
-@pytest.mark.parametrize("name", [*BAD_NAMES, "a.nul:x", "a.\n"])
-def test_a_server_chooses_no_more_of_a_copys_name_than_a_short_ending(name):
-    [path] = copies.copies_of([{"filename": name, "node": "9"}], Path("out/job"))
-    assert path.parent == Path("out") and re.fullmatch(r"job(\.\w{1,16})?", path.name, re.ASCII)
-
-
 def acting(text: str) -> set[str]:
     """Characters of a text that do something, but ends of lines."""
     return {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
 
 
 @pytest.fixture
-def table(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.signal, "signal", lambda *_given: None)  # they cannot be set outside of the main thread
-    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW), encoding="utf-8")
-    (tmp_path / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
-    return tmp_path
+def table(table, here) -> Path:
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
+    return table
 
 
 ACTS = "\x1b[2J\x1b]0;x\x07\x9b\u202e\u2066\ud800\u2028"
@@ -257,27 +240,12 @@ def test_what_acts_on_a_terminal_reaches_no_message_log_or_result(table, capsys,
     one.says["history"] = history
     assert run_beside(one) == cli.FAILED
     said = capsys.readouterr().err
-    assert "bad: \\x1b[2J" in said and "good: warning: " in said and not acting(said)
-    assert not acting(caplog.text)
+    assert f"bad on {one.url}: \\x1b[2J" in said and "good: warning: " in said and not acting(said)
     results = (table / "jobs.results.jsonl").read_text(encoding="utf-8")
-    assert not acting(results) and len(results) < 10_000 and len(said) < 10_000
-    assert not any(
-        acting(value)
-        for value in re.findall(r'"[^"]*"', json.dumps(json.loads(results.splitlines()[0]), ensure_ascii=False))
-    )
-
-
-def test_what_acts_on_a_terminal_reaches_it_from_no_table_either(table, capsys):
-    (table / "jobs.csv").write_text("id,se\x1bed\u202e\na,1\n", encoding="utf-8")
-    assert cli.main(["jobs.csv", "--workflow", "workflow.json"]) == cli.BAD_INPUT
-    said = capsys.readouterr().err
-    assert r"se\x1bed\u202e" in said and not acting(said)
-
-
-def private_in(folder: Path, *texts: str) -> list[str]:
-    """What is private in all files of a folder and in texts."""
-    everything = [path.read_bytes().decode(errors="replace") for path in folder.rglob("*") if path.is_file()]
-    return [value for value in PRIVATE for text in [*everything, *texts] if value in text]
+    assert not acting(caplog.text + results) and len(results) < 10_000 and len(said) < 10_000
+    good, bad = lines(table / "jobs.results.jsonl")
+    trace = good["traces"][0]
+    assert not acting("".join([bad["error"], *good["warnings"], *trace, *map(str, trace.values())]))
 
 
 def test_a_login_and_a_token_are_used_for_every_request_and_written_nowhere(table, capsys, caplog):
@@ -298,8 +266,7 @@ def test_a_login_and_a_token_are_used_for_every_request_and_written_nowhere(tabl
     assert {(query.get("token"), login) for _, query, login in one.asked} == {
         (TOKEN, address_of(url).headers["Authorization"])
     }
-    records = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text("utf-8").splitlines()]
-    assert {record["server"] for record in records} == {f"http://127.0.0.1:{one.port}"}
+    assert {record["server"] for record in lines(table / "jobs.results.jsonl")} == {f"http://127.0.0.1:{one.port}"}
     (table / "out/good.png").unlink()
     assert run_beside(one, "--server", url, "--out", "out") == cli.FAILED and (table / "out/good.png").exists()
     one.says = {"queue": lambda _answer: web.Response(status=500, text=f"{SECRET} {TOKEN}")}
@@ -313,85 +280,32 @@ def test_a_login_and_a_token_are_used_for_every_request_and_written_nowhere(tabl
     cli.main(["jobs.csv", "--workflow", "workflow.json", "--server", url, "--patience", "0", "--retry-failed"])
     said = capsys.readouterr().err
     for part in ("answered 401", "refers to", "status 500", "no ComfyUI answers"):
-        assert part in said
-    assert private_in(table, said, caplog.text) == []
-
-
-@pytest.mark.parametrize(
-    "url",
-    [f"http://u:{SECRET}@host:1", "ftp://u:secret@host", "u:secret@", "http://u:secret@host:99999?token=secret"]
-    + [f"http://u:{login}" for login in ("sec/ret@host", "1/secret@host", "secret@[host", "sec?ret@host", "sec#ret@h")],
-)
-def test_a_wrong_address_is_refused_without_what_is_private_in_it(table, capsys, url):
-    assert cli.main(["jobs.csv", "--workflow", "workflow.json", "--server", url]) == cli.BAD_INPUT
-    said = capsys.readouterr().err
-    assert "--server" in said and not any(part in said for part in ("sec", "ret", "s s/w", "pa:s"))
+        assert part in caplog.text
+    written = [path.read_bytes().decode(errors="replace") for path in table.rglob("*") if path.is_file()]
+    assert not [value for value in PRIVATE for text in (*written, said, caplog.text) if value in text]
 
 
 def test_addresses_are_told_apart_and_shown_by_what_is_public():
-    assert [address_of(url).name for url in ("http://a:b@h:1/x/?t=1#f", "a:b@h:1", "HTTP://h/", "127.0.0.1:9")] == [
-        "http://h:1/x",
-        "h:1",
-        "http://h",
-        "127.0.0.1:9",
-    ]
+    names = {"http://a:b@h:1/x/?t=1#f": "http://h:1/x", "a:b@h:1": "h:1", "https://h/": "https://h", "h:9": "h:9"}
+    assert {url: address_of(url).name for url in names} == names
     address = address_of("https://a%20b:c%3A@h/p?t=1&u=")
     assert address.base == "https://h/p" and address.query == {"t": "1", "u": ""} and shown("ray") == "ray"
     assert address.headers == {"Authorization": "Basic YSBiOmM6"} and "YSB" not in repr(address)  # "a b:c:"
     assert without_logins("at http://a:b@h/x, https://c@d:e@i and me@j") == "at http://h/x, https://i and me@j"
 
 
-@asynchronous
-async def test_a_batch_of_a_version_that_wrote_logins_goes_on_and_writes_them_no_more(tmp_path, caplog):
-    async with FakeComfy() as one:
-        url = one.url.replace("http://", f"http://{LOGIN}@")
-        path, one.ends = tmp_path / "r.jsonl", lambda: False
-        started = asyncio.ensure_future(run(path, [one], 2))
-        await until(lambda: one.running and one.pending)
-        started.cancel()
-        await asyncio.gather(started, return_exceptions=True)
-        for file in (path, tmp_path / "r.jsonl.journal"):
-            file.write_text(file.read_text("utf-8").replace(one.url, url), encoding="utf-8")
-        old = (tmp_path / "r.jsonl.journal").read_text("utf-8")
-        assert LOGIN in old
-        one.ends = lambda: True
-        results = copy.deepcopy(await run(path, [url], 2))
-        assert {(record["attempt"], record["server"]) for record in results.values()} == {(1, one.url)}
-        assert sorted(one.drawn) == ["p_j0", "p_j1"]
-        assert one.asked[-1][2] == address_of(url).headers["Authorization"]
-        (tmp_path / "r.jsonl.journal").write_text("", encoding="utf-8")
-        assert private_in(tmp_path, caplog.text) == []
-
-
 @pytest.mark.parametrize("secret", ['Zz9 "&<p\u00e4ss>  \\x/', "to+k/en=Qq7 x", "plain-Zz9"])
 @pytest.mark.parametrize(
-    "write",
-    [str, json.dumps, quote, quote_plus, html.escape, lambda secret: quote_plus(secret, safe="/")]
-    + [lambda secret: one_line(f"at {secret}"), lambda secret: one_line(json.dumps({"a": secret}))],
+    "write", [str, json.dumps, quote, quote_plus, html.escape, lambda secret: quote_plus(secret, safe="/")]
 )
-def test_what_is_private_is_hidden_however_an_answer_writes_it(secret, write):
+def test_what_is_private_is_hidden_however_an_answer_writes_it_and_before_it_is_cut(secret, write):
     address = address_of(f"http://user:{quote(secret, safe='')}@host/?token={quote(secret, safe='')}")
-    shown = address.hide(f"see {write(secret)}.")
-    assert "***" in shown and not any(part in shown for part in ("Zz9", "Qq7", "ss>"))
-
-
-@pytest.mark.parametrize("kept", range(1, 9))
-def test_nor_is_its_beginning_shown_where_a_message_is_cut(kept):
-    address = address_of("http://user:Zz9secret@host")
-    assert address.hide(printable("so Zz9secret and more", 3 + kept)) == "so ***... (21 characters)"
-
-
-def test_reports_of_runs_and_versions_have_nothing_private():
-    address = address_of("http://user:Zz9secret@host")
-    assert address.hide_in({"a": ["Zz9secret", 1], "Zz9secret": None}) == {"a": ["***", 1], "***": None}
-
-
-@pytest.mark.parametrize("option", ["--servr", "--in-flight", "--patience"])
-def test_what_the_command_line_does_not_understand_is_quoted_without_what_is_private(capsys, option):
-    with pytest.raises(SystemExit):
-        cli.main(["jobs.csv", option, "http://user:Zz9secret@host/?token=Qq7secret\x1b[31m"])
-    said = capsys.readouterr().err
-    assert "host/?***" in said and not any(part in said for part in ("Zz9", "Qq7", "\x1b"))
+    hiding = answers.hiding.set(address.hide)
+    shown = [answers.one_line(f"see {write(secret)}.", most) for most in (6, 10, 100)]
+    shown += [json.dumps(answers.bounded({"a": [f"{write(secret)}!"], f"at {write(secret)}": None}))]
+    answers.hiding.reset(hiding)
+    assert shown[2] in ("see ***.", 'see "***".')
+    assert all("*" in text and not any(part in text for part in ("Zz9", "Qq7", "ss>", "to")) for text in shown)
 
 
 @asynchronous

@@ -1,6 +1,7 @@
 """What a request counts, refuses and shows of a run, by hand."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -83,18 +84,23 @@ def test_kept_tokens_that_cannot_be_meant_are_refused(changed):
 
 
 @pytest.mark.parametrize(
-    ("legal", "illegal"),
+    ("of", "legal", "illegal"),
     [
-        ({"top_k": 0}, {"top_k": -1}),
-        ({"top_k": 4}, {"top_k": 5}),
-        ({"top_p": 1.0}, {"top_p": 1.001}),
-        ({"top_p": 1e-9}, {"top_p": 0.0}),
+        (partial(SamplingParams.check, vocab=4), SamplingParams(top_k=0), {"top_k": -1}),
+        (partial(SamplingParams.check, vocab=4), SamplingParams(top_k=4), {"top_k": 5}),
+        (partial(SamplingParams.check, vocab=4), SamplingParams(top_p=1.0), {"top_p": 1.001}),
+        (partial(SamplingParams.check, vocab=4), SamplingParams(top_p=1e-9), {"top_p": 0.0}),
+        (ContinuousParams.check, ContinuousParams(cfg=1), {"cfg": 0.999}),
+        (ContinuousParams.check, ContinuousParams(temperature=0), {"temperature": -1e-9}),
+        (ContinuousParams.check, ContinuousParams(iterations=1), {"iterations": 0}),
+        (ContinuousParams.check, ContinuousParams(cfg_schedule="constant"), {"cfg_schedule": "cosine"}),
+        (ContinuousParams.check, ContinuousParams(cfg=1e300), {"temperature": float("inf")}),
     ],
 )
-def test_filters_keep_some_of_a_models_tokens(legal, illegal):
-    SamplingParams(**legal).check(4)
+def test_parameters_have_their_limits(of, legal, illegal):
+    of(legal)
     with pytest.raises(ValueError, match=next(iter(illegal))):
-        SamplingParams(**illegal).check(4)
+        of(replace(legal, **illegal))
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -103,22 +109,6 @@ def test_a_model_with_a_fixed_order_keeps_nothing(group):
     asked.model.group, asked.model.order = group, torch.arange(asked.length)
     with pytest.raises(ValueError, match=f"cells of {group} tokens in a fixed order"):
         Canvas(asked, Stream.of(0, 2, "cpu"))
-
-
-@pytest.mark.parametrize(
-    ("legal", "illegal"),
-    [
-        ({"cfg": 1}, {"cfg": 0.999}),
-        ({"temperature": 0}, {"temperature": -1e-9}),
-        ({"iterations": 1}, {"iterations": 0}),
-        ({"cfg_schedule": "constant"}, {"cfg_schedule": "cosine"}),
-        ({"cfg": 1e300}, {"temperature": float("inf")}),
-    ],
-)
-def test_the_parameters_of_continuous_models_have_their_limits(legal, illegal):
-    ContinuousParams(**legal).check()
-    with pytest.raises(ValueError, match=next(iter(illegal))):
-        ContinuousParams(**illegal).check()
 
 
 def test_what_is_kept_comes_first_and_stays():
