@@ -12,7 +12,6 @@ from comfyui_specar.model_loaders.text import qwen2
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
-from safetensors.torch import save_file
 
 from ..support.closeness import fp64
 from ..support.tiny_harmon import HEADS, MAR, SPECIAL, STEPS, VOCAB, fill, harmon_weights, write_harmon, write_tokenizer
@@ -71,13 +70,6 @@ def test_what_the_file_states(model):
     assert (model.family, model.grid, model.channels, model.scale) == ("harmon", (4, 4), 16, 0.2325)
     assert model.defaults == ContinuousParams(3.0, "constant", 1.0, STEPS, "ddpm", iterations=64)
     assert model.backbone.config.conditions == 0 and model.pixels_per_token == 16
-
-
-def test_the_released_defaults(tmp_path, known_size):
-    save_file(harmon_weights(), str(tmp_path / "model.safetensors"))
-    model = load_model(tmp_path)
-    assert model.grid == (32, 32) and model.defaults.steps == 100
-    assert load_model(tmp_path, grid=(16, 16)).grid == (16, 16)
 
 
 CONTAINERS = {
