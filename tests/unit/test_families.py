@@ -226,6 +226,15 @@ def test_branches_of_several_lengths_do_not_disturb_each_other(models, family):
         torch.testing.assert_close(state.prefill.logits[[0, 2]], torch.stack(alone))
 
 
+def test_memory_is_what_was_announced(models, family):
+    model, layout = models[family], models[family].layout()
+    short, long = model.encode_prompt("a cup"), model.encode_prompt("anything but a very long prompt")
+    for negative, guided in ((None, False), (None, model.guidance), (long, True)):
+        cache = model.start(short, negative, 2, layout, slack=7, guided=guided).cache
+        longest = model.prompt_tokens(short, negative, 2, layout, guided)
+        assert model.kv_bytes(2, layout, 7, guided, longest) == cache.keys.nbytes + cache.values.nbytes
+
+
 def test_a_prompt_that_leaves_no_space_for_the_image(models, family):
     model = models[family]
     with pytest.raises(ValueError, match=rf"{model.longest}.*Shorten"):
