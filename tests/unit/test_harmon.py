@@ -103,33 +103,6 @@ def test_half_precision_keeps_places_and_noise_exact(tmp_path, model):
     assert image(found, iterations=2).tokens.isfinite().all()
 
 
-def broken(name, change):
-    weights = harmon_weights()
-    tensor = weights.pop(name)
-    return weights if change is None else weights | {name: change(tensor)}
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        ("mar.encoder_blocks.1.attn.qkv.weight", None, "missing.*encoder_blocks.1.attn.qkv"),
-        ("mar.z_proj.weight", None, "damaged"),
-        ("mar.diffloss.net.input_proj.weight", None, "damaged"),
-        ("mar.diffusion_pos_embed_learned", None, "damaged"),
-        ("llm.model.layers.1.mlp.up_proj.weight", None, "missing.*layers.1.mlp.up_proj"),
-        ("llm.model.layers.0.self_attn.k_proj.weight", None, "damaged"),
-        ("llm.model.embed_tokens.weight", lambda t: t[0], "damaged"),
-        ("proj_out.2.bias", None, "missing.*proj_out.2.bias"),
-        ("proj_in.0.weight", lambda t: t.T.contiguous(), r"proj_in.0.weight.*\[32, 64\].*\[64, 32\]"),
-        ("llm.model.norm.weight", lambda t: t / 0, "llm.model.norm.weight.*NaN"),
-    ],
-)
-def test_broken_files_are_refused_in_words(tmp_path, name, change, words):
-    path = write_harmon(tmp_path / "harmon.safetensors", broken(name, change))
-    with pytest.raises(CheckpointError, match=words):
-        load_model(path)
-
-
 def test_sizes_that_hide_their_heads_are_refused(tmp_path):
     path = write_harmon(tmp_path / "harmon.safetensors", llm_heads=None)
     with pytest.raises(CheckpointError, match="width 64.*llm_heads"):

@@ -72,13 +72,8 @@ def spoilt(change, **sizes):
 @pytest.mark.parametrize(
     ("weights", "metadata", "words"),
     [
-        (lambda w: w.pop("decoder_blocks.1.attn.proj.bias"), {}, "incomplete"),
         (lambda w: [w.pop(name) for name in list(w) if "_blocks." in name], {}, "blocks"),
-        (lambda w: w["pred.weight"].view(-1)[0].fill_(math.nan), {}, "NaN"),
-        (lambda w: w.update({"decoder_norm.weight": torch.ones(7)}), {}, r"decoder_norm.*\[7\].*\[32\]"),
-        (lambda w: w.update({"encoder_blocks.0.x": torch.ones(7)}), {}, "1 unknown"),
         (lambda w: w.update(encoder_pos_embed_learned=torch.ones(1, 64, 32)), {}, "64 tokens.*256"),
-        (lambda w: w.update(encoder_pos_embed_learned=torch.ones(64)), {}, "damaged"),
         (lambda w: None, {"heads": None}, "width 32.*2 encoder blocks.*released"),
         (lambda w: None, {"heads": 5}, "5 heads.*width 32"),
         (lambda w: None, {"cell": 3}, "cells 3 tokens wide.*1, 2, 4, 8"),
@@ -206,12 +201,6 @@ def test_illegal_steps():
 @pytest.fixture(scope="module")
 def plain(model):
     return ContinuousNextToken().sample(request(model, 2))
-
-
-def test_images_do_not_depend_on_the_batch(model, plain):
-    one = ContinuousNextToken().sample(request(model))
-    assert one.trace.totals["target_passes"] == CELLS
-    assert torch.allclose(plain.tokens[:1], one.tokens, atol=1e-4)
 
 
 @pytest.mark.parametrize(("length", "passes"), [(1, 4), (2, 3), (3, 2)])
