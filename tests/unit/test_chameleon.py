@@ -108,22 +108,6 @@ def test_all_repositories_of_the_first_share_a_tokenizer(folders, copy):
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [
-        ("anole", ["<s>"]),
-        ("anole", ["<s>", "<racm3:break>"]),
-        ("lumina2", ["<|endoftext|>", "<racm3:break>"]),
-        ("lumina2", [name.replace("08801", "08802") if "08801" in name else name for name in IDS2]),
-    ],
-)
-def test_the_tokenizer_of_another_model_is_refused(copy, kind, wrong):
-    folder = copy(kind)
-    byte_tokenizer(wrong).save(str(folder / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="tokenizer.*another model"):
-        prompt_of(folder)
-
-
-@pytest.mark.parametrize(
     "names",
     [
         {"bos_token": "<|image|>"},
