@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import movq
 from comfyui_specar.model_loaders.families import emu3
-from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
+from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
 from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -28,7 +27,7 @@ from tokenizers import Tokenizer
 
 from ..support import tiny_emu3 as tiny
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.reference import assert_same_states, digest
+from ..support.reference import assert_same_states
 from ..support.tiny import fill
 
 OFFICIAL = json.loads((Path(__file__).parent / "emu3.json").read_text(encoding="utf-8"))
@@ -226,39 +225,3 @@ def test_the_original_image_tokenizer(tmp_path):
     assert_as_exact(lambda: decoder.module.encode_latent(image), wanted)
     decoder.codebook[:6] = wanted[0].flatten(1).T + 0.004 * fill("code embedding", (6, 4))
     assert decided(lambda: decoder.module.encode(image)).flatten().tolist() == OFFICIAL["tokens"]
-
-
-# The released sizes
-
-
-@pytest.mark.usefixtures("every_tensor_has_its_place")
-def test_every_tensor_of_the_released_models_finds_its_place(tmp_path):
-    from transformers import Emu3Config, Emu3ForConditionalGeneration
-
-    vocabulary = {name: 151643 + i for i, name in enumerate(emu3._RANKED)}
-    with torch.device("meta"):
-        reference = Emu3ForConditionalGeneration(Emu3Config(vocabulary_map=vocabulary))
-    tensors = reference.state_dict()
-    plain = {name.replace(".text_model.", "."): tensor for name, tensor in tensors.items() if ".vq" not in name}
-    names = {"Emu3-Gen-hf": tensors, "Emu3-Stage1": plain}
-    for name, side in (("Emu3-Gen-hf", 90), ("Emu3-Stage1", 64)):
-        (tmp_path / name).mkdir()
-        checkpoint = Checkpoint(names[name], path=tmp_path / name / "model.safetensors.index.json")
-        model = emu3.load(checkpoint, torch.bfloat16, None, ())
-        assert (model.grid, model.longest, model.vocab_total) == ((side, side), 9216, 32772)
-        assert model.word_ids[32768:] == (151846, 151847, 151853, 151850)
-    config = model.backbone.config
-    assert (config.dim, config.layers, config.heads, config.kv_heads, config.ffn_dim) == (4096, 32, 32, 8, 14336)
-    assert not any(name.endswith("bias") for name in plain)
-
-    decoder = movq.load(Checkpoint(tensors), torch.bfloat16)
-    assert (decoder.factor, decoder.channels, decoder.module.config.codebook_size) == (8, 4, 32768)
-    vq = {name.removeprefix("model.vqmodel."): tensor for name, tensor in tensors.items() if ".vqmodel." in name}
-    original = {
-        tiny.original_vq_name(name): tensor[..., None, None] if name.endswith("_proj.weight") else tensor
-        for name, tensor in vq.items()
-    }
-    released = OFFICIAL["released_vq"]
-    count, _, names = digest({name: tensor.shape for name, tensor in original.items()})
-    assert [count, names] == [released["tensors"], released["sha256"]]
-    movq.load(Checkpoint(original), torch.bfloat16)

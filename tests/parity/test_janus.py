@@ -20,20 +20,15 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import vq
 from comfyui_specar.model_loaders.detect import load_image_decoder
-from comfyui_specar.model_loaders.families import janus
-from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
-from comfyui_specar.models.vq import VQConfig
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from tokenizers import Tokenizer
 
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.reference import digest, on_meta
 from ..support.stepwise import stepwise
 from ..support.tiny import fill
-from ..support.tiny_janus import BEGIN, CODES, IMAGE, PAD, SIDE, released, shapes, weights, write
+from ..support.tiny_janus import BEGIN, CODES, IMAGE, PAD, SIDE, weights, write
 
 OFFICIAL = json.loads((Path(__file__).parent / "janus.json").read_text(encoding="utf-8"))
 PROMPT = "a red fox"
@@ -126,55 +121,3 @@ def test_decoded_and_encoded_images(folder, reference):
         assert_as_exact(lambda: decoder.module.decode(decoder.dequantize(tokens.view(1, SIDE, SIDE))), wanted)
     image = fill("picture embedding", (1, 3, 2 * SIDE, 2 * SIDE)) / 2
     assert decided(lambda: decoder.module.encode(image)).flatten().tolist() == OFFICIAL["encode"]
-
-
-SIZES = {"1B": {"dim": 2048, "layers": 24, "ffn": 5632}, "7B": {"dim": 4096, "layers": 30, "ffn": 11008}}
-MILLIONS = {"1B": 1442.9 + 42.1, "7B": 6490.9 + 100.9}  # language model without its head, and the image side
-HEADS = {"1B": 16, "7B": 32}
-
-
-def load_meta(tensors, size):
-    checkpoint = Checkpoint(tensors, {}, Path(f"Janus-Pro-{size}.safetensors"))
-    assert janus.recognise(tensors) and vq.recognise(tensors)
-    model = janus.load(checkpoint, torch.float32, None, ())
-    assert model.backbone.config.heads == HEADS[size] and model.grid == (24, 24) and model.vocab == 16384
-    assert abs(sum(p.numel() for p in model.parameters()) / 1e6 - MILLIONS[size]) < 0.2
-    decoder = vq.load(checkpoint, torch.float32)
-    assert decoder.module.config == VQConfig()
-
-
-@pytest.mark.usefixtures("nothing_is_read")
-@pytest.mark.parametrize("size", SIZES)
-def test_the_released_files_fit(size):
-    """Every tensor of DeepSeek's files is taken or left out on purpose, and has the shape that we expect."""
-    named = released(shapes(**SIZES[size], vision=1024, codes=16384, words=102400, vq=VQConfig()))
-    named["gen_vision_model.quantize.codebook_used"] = (65536,)
-    known = {name: list(shape) for name, shape in named.items() if not name.startswith("vision_model.")}
-    wanted = OFFICIAL["released"][size]
-    assert digest(known) == [wanted[entry] for entry in ("tensors", "numbers", "sha256")]
-    load_meta(on_meta(named), size)
-
-
-@pytest.mark.usefixtures("nothing_is_read")
-@pytest.mark.parametrize("size", SIZES)
-def test_transformers_names_fit(size):
-    """All tensors of JanusForConditionalGeneration in the released sizes."""
-    from transformers import JanusConfig, JanusForConditionalGeneration
-
-    dim, layers, ffn = SIZES[size].values()
-    config = JanusConfig(
-        text_config={
-            "model_type": "llama",
-            "hidden_size": dim,
-            "intermediate_size": ffn,
-            "num_hidden_layers": layers,
-            "num_attention_heads": HEADS[size],
-            "num_key_value_heads": HEADS[size],
-            "vocab_size": 102400,
-        },
-        vision_config={"projection_dim": dim},
-        vq_config={"projection_dim": dim, "image_token_embed_dim": dim},
-    )
-    with torch.device("meta"):
-        tensors = JanusForConditionalGeneration(config).state_dict()
-    load_meta(tensors, size)

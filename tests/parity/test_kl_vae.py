@@ -18,7 +18,6 @@ from comfyui_specar.model_loaders.decoders import kl_vae
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 
 from ..support.closeness import assert_as_exact
-from ..support.reference import digest
 from ..support.tiny import fill
 
 OFFICIAL = json.loads((Path(__file__).parent / "kl_vae.json").read_text(encoding="utf-8"))
@@ -50,10 +49,3 @@ def test_decoded_pixels(variant):
     model, name = variant
     latent = fill("latent embedding", (2, 4, 3, 2))
     close(lambda: model.decode(latent), f"decode{name}")
-
-
-def test_the_released_file_has_the_official_names_and_shapes():
-    with torch.device("meta"):
-        shapes = {name: list(tensor.shape) for name, tensor in KLModel(KLConfig()).state_dict().items()}
-    wanted = OFFICIAL["released"]
-    assert digest(shapes) == [wanted[entry] for entry in ("tensors", "numbers", "sha256")]

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.models.backbone import Backbone, BackboneConfig, split_gates
+from comfyui_specar.models.prefix import CaptionPrefix, ClassPrefix
 from comfyui_specar.models.vq import VQConfig, VQModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -21,6 +24,18 @@ GRID = (4, 4)
 VOCAB, CLASSES, CAPTION, SLOTS = 32, 10, 24, 120
 HEADS = 4
 VQ = VQConfig(codebook_size=VOCAB, codebook_dim=8, ch_mult=(1, 1), base_channels=32, z_channels=32)
+
+
+def named_shapes(make: Callable[[], Mapping[str, nn.Module]]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of modules, made without memory, each under the prefix of its names in a file.
+    That these are a released file's, tests/unit/test_released.py shows."""
+    with torch.device("meta"):
+        parts = make()
+    return {
+        f"{prefix}{name}": tuple(tensor.shape)
+        for prefix, module in parts.items()
+        for name, tensor in split_gates(module.state_dict()).items()
+    }
 
 
 def llamagen_shapes(
@@ -34,29 +49,12 @@ def llamagen_shapes(
     slots: int = SLOTS,
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a released LlamaGen file."""
-    shapes = {"tok_embeddings.weight": (vocab, dim), "norm.weight": (dim,), "output.weight": (vocab, dim)}
-    if text:
-        shapes |= {
-            "cls_embedding.uncond_embedding": (slots, caption),
-            "cls_embedding.cap_proj.fc1.weight": (dim, caption),
-            "cls_embedding.cap_proj.fc2.weight": (dim, dim),
+    return named_shapes(
+        lambda: {
+            "": Backbone(BackboneConfig(dim, layers, HEADS, ffn, vocab)),
+            "cls_embedding.": CaptionPrefix(caption, slots, dim, nn) if text else ClassPrefix(classes, dim, nn),
         }
-    else:
-        shapes["cls_embedding.embedding_table.weight"] = (classes + 1, dim)
-    for i in range(layers):
-        shapes |= {
-            f"layers.{i}.{name}.weight": shape
-            for name, shape in (
-                ("attention_norm", (dim,)),
-                ("ffn_norm", (dim,)),
-                ("attention.wqkv", (3 * dim, dim)),
-                ("attention.wo", (dim, dim)),
-                ("feed_forward.w1", (ffn, dim)),
-                ("feed_forward.w3", (ffn, dim)),
-                ("feed_forward.w2", (dim, ffn)),
-            )
-        }
-    return shapes
+    )
 
 
 def fill(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -78,9 +76,7 @@ def llamagen_weights(text: bool, **sizes: int) -> dict[str, Tensor]:
 
 
 def vq_weights(config: VQConfig = VQ) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in VQModel(config, nn).state_dict().items()}
-    return {name: fill(name, shape) for name, shape in shapes.items()}
+    return {name: fill(name, shape) for name, shape in named_shapes(lambda: {"": VQModel(config, nn)}).items()}
 
 
 def write_llamagen(path: Path, text: bool, **metadata) -> Path:
@@ -112,9 +108,9 @@ def caption_features(tokens: int = 7) -> Tensor:
 
 
 def eagle_shapes(
-    dim: int = 64, ffn: int = 256, vocab: int = VOCAB, bias: bool = True, head_norms: int = 0
+    dim: int = 64, ffn: int = 256, vocab: int = VOCAB, bias: bool = True, head_norms: int = 0, heads: int = HEADS
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a released EAGLE drafter; head_norms: 0 (LlamaGen), HEADS (Anole) or 1 (Lumina-mGPT)."""
+    """Names and shapes of a released EAGLE drafter; head_norms: 0 (LlamaGen), ``heads`` (Anole) or 1 (Lumina-mGPT)."""
     attention, mlp = "layers.0.self_attn", "layers.0.mlp"
     shapes = {
         "embed_tokens.weight": (vocab, dim),
@@ -130,7 +126,7 @@ def eagle_shapes(
     if head_norms:
         shapes["layers.0.input_layernorm.weight"] = (dim,)
         shapes |= {
-            f"{attention}.{part}_norm.{kind}": (head_norms, dim // HEADS)
+            f"{attention}.{part}_norm.{kind}": (head_norms, dim // heads)
             for part in "qk"
             for kind in ("weight", "bias")
         }

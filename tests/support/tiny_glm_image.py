@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
-import torch
 from comfyui_specar.models.glm_image_dit import DiT, DiTConfig
+from comfyui_specar.models.kl_vae import Decoder, KLConfig
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import tiny_t5
-from .tiny import fill
+from .tiny import fill, named_shapes
 from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import layer_shapes, write_folder
 
@@ -127,50 +128,41 @@ def write(folder: Path, seed: int = 0, shards: int = 1, **sizes) -> Path:
 # The decoder
 
 DIT = DiTConfig(dim=32, layers=2, heads=2, channels=4, text_dim=24, time_dim=16, size_dim=8, codes=CODES)
-WIDTHS, BLOCKS = (32, 64, 64, 64), 1  # of the VAE
+WIDTHS = (1, 2, 2, 2)  # of the VAE, in multiples of 32
+_DIFFUSERS = (  # latent diffusion's names -> diffusers'
+    (r"mid\.block_1", "mid_block.resnets.0"),
+    (r"mid\.block_2", "mid_block.resnets.1"),
+    (r"\.block\.", ".resnets."),
+    ("nin_shortcut", "conv_shortcut"),
+    (r"upsample\.", "upsamplers.0."),
+    ("norm_out", "conv_norm_out"),
+)
 MEAN, STD = [0.1, -0.2, 0.3, 0.0], [1.0, 0.5, 2.0, 1.5]
 
 
-def vae_shapes(widths: tuple[int, ...] = WIDTHS, blocks: int = BLOCKS, channels: int = DIT.channels) -> dict:
-    """Names and shapes of the decoder's tensors in diffusers' AutoencoderKL without attention."""
-    found: dict[str, tuple[int, ...]] = {}
-
-    def conv(name, before, after, kernel=3):
-        found[f"decoder.{name}.weight"], found[f"decoder.{name}.bias"] = (after, before, kernel, kernel), (after,)
-
-    def norm(name, width):
-        found[f"decoder.{name}.weight"] = found[f"decoder.{name}.bias"] = (width,)
-
-    def block(name, before, after):
-        norm(f"{name}.norm1", before)
-        conv(f"{name}.conv1", before, after)
-        norm(f"{name}.norm2", after)
-        conv(f"{name}.conv2", after, after)
-        if before != after:
-            conv(f"{name}.conv_shortcut", before, after, 1)
-
-    deepest = [*reversed(widths)]
-    conv("conv_in", channels, deepest[0])
-    for i in range(2):
-        block(f"mid_block.resnets.{i}", deepest[0], deepest[0])
-    for i, width in enumerate(deepest):
-        for j in range(blocks + 1):
-            block(f"up_blocks.{i}.resnets.{j}", width if j else deepest[max(i - 1, 0)], width)
-        if i < len(deepest) - 1:
-            conv(f"up_blocks.{i}.upsamplers.0.conv", width, width)
-    norm("conv_norm_out", deepest[-1])
-    conv("conv_out", deepest[-1], 3)
+def vae_shapes(
+    multiples: tuple[int, ...] = WIDTHS, base: int = 32, blocks: int = 1, channels: int = DIT.channels
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the decoder's tensors in diffusers' AutoencoderKL without attention, whose deepest level is
+    the first. multiples: of ``base`` channels, the finest resolution first."""
+    config = KLConfig(channels, multiples, base, blocks)
+    ours = named_shapes(
+        lambda: {"decoder.": Decoder(config, blocks, config.channels, False, nn, middle_attention=False)}
+    )
+    found = {}
+    for name, shape in ours.items():
+        for pattern, replacement in _DIFFUSERS:
+            name = re.sub(pattern, replacement, name)
+        found[re.sub(r"up\.(\d)", lambda level: f"up_blocks.{len(multiples) - 1 - int(level[1])}", name)] = shape
     return found
 
 
 def decoder_weights() -> dict[str, dict[str, Tensor]]:
     """Random weights of the parts of the decoder, by folder."""
-    with torch.device("meta"):
-        dit = DiT(DIT)
     reader = tiny_t5.weights(DIT.text_dim, head_dim=8, ffn=48, words=384)
     tables = ("shared.weight", "relative_attention_bias.weight")
     return {
-        "transformer": {name: fill(name, tuple(tensor.shape)) for name, tensor in dit.state_dict().items()},
+        "transformer": {name: fill(name, shape) for name, shape in named_shapes(lambda: {"": DiT(DIT)}).items()},
         "vae": {name: fill(name, shape) for name, shape in vae_shapes().items()},
         "text_encoder": {
             name: fill(f"{name} embedding" if name.endswith(tables) else name, tuple(tensor.shape))

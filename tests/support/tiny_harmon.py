@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+from comfyui_specar.model_loaders.text.qwen2 import Qwen2
+from comfyui_specar.models.diffusion_head import DiffusionHead
+from comfyui_specar.models.harmon import Harmon
 from comfyui_specar.models.mar import MARConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .tiny import fill
+from .tiny import fill, named_shapes
 from .tiny_family import Files, Tiny
-from .tiny_folder import layer_shapes
-from .tiny_mar import mar_fill, mar_shapes
+from .tiny_mar import mar_fill
 
 MAR = MARConfig(dim=32, encoder_layers=2, decoder_layers=2, heads=4, rows=4, cols=4, slots=4, conditions=10)
 WIDTH, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCAB = 64, 2, 4, 2, 128, 300  # of the language model
@@ -20,19 +23,20 @@ STEPS = 5  # of the diffusion head
 SPECIAL = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
 
 
-def harmon_shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a released Harmon file, the text head and the class table that nobody reads included."""
-    shapes = {f"mar.{name}": shape for name, shape in mar_shapes(MAR, width=32, depth=2).items()}
-    for name, (outer, inner) in (("proj_in", (WIDTH, MAR.dim)), ("proj_out", (MAR.dim, WIDTH))):
-        shapes |= {f"{name}.0.weight": (WIDTH, inner), f"{name}.0.bias": (WIDTH,)}
-        shapes |= {f"{name}.2.weight": (outer, WIDTH), f"{name}.2.bias": (outer,)}
-    shapes |= {
-        "llm.model.embed_tokens.weight": (VOCAB, WIDTH),
-        "llm.lm_head.weight": (VOCAB, WIDTH),
-        "llm.model.norm.weight": (WIDTH,),
-    }
-    shapes |= layer_shapes("llm.model.", LAYERS, WIDTH, HIDDEN, WIDTH * KV_HEADS // HEADS, bias=True)
-    return shapes
+def harmon_shapes(
+    config: MARConfig = MAR,
+    head: tuple[int, int] = (32, 2),
+    llm: tuple[int, ...] = (WIDTH, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCAB),
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a released Harmon file, the text head and the class table that nobody reads included. head:
+    width and depth; llm: arguments of Qwen2."""
+    whole = named_shapes(
+        lambda: {
+            "": Harmon(replace(config, conditions=0), Qwen2(*llm)),
+            "mar.diffloss.": DiffusionHead(config.channels, config.dim, *head),
+        }
+    )
+    return whole | {"mar.class_emb.weight": (config.conditions, config.dim), "llm.lm_head.weight": (llm[-1], llm[0])}
 
 
 def harmon_fill(name: str, shape: tuple[int, ...]) -> Tensor:

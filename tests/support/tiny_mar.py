@@ -7,13 +7,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
-from comfyui_specar.models.diffusion_head import Schedule
+from comfyui_specar.models import mar as net
+from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.mar import MARConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .tiny import CAPTION, fill, write_words
+from .tiny import CAPTION, fill, named_shapes, write_words
 from .tiny_family import Files, Tiny
 
 MAR = MARConfig(
@@ -26,46 +27,9 @@ _TABLES = ("class_emb", "fake_latent", "mask_token", "pos_embed_learned")
 
 def mar_shapes(config: MARConfig = MAR, width: int = WIDTH, depth: int = DEPTH) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a released MAR file."""
-    dim, places = config.dim, config.rows * config.cols
-    shapes = {"fake_latent": (1, dim), "mask_token": (1, 1, dim), "diffusion_pos_embed_learned": (1, places, dim)}
-    shapes |= {f"{half}_pos_embed_learned": (1, config.slots + places, dim) for half in ("encoder", "decoder")}
-    if config.captions:
-        shapes["caption_proj.weight"] = (dim, config.conditions)
-    else:
-        shapes["class_emb.weight"] = (config.conditions, dim)
-
-    def linear(name: str, inputs: int, outputs: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs), (outputs,)
-
-    def norm(name: str, channels: int) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (channels,)
-
-    linear("z_proj", config.channels, dim)
-    norm("z_proj_ln", dim)
-    linear("decoder_embed", dim, dim)
-    for half, layers in (("encoder", config.encoder_layers), ("decoder", config.decoder_layers)):
-        for block in (f"{half}_blocks.{i}" for i in range(layers)):
-            norm(f"{block}.norm1", dim)
-            linear(f"{block}.attn.qkv", dim, 3 * dim)
-            linear(f"{block}.attn.proj", dim, dim)
-            norm(f"{block}.norm2", dim)
-            linear(f"{block}.mlp.fc1", dim, 4 * dim)
-            linear(f"{block}.mlp.fc2", 4 * dim, dim)
-        norm(f"{half}_norm", dim)
-
-    net = "diffloss.net"
-    linear(f"{net}.time_embed.mlp.0", 256, width)
-    linear(f"{net}.time_embed.mlp.2", width, width)
-    linear(f"{net}.cond_embed", dim, width)
-    linear(f"{net}.input_proj", config.channels, width)
-    for block in (f"{net}.res_blocks.{i}" for i in range(depth)):
-        norm(f"{block}.in_ln", width)
-        linear(f"{block}.mlp.0", width, width)
-        linear(f"{block}.mlp.2", width, width)
-        linear(f"{block}.adaLN_modulation.1", width, 3 * width)
-    linear(f"{net}.final_layer.adaLN_modulation.1", width, 2 * width)
-    linear(f"{net}.final_layer.linear", width, 2 * config.channels)
-    return shapes
+    return named_shapes(
+        lambda: {"": net.MAR(config), "diffloss.": DiffusionHead(config.channels, config.dim, width, depth)}
+    )
 
 
 def mar_fill(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
-from comfyui_specar.models.cosmos import CosmosConfig
+from comfyui_specar.models.cosmos import Cosmos, CosmosConfig
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from .comfy_quant import quantise_file, rewritten
-from .tiny import fill
+from .tiny import fill, named_shapes
 from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
@@ -22,6 +23,7 @@ CODES = COSMOS.codebook_size
 GRID = (4, 4)
 HEADS, KV_HEADS = 4, 2
 DECODER = "Cosmos-1.0-Tokenizer-DV8x16x16"
+_IN_TIME = re.compile(r"(conv_in|conv_out|conv\d)\.1\.|downsample\.conv2|upsample\.conv1")  # names of filters
 
 
 def tokenizer() -> Tokenizer:
@@ -69,61 +71,23 @@ def weights(settings: dict, seed: int = 0) -> dict[str, Tensor]:
 
 
 def cosmos_shapes(sizes: CosmosConfig = COSMOS) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of a whole tokenizer, as in autoencoder.jit."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    deep, depth, codes = sizes.widths[-1], len(sizes.widths), len(sizes.levels)
-
-    def conv(name, before, after, kernel):
-        shapes[f"{name}.conv3d.weight"], shapes[f"{name}.conv3d.bias"] = (after, before, *kernel), (after,)
-
-    def pair(name, before, after):
-        conv(f"{name}.0", before, after, (1, 3, 3))
-        conv(f"{name}.1", after, after, (3, 1, 1))
-
-    def norm(name, channels):
-        shapes[f"{name}.norm.weight"] = shapes[f"{name}.norm.bias"] = (channels,)
-
-    def block(name, before, after):
-        for i, channels in ((1, before), (2, after)):
-            norm(f"{name}.norm{i}", channels)
-            pair(f"{name}.conv{i}", channels, after)
-        if before != after:
-            conv(f"{name}.nin_shortcut", before, after, (1, 1, 1))
-
-    def middle(name):
-        block(f"{name}.block_1", deep, deep)
-        for i in (0, 1):
-            norm(f"{name}.attn_1.{i}.norm", deep)
-            for part in ("q", "k", "v", "proj_out"):
-                conv(f"{name}.attn_1.{i}.{part}", deep, deep, (1, 1, 1))
-        block(f"{name}.block_2", deep, deep)
-
-    def blocks(name, before, after, count):
-        for i in range(count):
-            block(f"{name}.block.{i}", after if i else before, after)
-
-    def resample(name, channels, first, second):
-        for i, kernel in enumerate((first, second, (1, 1, 1))):
-            conv(f"{name}.conv{i + 1}", channels, channels, kernel)
-
-    space, time = (1, 3, 3), (3, 1, 1)
-    pair("encoder.conv_in", 192, sizes.stem)
-    for i, width in enumerate(sizes.widths):
-        blocks(f"encoder.down.{i}", (sizes.stem, *sizes.widths)[i], width, sizes.num_res_blocks)
-        blocks(f"decoder.up.{i}", sizes.widths[min(i + 1, depth - 1)], width, sizes.num_res_blocks + 1)
-        if i < depth - 1:
-            resample(f"encoder.down.{i}.downsample", width, space, time)
-        if i > 0:
-            resample(f"decoder.up.{i}.upsample", width, time, space)
-    for half in ("encoder", "decoder"):
-        middle(f"{half}.mid")
-        norm(f"{half}.norm_out", deep if half == "encoder" else sizes.widths[0])
-    pair("encoder.conv_out", deep, sizes.z_channels)
-    conv("quant_conv", sizes.z_channels, codes, (1, 1, 1))
-    conv("post_quant_conv", codes, sizes.z_channels, (1, 1, 1))
-    pair("decoder.conv_in", sizes.z_channels, deep)
-    pair("decoder.conv_out", sizes.widths[0], 192)
-    return shapes
+    """Names and shapes of the parameters of a whole tokenizer, as in autoencoder.jit: filters in space or in time, also
+    those that a single frame does not need."""
+    ours = named_shapes(lambda: {"": Cosmos(sizes)})
+    for name in (name for name in list(ours) if ".attn_1.1.v." in name):
+        ours |= {name.replace(".v.", f".{part}."): ours[name] for part in "qk"}
+    for name in (name for name in list(ours) if "sample.conv3." in name):
+        ours[re.sub(r"(down|up)(sample\.conv)3", lambda at: at[1] + at[2] + "21"[at[1] == "up"], name)] = ours[name]
+    found = {}
+    for name, shape in ours.items():
+        if "norm" in name:
+            found[re.sub(r"\.(weight|bias)$", r".norm.\1", name)] = shape
+        elif len(shape) == 1:
+            found[name.replace(".bias", ".conv3d.bias")] = shape
+        else:
+            kernel = (3, 1, 1) if _IN_TIME.search(name) else (1, *shape[2:])
+            found[name.replace(".weight", ".conv3d.weight")] = (*shape[:2], *kernel)
+    return found
 
 
 def cosmos_weights(half: str = "autoencoder", sizes: CosmosConfig = COSMOS) -> dict[str, Tensor]:

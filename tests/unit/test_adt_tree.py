@@ -58,14 +58,6 @@ def test_the_threshold_counts_as_reached():
     assert shapes(adt, lambda depth: torch.full_like(depth, 2), 2)[1] == (4, 20)
 
 
-def test_with_the_bonus_all_levels_but_one_suffice():
-    """alpha = (accepted + 1) / levels, so a tree of one level always grows."""
-    one_short = replace(LLAMAGEN, bonus=True)
-    assert shapes(one_short, lambda depth: depth - 1, 5) == [(5, 10), (6, 4), (7, 4), (8, 4), (9, 4)]
-    assert shapes(one_short, none_of, 7)[-3:] == [(1, 49), (2, 39), (1, 49)]
-    assert shapes(LLAMAGEN, lambda depth: depth - 1, 2)[1] == (4, 20)
-
-
 @pytest.mark.parametrize(
     ("base", "deeper", "shallower"),
     [((1, 0), (2, 4), (1, 58)), ((0, 25), (9, 15), (1, 35)), ((1, 25), (2, 15), (1, 35))],
@@ -74,13 +66,6 @@ def test_a_fixed_base_is_changed_by_one_step_only(base, deeper, shallower):
     """Table V as printed: with the steps of LlamaGen, a base of one level has trees of one or two."""
     adt = replace(LLAMAGEN, base=base)
     assert shapes(adt, all_of, 9)[-1] == deeper and shapes(adt, none_of, 9)[-1] == shallower
-
-
-def test_without_steps_a_base_is_the_shape_of_every_tree():
-    held = ADTTree(base=(3, 25), depth_step=0, width_step=0)
-    assert set(shapes(held, all_of, 9)) | set(shapes(held, none_of, 9)) == {(3, 25)}
-    wide = ADTTree(base=(0, 25), width_step=0)
-    assert {width for _, width in shapes(wide, none_of, 9)} == {25}
 
 
 # The same, image by image and cell by cell.

@@ -130,19 +130,6 @@ def test_guidance_without_a_negative_prompt_is_against_no_prompt(models):
 # Samplers
 
 
-@pytest.mark.parametrize("mode", ["block", "prefix", "exact"])
-def test_a_batch_equals_single_runs(models, mode):
-    target, drafter = models
-    method = ContinuousSpeculative(drafter, 3, 0.2, mode, tolerance=1.0)
-    together = method.sample(request(target, 3, seed=7, cfg=2.0))
-    assert together.tokens.isfinite().all()
-    for i in range(3):
-        alone = method.sample(request(target, 1, seed=7 + i, cfg=2.0))
-        assert torch.allclose(together.tokens[i], alone.tokens[0], atol=1e-4)
-        for name in ("source", "order", "block", "finalised_at"):
-            assert torch.equal(together.trace.positions[name][i], alone.trace.positions[name][0]), name
-
-
 def test_kept_tokens_stay_and_are_seen(models):
     target, drafter = models
     tokens, kept = image(2), known_rows(3, 5)

@@ -16,12 +16,12 @@ from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.trace import Source
 
+from ..support import enumerated
+from ..support.enumerated import LAYOUTS, MODELS, assert_exact, distance
 from ..support.rules import RELAXED
-from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
+from ..support.toy import ToyDrafter, request
 
 RUNS = 10_000
-LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
-MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
 DRAFTERS = {name: ToyDrafter(model) for name, model in MODELS.items()}
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
 TWO_LEVELS = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
@@ -52,32 +52,25 @@ STRUCTURES = {
 }
 
 
-def draw(structure, name, params=None, seed=0, batch=RUNS, **more):
-    method = DraftTree(DRAFTERS[name], structure, **more)
-    return method.sample(request(MODELS[name], LAYOUTS[name][0], params, seed, batch))
+def draw(structure, name, params=None, batch=RUNS, **more):
+    return enumerated.draw(DraftTree(DRAFTERS[name], structure, **more), name, params, batch=batch)
 
 
-def assert_exact(structure, name, params=None, runs=RUNS):
-    layout = LAYOUTS[name][0]
-    tokens = draw(structure, name, params, batch=runs).tokens
-    distribution = MODELS[name].distribution(layout, params or SamplingParams())
-    late = (layout.forced[0] < 0).nonzero()[-2:, 0].tolist()
-    whole, late = chi_square(tokens, distribution), chi_square(tokens[:, late], marginal(distribution, late))
-    assert whole.z < 4 and late.z < 4, (whole, late)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["row", "line_ends", "kept"])
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
 def test_every_structure_samples_from_the_distribution(structure, name):
-    assert_exact(structure, name)
+    assert_exact(draw(structure, name).tokens, name)
 
 
 @pytest.mark.parametrize(
     "structure", [Chain(2), Chain(3, "block"), TWO_LEVELS, Dynamic(2, 2, 4), Auto(costs=costs(0.1))], ids=str
 )
 def test_guidance_temperature_and_filters_are_part_of_the_distribution(structure):
-    assert_exact(structure, "line_ends", SamplingParams(cfg=2.5, temperature=1.3, top_p=0.85))
-    assert_exact(structure, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))
+    for name, params in (
+        ("line_ends", SamplingParams(cfg=2.5, temperature=1.3, top_p=0.85)),
+        ("row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2)),
+    ):
+        assert_exact(draw(structure, name, params).tokens, name, params)
 
 
 class SortedSiblings(Static):
@@ -101,9 +94,7 @@ class LikeliestAsDrawn(Dynamic):
 
 @pytest.mark.parametrize("broken", [SortedSiblings(((0,), (1,), (2,))), LikeliestAsDrawn(1, 2, 2)], ids=str)
 def test_broken_trees_are_caught(broken):
-    layout = LAYOUTS["row"][0]
-    tokens = draw(broken, "row").tokens
-    assert chi_square(tokens, MODELS["row"].distribution(layout, SamplingParams())).z > 8
+    assert distance(draw(broken, "row").tokens, "row").z > 8
 
 
 def test_a_residual_of_unnormalised_distributions_is_caught():
@@ -113,8 +104,7 @@ def test_a_residual_of_unnormalised_distributions_is_caught():
         def residual(self, p, q, token, depth, strength):
             return super().residual(p, q * 0.7, token, depth, strength)
 
-    tokens = draw(Static(((0,), (1,), (2,))), "row", rule=Unnormalised()).tokens
-    assert chi_square(tokens, MODELS["row"].distribution(LAYOUTS["row"][0], SamplingParams())).z > 8
+    assert distance(draw(Static(((0,), (1,), (2,))), "row", rule=Unnormalised()).tokens, "row").z > 8
 
 
 def test_the_target_as_its_own_drafter_is_always_accepted():
@@ -139,11 +129,10 @@ def test_blocks_accept_no_less_than_tokens():
 def test_relaxed_rules_keep_their_bound_and_accept_more(structure, rule):
     """The distance from the distribution is at most the mean of the trace's TV bounds."""
     relaxed, exact = draw(structure, "row", rule=rule), draw(structure, "row")
-    distribution = MODELS["row"].distribution(LAYOUTS["row"][0], SamplingParams())
-    noise = chi_square(exact.tokens, distribution).tv
+    noise = distance(exact.tokens, "row").tv
     tv_bound = relaxed.trace.positions["tv_bound"].sum(1)
     bound = float(tv_bound.mean() + 4 * tv_bound.std() / RUNS**0.5)
-    assert chi_square(relaxed.tokens, distribution).tv <= bound + noise
+    assert distance(relaxed.tokens, "row").tv <= bound + noise
     assert sum(relaxed.trace.totals["passes_per_image"]) < sum(exact.trace.totals["passes_per_image"])
     sources = relaxed.trace.positions["source"]
     assert (sources == Source.RELAXED).any() and not (exact.trace.positions["source"] == Source.RELAXED).any()

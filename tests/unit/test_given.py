@@ -1,6 +1,5 @@
-"""Tokens given at the beginning of an image: read with the prompt, and the distribution of what follows is not
-touched.
-"""
+"""Tokens given at the beginning of an image are read with the prompt, by models and drafters. (That the distribution of
+what follows is not touched: layouts with kept tokens in test_exact_distributions and test_exact_trees.)"""
 
 from dataclasses import replace
 
@@ -8,22 +7,18 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_drafter
-from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.drafts.adt_tree import ADTTree
-from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine import prefill
 from comfyui_specar.samplers.engine.prefill import read_prefix
 from comfyui_specar.samplers.layout import TokenLayout
-from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
+from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
-from comfyui_specar.samplers.methods.speculative import DraftTree
-from comfyui_specar.samplers.trace import Source
 
 from ..support.closeness import fp64
 from ..support.tiny import CAPTION, caption_features, fill, llamagen, write_eagle, write_llamagen
-from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
+from ..support.toy import ToyModel, plain, request, with_line_ends
 
-RUNS = 6000
+CASES = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2)}
+MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in CASES.items()}
 
 
 def begun(layout: TokenLayout, *tokens: int) -> TokenLayout:
@@ -35,50 +30,19 @@ def begun(layout: TokenLayout, *tokens: int) -> TokenLayout:
     return replace(layout, forced=forced)
 
 
-ROW, ENDS = begun(plain(2, 3), 2, 0), begun(with_line_ends(2, 2), 1, 0)  # the row's end, which follows, is given too
-CASES = {"row": (ROW, 0, 2), "line_ends": (ENDS, 2, 3)}
-MODELS = {name: ToyModel(layout, specials) for name, (layout, specials, _) in CASES.items()}
-DRAFTERS = {name: ToyDrafter(model) for name, model in MODELS.items()}
-ADT = ADTTree(depths=(1, 3), widths=(1, 3), width_step=1, first=(2, 2), nodes=6)
-STRUCTURES = [Chain(2), Chain(3, "block"), Static(((0,), (1,), (0, 0))), Dynamic(2, 2, 4), ADT]
-METHODS = [NextToken(), *(SJD(3, reuse) for reuse in REUSE if reuse != "threshold_paper"), *STRUCTURES]
-
-
-def method_for(method, name):
-    return method if isinstance(method, (NextToken, SJD)) else DraftTree(DRAFTERS[name], method)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_after_given_tokens_the_distribution_is_the_models_own(method, name):
-    layout, _, given = CASES[name]
-    params = SamplingParams(cfg=1.5, temperature=1.2)
-    decoded = method_for(method, name).sample(request(MODELS[name], layout, params, batch=RUNS))
-    assert chi_square(decoded.tokens, MODELS[name].distribution(layout, params)).z < 4
-    trace = decoded.trace
-    assert (trace.positions["source"][:, :given] == Source.FORCED).all()
-    assert not trace.positions["finalised_at"][:, :given].any() and (trace.positions["p"][:, :given] == 1).all()
-    committed = trace.rounds["committed"]
-    assert (committed.sum(0) == layout.length).all() and (committed[0] == given + 1).all()
-    assert trace.totals["target_passes"] <= layout.length - given
-    summary = trace.summary()
-    assert summary["prefix_tokens"] == RUNS * given and summary["step_compression"] >= 1
-
-
 @pytest.mark.parametrize("method", [NextToken(), SJD(3, "gumbel")], ids=str)
 @pytest.mark.parametrize("chunk", [2, 256])
 def test_fixed_noise_gives_what_reading_one_by_one_would(method, chunk, monkeypatch):
     """The image whose beginning is given back is generated again, in chunks of any size and at any place."""
-    for name, (layout, _, _) in CASES.items():
-        free = replace(layout, forced=plain(2, 3).forced if name == "row" else with_line_ends(2, 2).forced)
+    for name, (free, _) in CASES.items():
         asked = request(MODELS[name], free, seed=3, batch=50)
         whole = NextToken().sample(asked).tokens
         monkeypatch.setattr(prefill, "CHUNK", chunk)
-        for count in range(layout.length + 1):
+        for count in range(free.length + 1):
             again = method.sample(replace(asked, layout=begun(free, *whole[:, :count].tolist()) if count else free))
             assert torch.equal(again.tokens, whole), count
             assert method != NextToken() or again.trace.totals["target_passes"] == max(
-                layout.length - count - int(name == "line_ends" and count in (2, 5)), 1
+                free.length - count - int(name == "line_ends" and count in (2, 5)), 1
             )  # a row's end comes for free
 
 

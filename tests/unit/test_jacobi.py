@@ -31,15 +31,6 @@ def sample(model, method, **options):
     return api.sample(model, prompt, method, **{"cfg": 2.0, "top_k": 0} | options)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-def test_image_i_of_a_batch_is_the_run_with_seed_plus_i(model, method):
-    batch = sample(model, method, seed=40, batch_size=3)
-    for i in range(3):
-        alone = sample(model, method, seed=40 + i)
-        assert torch.equal(batch.tokens[i], alone.tokens[0])
-        assert torch.equal(batch.trace.positions["finalised_at"][i], alone.trace.positions["finalised_at"][0])
-
-
 @pytest.mark.parametrize(("window", "length", "width"), [(None, 256, 16), (None, 9, 9), (5, 256, 5)])
 def test_the_window_is_that_of_16_tokens_unless_given(window, length, width):
     assert SJD(window).width(SimpleNamespace(length=length)) == width

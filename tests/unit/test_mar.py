@@ -45,17 +45,6 @@ def classes(*numbers):
 # Transformer
 
 
-def test_rows_that_know_different_numbers_do_not_disturb_each_other(model):
-    """A batch of rows with 0, 2, 5 and 16 known tokens equals the rows one by one."""
-    known = torch.arange(16) < torch.tensor([0, 2, 5, 16])[:, None]
-    tokens, prompt = numbers("tokens", 4, 16, 16), model.prompt(classes(0, 3, 3, 9))
-    together = model(prompt, tokens, known, 16)
-    for row in range(4):
-        one = slice(row, row + 1)
-        alone = model(prompt[one], tokens[one], known[one], int(known[row].sum()))
-        assert torch.allclose(together[one], alone, atol=1e-5)
-
-
 def test_a_caption_fills_as_many_slots_as_it_has_words():
     model = transformer(captions=True)
     words = numbers("words", 1, 6, MAR.conditions)

@@ -19,9 +19,8 @@ from comfyui_specar.samplers.trace import Source
 from torch import Tensor
 
 from ..support.captured_runs import assert_same_run, captured
-from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
-
-LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
+from ..support.enumerated import LAYOUTS, MODELS, assert_exact, draw
+from ..support.toy import request
 
 
 @dataclass(frozen=True)
@@ -87,20 +86,17 @@ class PlainJacobi(DiscreteMethod):
         return f"plain Jacobi, window {settings['window']}"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["row", "line_ends", "kept"])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(cfg=2.0, top_k=2)], ids=["plain", "filtered"])
 def test_it_samples_from_the_distribution(name, params):
-    layout, specials = LAYOUTS[name]
-    model = ToyModel(layout, specials)
-    result = PlainJacobi().sample(request(model, layout, params, batch=16_000))
-    assert chi_square(result.tokens, model.distribution(layout, params)).z < 4
-    plainly = NextToken().sample(request(model, layout, params)).trace.totals["target_passes"]
+    result = draw(PlainJacobi(), name, params, batch=16_000)
+    assert_exact(result.tokens, name, params)
+    plainly = draw(NextToken(), name, params).trace.totals["target_passes"]
     assert sum(result.trace.totals["passes_per_image"]) / 16_000 < plainly
 
 
 def test_it_is_captured_as_it_is():
-    layout, specials = LAYOUTS["line_ends"]
-    asked = request(ToyModel(layout, specials), layout, batch=2)
+    asked = request(MODELS["line_ends"], LAYOUTS["line_ends"][0], batch=2)
     wanted = PlainJacobi().sample(asked)
     with captured() as graphs:
         assert_same_run([PlainJacobi().sample(asked) for _ in range(3)][-1], wanted)

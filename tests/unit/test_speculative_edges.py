@@ -1,4 +1,4 @@
-"""The corners of speculative decoding: tiny and forced images, absurd sizes, temperature 0, stops, random numbers."""
+"""The corners of speculative decoding: absurd sizes, temperature 0, stops, random numbers."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from comfyui_specar.samplers.trace import Source
 
 from ..support.rounds import begin
 from ..support.rules import RELAXED
-from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
+from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request
 
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
 STRUCTURES = {
@@ -66,23 +66,6 @@ def test_absurd_sizes_sample_whole_images_from_the_distribution(name):
     decoded = method.sample(request(toy, layout, batch=500))
     assert chi_square(decoded.tokens, toy.distribution(layout, SamplingParams())).z < 4
     assert decoded.trace.rounds["depth"].max() <= 2
-
-
-def test_images_of_one_token_and_of_forced_tokens_alone():
-    one, forced = plain(1, 1), with_line_ends(2, 2)
-    whole = replace(forced, forced=torch.where(forced.forced < 0, 1, forced.forced))
-    for layout, specials in ((one, 0), (whole, 2)):
-        toy = ToyModel(layout, specials)
-        for method in methods(toy, rules=RULES):
-            decoded = method.sample(request(toy, layout, batch=3))
-            sources = decoded.trace.positions["source"]
-            if layout is one:
-                assert (sources == Source.PREFILL).all() and decoded.trace.totals["target_passes"] == 1
-            else:
-                assert torch.equal(decoded.tokens, whole.forced.expand(3, -1)) and (sources == Source.FORCED).all()
-            summary = decoded.trace.summary()
-            assert summary["accepted_drafts"] == 0
-            assert summary["tv_bound"] == (0 if getattr(method, "bounded", True) else None)
 
 
 def test_greedy_trees_have_siblings():

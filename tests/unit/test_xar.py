@@ -14,15 +14,10 @@ from comfyui_specar.samplers.methods.continuous import MODES, ContinuousSpeculat
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 
 from ..support.tiny import fill
-from ..support.tiny_xar import HEADS, tiny_xar, write, xar_shapes, xar_weights
+from ..support.tiny_xar import HEADS, tiny_xar, write, xar_weights
 
 PARAMS = ContinuousParams(cfg=3.0, steps=3)
 CELLS, CELL = XARConfig().cells, XARConfig().cell
-RELEASED = {  # width, blocks in either half, heads, hidden, millions of parameters, guidance, steps
-    "xAR-B.pth": (768, 8, 12, 2048, 172.6, 2.7, 40),
-    "xAR-L.pth": (1024, 16, 16, 2730, 608.4, 2.3, 50),
-    "xAR-H.pth": (1280, 20, 16, 3413, 1186.0, 2.2, 50),
-}
 
 
 @pytest.fixture(scope="module")
@@ -68,26 +63,6 @@ def predict(model, known, cells, cfg=3.0, temperature=1.0, kind="ddpm", tokens=N
 # Files
 
 
-def load_meta(monkeypatch, name, dim, blocks, hidden):
-    shapes = xar_shapes(dim, blocks, hidden, buffers=True)
-    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
-    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
-    assert xar.recognise(tensors)
-    return xar.load(Checkpoint(tensors, {}, Path(name)), torch.float32, None, ())
-
-
-@pytest.mark.parametrize("name", RELEASED)
-def test_released_files_fit(monkeypatch, name):
-    dim, blocks, heads, hidden, millions, cfg, steps = RELEASED[name]
-    model = load_meta(monkeypatch, name, dim, blocks, hidden)
-    config = model.backbone.config
-    assert (config.dim, config.encoder_layers, config.decoder_layers) == (dim, blocks, blocks)
-    assert (config.heads, config.hidden, config.channels, config.classes) == (heads, hidden, 16, 1000)
-    assert (model.family, model.grid, model.group, model.scale) == ("xar", (16, 16), 64, 0.2325)
-    assert (model.defaults.cfg, model.defaults.steps, model.defaults.cfg_schedule) == (cfg, steps, "linear")
-    assert abs(sum(t.numel() for t in model.state_dict().values()) / 1e6 - millions) < 0.05
-
-
 def spoilt(change, **sizes):
     weights = xar_weights(**sizes)
     change(weights)
@@ -97,13 +72,8 @@ def spoilt(change, **sizes):
 @pytest.mark.parametrize(
     ("weights", "metadata", "words"),
     [
-        (lambda w: w.pop("decoder_blocks.1.attn.proj.bias"), {}, "incomplete"),
         (lambda w: [w.pop(name) for name in list(w) if "_blocks." in name], {}, "blocks"),
-        (lambda w: w["pred.weight"].view(-1)[0].fill_(math.nan), {}, "NaN"),
-        (lambda w: w.update({"decoder_norm.weight": torch.ones(7)}), {}, r"decoder_norm.*\[7\].*\[32\]"),
-        (lambda w: w.update({"encoder_blocks.0.x": torch.ones(7)}), {}, "1 unknown"),
         (lambda w: w.update(encoder_pos_embed_learned=torch.ones(1, 64, 32)), {}, "64 tokens.*256"),
-        (lambda w: w.update(encoder_pos_embed_learned=torch.ones(64)), {}, "damaged"),
         (lambda w: None, {"heads": None}, "width 32.*2 encoder blocks.*released"),
         (lambda w: None, {"heads": 5}, "5 heads.*width 32"),
         (lambda w: None, {"cell": 3}, "cells 3 tokens wide.*1, 2, 4, 8"),
@@ -231,12 +201,6 @@ def test_illegal_steps():
 @pytest.fixture(scope="module")
 def plain(model):
     return ContinuousNextToken().sample(request(model, 2))
-
-
-def test_images_do_not_depend_on_the_batch(model, plain):
-    one = ContinuousNextToken().sample(request(model))
-    assert one.trace.totals["target_passes"] == CELLS
-    assert torch.allclose(plain.tokens[:1], one.tokens, atol=1e-4)
 
 
 @pytest.mark.parametrize(("length", "passes"), [(1, 4), (2, 3), (3, 2)])
