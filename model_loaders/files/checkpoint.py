@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ...common.limits import CONTAINERS, SETTINGS, SHARDS, legal_name, parse_json, shown
 from . import safetensors_files
+from .bitsandbytes import with_bitsandbytes
 from .errors import CheckpointError, raise_if_out_of_memory
+from .gptq import with_gptq
 from .names import unwrapped
 from .pickles import read_pickle, refuse_unreal
 from .quantised import DESCRIPTIONS
@@ -174,7 +176,9 @@ def outline(path: Path) -> Checkpoint:
 
 def _with_matrices(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The tensors of a checkpoint without the names of wrappers, in which those of a quantised matrix are one."""
-    return with_scales(_unwrapped(checkpoint.tensors), checkpoint.path)
+    path = checkpoint.path
+    tensors = with_bitsandbytes(with_scales(_unwrapped(checkpoint.tensors), path), path)
+    return with_gptq(tensors, path, lambda: checkpoint.settings)
 
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
