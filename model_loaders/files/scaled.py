@@ -156,8 +156,8 @@ def _grid_matrix(
         raise mismatch(layer, "weight", numbers, path)
     for part, tensor, shape in (
         ("weight_s_channel", channel, (rows,)),
-        ("weight_codebook", codebook, (16,) if bits == 4 else ()),
-        ("weight_correction", correction, (groups, rows) if bits == 4 else ()),
+        ("weight_codebook", codebook, (16,) if bits == 4 else None),
+        ("weight_correction", correction, (groups, rows) if bits == 4 else None),
     ):
         if tensor is not None and (tuple(tensor.shape) != shape or not tensor.is_floating_point()):
             raise mismatch(layer, part, tensor, path)

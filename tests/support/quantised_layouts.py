@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from .comfy_quant import mark
+from .comfy_quant import mark, rewritten
 
 NF4 = 0.9677083  # where the quantiles of a normal distribution begin that NF4 is made of (arXiv:2305.14314)
 FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12
@@ -98,8 +98,6 @@ def config(method, **about):
 def in_folder(folder, pack, about=None, chosen=lambda name: ".layers." in name):
     """Rewrite model.safetensors in a folder: matrices that are ``chosen`` as ``pack`` (name, weight) returns them, the
     others as they are, and ``about`` added to config.json. Returns the tensors that those now stand for."""
-    from .comfy_quant import rewritten
-
     wide = {}
 
     def change(tensors):

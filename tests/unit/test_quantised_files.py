@@ -8,6 +8,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.kernels.linear import widened
 from comfyui_specar.model_loaders.detect import count_weights, load_model, stays_narrow
+from comfyui_specar.model_loaders.files import quantised
 from comfyui_specar.model_loaders.files.bitsandbytes import with_bitsandbytes
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, outline
 from comfyui_specar.model_loaders.files.convrot import rotated
@@ -59,8 +60,9 @@ MATRICES = {  # how one is packed, and what config.json says
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_a_matrix_is_what_its_layout_says(name, tmp_path):
+def test_a_matrix_is_what_its_layout_says(name, tmp_path, monkeypatch):
     """To the last bit, whole and in parts, in fp32 and rounded."""
+    monkeypatch.setattr(quantised, "_TOGETHER", 2600)  # ten rows at a time
     pack, about = MATRICES[name]
     weight = torch.randn(64, 256)
     tensors, wide = pack("a.weight", weight)
@@ -283,6 +285,7 @@ def test_descriptions_are_checked_before_they_are_used(change, words, tmp_path):
         ({"group_size": 0}, "group_size"),
         ({"group_size": 32}, "weight has the shape"),
         ({"group_size": BIG}, "group_size"),
+        ({"group_size": 64 * 2 // 3}, "weight has the shape"),
     ],
     ids=str,
 )
