@@ -7,6 +7,7 @@ Comfy-Org/comfy-kitchen, in comfy_kitchen/tensor and comfy_kitchen/backends/eage
 
 * float8_e4m3fn: numbers in that dtype, ``weight_scale`` for all or for every row;
 * int8_tensorwise: int8, ``weight_scale`` for all or for every row; with "convrot", the rows are rotated (see convrot);
+* mxfp8: float8_e4m3fn; ``weight_scale`` as powers of two (e8m0) for every 32 along a row, in cuBLAS's order of tiles;
 * nvfp4: two e2m1 numbers per byte, the first in the upper half; ``weight_scale`` in e4m3 for every 16 along a row, in
   cuBLAS's order of tiles; ``weight_scale_2`` for all;
 * convrot_w4a4: two numbers from -8 to 7 per byte, the first in the lower half; ``weight_scale`` for every row; rotated;
@@ -14,6 +15,9 @@ Comfy-Org/comfy-kitchen, in comfy_kitchen/tensor and comfy_kitchen/backends/eage
 
 float8_e4m3fn and int8_tensorwise without rotation can be kept as they are. ``input_scale`` is for products of rounded
 activations, which are not computed here, and is left out.
+
+Files of before that have a tensor ``scaled_fp8`` and, for every layer in float8_e4m3fn, ``scale_weight`` and
+``scale_input`` (convert_old_quants in comfy/utils.py).
 """
 
 from __future__ import annotations
@@ -35,12 +39,14 @@ from .quantised import RELEASED, Format, QuantisedMatrix, description, mismatch,
 
 MARK = ".comfy_quant"
 METADATA = "_quantization_metadata"
-_BLOCK = 16  # numbers of nvfp4 that share a scale
+_OLD = "scaled_fp8"
+_BLOCK = {"nvfp4": 16, "mxfp8": 32}  # numbers that share a scale
 _TILE = 128, 4  # rows and columns of scales in a tile of cuBLAS
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "int8_tensorwise": torch.int8,
+    "mxfp8": torch.float8_e4m3fn,
     "nvfp4": torch.uint8,
     "convrot_w4a4": torch.int8,
     "asym_w4a8_int8": torch.int8,
@@ -68,6 +74,7 @@ def with_scales(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
     Raises CheckpointError for other formats, and for weights and scales that are missing or of another kind.
     """
+    tensors = _marked(tensors)
     found = dict(tensors)
     for mark in [name for name in tensors if name.endswith(MARK)]:
         layer = mark.removesuffix(MARK)
@@ -80,6 +87,21 @@ def with_scales(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
         for part in (*_PARTS, *_GRID_PARTS):
             found.pop(f"{layer}.{part}", None)
         found[f"{layer}.weight"] = matrix
+    return found
+
+
+def _marked(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tensors of a file that marks its layers in the old way, as it would be in the new one. Others unchanged."""
+    split = [(name, *name.rpartition(".")[::2]) for name in tensors]
+    if not any(part == _OLD for _, _, part in split):
+        return tensors
+    found, mark = {}, json.dumps({"format": "float8_e4m3fn"}).encode()
+    for name, layer, part in split:
+        if part == "scale_weight":
+            found[f"{layer}.weight_scale"] = tensors[name]
+            found[f"{layer}{MARK}"] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        elif part not in (_OLD, "scale_input"):
+            found[name] = tensors[name]
     return found
 
 
@@ -105,9 +127,16 @@ def _matrix(layer: str, tensors: Mapping[str, Tensor], path: Path) -> QuantisedM
     if kind == "asym_w4a8_int8":
         return _grid_matrix(layer, numbers, options, tensors, path)
     scale = part_of(layer, "weight_scale", tensors, path)
-    if kind == "nvfp4":
-        blocks = _block_scales(layer, numbers, scale, tensors, path)
-        return QuantisedMatrix((numbers, blocks), Format(2 * numbers.shape[1], _e2m1))
+    if kind in _BLOCK:
+        columns = numbers.shape[1] * (2 if kind == "nvfp4" else 1)
+        blocks = _tiled(layer, scale, len(numbers), columns, _BLOCK[kind], path)
+        if kind == "mxfp8":
+            return QuantisedMatrix((numbers, (blocks.int() << 23).view(torch.float32)), Format(columns, _in_blocks))
+        whole = part_of(layer, "weight_scale_2", tensors, path)
+        if whole.numel() != 1 or not whole.is_floating_point():
+            raise mismatch(layer, "weight_scale_2", whole, path)
+        scales = blocks.view(torch.float8_e4m3fn).float() * whole.float().reshape(())
+        return QuantisedMatrix((numbers, scales), Format(columns, _e2m1))
     if not scale.is_floating_point() or scale.numel() not in (1, len(numbers)):
         raise mismatch(layer, "weight_scale", scale, path)
     plain = scaled(numbers, scale)
@@ -135,7 +164,11 @@ def _signed(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
 
 def _e2m1(numbers: Tensor, scale: Tensor) -> Tensor:
     values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device=numbers.device)
-    return (values[pairs(numbers, upper_first=True).int()].unflatten(1, (-1, _BLOCK)) * scale[..., None]).flatten(1)
+    return _in_blocks(values[pairs(numbers, upper_first=True).int()], scale)
+
+
+def _in_blocks(numbers: Tensor, scale: Tensor) -> Tensor:
+    return (numbers.float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
 
 
 def _grid_matrix(
@@ -197,18 +230,14 @@ def _grid(
     return rotated(levels.flatten(1), group)
 
 
-def _block_scales(layer: str, numbers: Tensor, blocks: Tensor, tensors: Mapping[str, Tensor], path: Path) -> Tensor:
-    """Scales [N, K / 16] of nvfp4 from those in tiles.
+def _tiled(layer: str, blocks: Tensor, rows: int, columns: int, block: int, path: Path) -> Tensor:
+    """Scales of ``block`` numbers each, as bytes [N, K / block], from those in tiles.
 
     A tile of 128 x 4 is stored as [32, 4, 4]: row r of it at [r % 32, r // 32].
     """
-    rows, columns = len(numbers), numbers.shape[1] * 2 // _BLOCK
-    down, across = (-(-size // tile) for size, tile in zip((rows, columns), _TILE, strict=True))
-    if blocks.element_size() != 1 or blocks.numel() != down * across * _TILE[0] * _TILE[1] or numbers.shape[1] % 8:
+    down, across = -(-rows // _TILE[0]), -(-columns // (block * _TILE[1]))
+    if blocks.element_size() != 1 or blocks.numel() != down * across * _TILE[0] * _TILE[1] or columns % block:
         raise mismatch(layer, "weight_scale", blocks, path)
-    whole = part_of(layer, "weight_scale_2", tensors, path)
-    if whole.numel() != 1 or not whole.is_floating_point():
-        raise mismatch(layer, "weight_scale_2", whole, path)
-    tiles = blocks.view(torch.float8_e4m3fn).float().reshape(down, across, 32, 4, 4)
+    tiles = blocks.view(torch.uint8).reshape(down, across, 32, 4, 4)
     plain = tiles.permute(0, 3, 2, 1, 4).reshape(down * _TILE[0], across * _TILE[1])
-    return plain[:rows, :columns] * whole.float().reshape(())
+    return plain[:rows, : columns // block].contiguous()

@@ -41,6 +41,12 @@ def quantised(weight, kind, **options):
         scale = weight.abs().amax(1, keepdim=True) / 127 if kind == "int8 by row" else weight.abs().max() / 127
         numbers = (weight / scale).round().to(INT8)
         return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
+    if kind == "mxfp8":
+        blocks = weight.unflatten(1, (-1, 32))
+        power = (blocks.abs().amax(-1, keepdim=True) / 448).log2().ceil()
+        numbers = (blocks / 2**power).to(FP8)
+        scales = tiled((power[..., 0] + 127).byte()).view(torch.uint8)
+        return {"weight": numbers.flatten(1), "weight_scale": scales}, (numbers.float() * 2**power).flatten(1)
     whole = weight.abs().max() / (448 * 6)
     blocks = weight.unflatten(1, (-1, 16))
     scales = (blocks.abs().amax(-1) / 6 / whole).to(FP8)
@@ -121,7 +127,7 @@ def tiled(scales):
         for column in range(columns):
             tile = row // 128 * across + column // 4
             found[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = float(scales[row, column])
-    return found.view(down * 128, across * 4).to(FP8)
+    return found.view(down * 128, across * 4).to(scales.dtype)
 
 
 def quantise_file(tensors, kind, chosen=lambda name: ".layers." in f".{name}", about=None):
@@ -129,7 +135,9 @@ def quantise_file(tensors, kind, chosen=lambda name: ".layers." in f".{name}", a
     narrow, wide = {}, {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        fits = kind != "nvfp4" or not any(size % 16 for size in tensor.shape)
+        fits = kind not in ("nvfp4", "mxfp8") or not any(
+            size % (16 if kind == "nvfp4" else 32) for size in tensor.shape
+        )
         if part == "weight" and tensor.ndim == 2 and "norm" not in name and chosen(name) and fits:
             parts, wide[name] = quantised(tensor, kind)
             narrow |= {f"{layer}.{suffix}": part for suffix, part in parts.items()}

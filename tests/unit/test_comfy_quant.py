@@ -22,7 +22,7 @@ from ..support.every_family import FAMILIES
 
 SELF_CONTAINED = [name for name in FAMILIES if name != "llamagen-t2i"]  # those whose folder has a text encoder
 KEPT = {"float8_e4m3fn": FP8, "int8_tensorwise": INT8, "int8 by row": INT8}
-KINDS = KEPT | {"nvfp4": None} | dict.fromkeys(comfy_quant.ROTATED)
+KINDS = KEPT | {"nvfp4": None, "mxfp8": None} | dict.fromkeys(comfy_quant.ROTATED)
 
 
 def both(name, tmp_path, kind, **options):
@@ -139,6 +139,22 @@ def test_layers_may_be_marked_in_the_metadata(tmp_path, mapped):
     assert shapes == {name: tensor.shape for name, tensor in load_file(str(wide / "model.safetensors")).items()}
 
 
+def test_layers_of_before_are_marked_by_their_scales(tmp_path):
+    """And the file by a tensor scaled_fp8."""
+    narrow, wide = both("simplear", tmp_path, "float8_e4m3fn")
+
+    def as_before(tensors):
+        names = {"weight_scale": "scale_weight", "input_scale": "scale_input"}
+        split = [(name.rpartition("."), tensor) for name, tensor in tensors.items() if not name.endswith("comfy_quant")]
+        old = {f"{layer}.{names.get(part, part)}": tensor for (layer, _, part), tensor in split}
+        return old | {"model.scaled_fp8": torch.zeros(2).to(FP8)}, {}
+
+    rewritten(narrow, as_before)
+    assert stays_narrow(narrow) == FP8
+    found, wanted = load_model(narrow).state_dict(), load_model(wide).state_dict()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
 def test_scales_may_lie_in_another_shard(tmp_path):
     narrow, wide = both("simplear", tmp_path, "int8_tensorwise")
     tensors = load_file(str(narrow / "model.safetensors"))
@@ -197,7 +213,7 @@ def marked(about):
 
 
 REFUSED = [  # what is different about the tensors of a layer (None: it is left out), and what is said
-    (marked({"format": "mxfp8"}), "mxfp8.*not supported"),
+    (marked({"format": "mxfp4"}), "mxfp4.*not supported"),
     (marked({"format": "int8_tensorwise", "convrot": True}), "convrot_groupsize is 256, not a power of 4 that divides"),
     (marked({"format": "int8_tensorwise", "params": {"convrot": 1, "convrot_groupsize": 8}}), "is 8, not a power of 4"),
     ({"pre_quant_scale": torch.ones(4)}, "not supported"),

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.kernels.linear import widened
+from comfyui_specar.kernels.linear import widened as in_storage
 from comfyui_specar.model_loaders.detect import count_weights, load_model, stays_narrow
 from comfyui_specar.model_loaders.files import quantised
 from comfyui_specar.model_loaders.files.bitsandbytes import with_bitsandbytes
@@ -14,7 +14,7 @@ from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, outli
 from comfyui_specar.model_loaders.files.convrot import rotated
 from comfyui_specar.model_loaders.files.gptq import with_gptq
 from comfyui_specar.model_loaders.files.scaled import with_scales
-from comfyui_specar.models.quantised import NarrowLinear
+from comfyui_specar.models.quantised import NarrowLinear, narrowed
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file
 
@@ -117,6 +117,7 @@ ERRORS = {  # format -> root mean square of the error by that of the numbers, in
     "asym w6a8": 2.2,
     "convrot_w4a4": 15,
     "nvfp4": 9.5,
+    "mxfp8": 2.6,
     "nf4": 9.2,
     "fp4": 12,
     "int8 of bitsandbytes": 0.8,
@@ -150,6 +151,15 @@ def test_what_rotation_is_for(tmp_path):
     weight[:, 7] = 40
     errors = [error_of(name, weight, tmp_path / "x") for name in ("int8 by row", "int8 convrot")]
     assert errors == pytest.approx([5.7, 0.76], rel=0.06)
+
+
+@pytest.mark.parametrize(("name", "total"), [("nf4", 13), ("autoround", 14.7)])
+def test_what_a_second_rounding_to_4_bits_costs(name, total, tmp_path):
+    weight = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    pack, about = MATRICES[name]
+    matrix = read(pack("a.weight", weight)[0], tmp_path / "x", about)
+    again = in_storage(*narrowed(matrix, INT4), torch.float32).view_as(weight)
+    assert 100 * float((again - weight).norm() / weight.norm()) == pytest.approx(total, rel=0.06)
 
 
 # Models
@@ -200,7 +210,7 @@ def test_4_bits_of_a_file_stay_what_they_are(tmp_path):
     numbers, scale = read(tensors, tmp_path / "x", AUTOROUND).kept()
     assert numbers.shape == (64, 4, 32) and scale.shape == (64, 4, 2) and scale.dtype == BF16
     assert torch.equal(scale[:, ::2], scale[:, 1::2]), "two groups of 64 for one of 128"
-    restored = widened(numbers, scale, torch.float32).view_as(wide)
+    restored = in_storage(numbers, scale, torch.float32).view_as(wide)
     assert float((restored - wide).norm() / wide.norm()) < 0.002
     halves = torch.cat((numbers & 15, numbers >> 4), dim=-1).flatten(1).float()
     steps = tensors["a.scales"].T.repeat_interleave(128, 1).float()
