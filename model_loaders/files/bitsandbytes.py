@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...common.limits import FileError, bounded_int, legal_sizes, shown
 from .errors import CheckpointError
-from .quantised import DESCRIPTIONS, RELEASED, Format, QuantisedMatrix, description, mismatch, pairs, part_of
+from .quantised import DESCRIPTIONS, RELEASED, Format, QuantisedMatrix, description, looked_up, mismatch, part_of
 from .scaled import scaled
 
 _STATES = DESCRIPTIONS[1:]
@@ -119,7 +119,7 @@ def _widened(
         blocks = absmax.shape[1]
         place = (row[:, None] * blocks + torch.arange(blocks, device=row.device)) // step
         absmax = levels.float().flatten()[absmax.int()] * outer.float().flatten()[place] + offset
-    values = table.float().flatten()[pairs(packed, upper_first=True).int()]
+    values = looked_up(table, packed, upper_first=True)
     values = F.pad(values, (0, absmax.shape[1] * block - values.shape[1]))
     values = (values.unflatten(1, (-1, block)) * absmax[..., None]).flatten(1)
     return values if shape is None else values[0, : shape[0] * shape[1]].view(shape)

@@ -117,6 +117,13 @@ def pairs(numbers: Tensor, upper_first: bool = False) -> Tensor:
     return torch.stack(halves[::-1] if upper_first else halves, dim=-1).flatten(1)
 
 
+def looked_up(table: Tensor, packed: Tensor, upper_first: bool = False) -> Tensor:
+    """The numbers (fp32) of a ``table`` [16] that the ``pairs`` of [n, m] bytes stand for: [n, 2 m]."""
+    every = torch.arange(256, device=packed.device).byte()[:, None]
+    both = table.float().flatten()[pairs(every, upper_first).int()]  # a table of pairs is read half as often
+    return both.index_select(0, packed.reshape(-1).view(torch.uint8).int()).view(len(packed), -1)
+
+
 def part_of(layer: str, part: str, tensors: Mapping[str, Tensor], path: Path) -> Tensor:
     """A tensor of a quantised layer. Raises CheckpointError if it is missing."""
     if f"{layer}.{part}" not in tensors:
@@ -137,12 +144,12 @@ def description(content: str | Tensor, name: str, path: Path) -> dict[str, Any]:
     try:
         if isinstance(content, str):
             text: str | bytes = content
+        elif content.dtype != torch.uint8 or content.numel() > QUANTISED:
+            raise FileError("it is no short string of bytes")
         elif content.is_meta:
             raise FileError("files of PyTorch's oldest format do not tell it in time. Save it as .safetensors")
-        elif content.dtype == torch.uint8 and content.numel() <= QUANTISED:
-            text = bytes(content.flatten().tolist())
         else:
-            raise FileError("it is no short string of bytes")
+            text = bytes(content.flatten().tolist())
         found = parse_json(text)
         if not isinstance(found, dict):
             raise FileError("it is no object")

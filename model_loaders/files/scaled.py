@@ -35,7 +35,7 @@ from ...common.limits import FileError, bounded_int, legal_name
 from ...models.quantised import stored
 from .convrot import rotated, rotation_of
 from .errors import CheckpointError
-from .quantised import RELEASED, Format, QuantisedMatrix, description, mismatch, pairs, part_of
+from .quantised import RELEASED, Format, QuantisedMatrix, description, looked_up, mismatch, pairs, part_of
 
 MARK = ".comfy_quant"
 METADATA = "_quantization_metadata"
@@ -164,7 +164,7 @@ def _signed(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
 
 def _e2m1(numbers: Tensor, scale: Tensor) -> Tensor:
     values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device=numbers.device)
-    return _in_blocks(values[pairs(numbers, upper_first=True).int()], scale)
+    return _in_blocks(looked_up(values, numbers, upper_first=True), scale)
 
 
 def _in_blocks(numbers: Tensor, scale: Tensor) -> Tensor:
@@ -218,11 +218,14 @@ def _grid(
     of four codes each, the first in the lowest bits.
     """
     columns = numbers.shape[1] * 8 // bits
-    codes = pairs(numbers[:, : columns // 2])
-    if bits == 6:
-        upper = numbers[:, columns // 2 :].view(torch.uint8)
-        codes = codes | torch.stack([upper >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1) << 4
-    values = codes.float() - 2 ** (bits - 1) if codebook is None else codebook.float()[codes.int()]
+    if codebook is not None:
+        values = looked_up(codebook, numbers)
+    else:
+        codes = pairs(numbers[:, : columns // 2])
+        if bits == 6:
+            upper = numbers[:, columns // 2 :].view(torch.uint8)
+            codes = codes | torch.stack([upper >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1) << 4
+        values = codes.float() - 2 ** (bits - 1)
     levels = (values.unflatten(1, (relative.shape[1], -1)) * relative.float()[..., None]).round_().clamp_(-127, 127)
     levels = levels * channel.float()[:, None, None]
     if correction is not None:

@@ -308,6 +308,12 @@ def test_sizes_of_groups_are_checked_before_they_are_used(change, words, tmp_pat
         refused(tmp_path / "x.safetensors", words, loader=load)
 
 
+def test_long_descriptions_are_not_read(tmp_path):
+    save_file({"a.comfy_quant": torch.zeros(5000, dtype=torch.uint8), "a.weight": torch.ones(2, 2)}, tmp_path / "x.sft")
+    for load in (open_checkpoint, outline):
+        refused(tmp_path / "x.sft", "a.comfy_quant", "no short string", loader=load)
+
+
 def test_a_file_without_its_descriptions_is_refused(tmp_path):
     tensors, _ = layouts.bitsandbytes("a.weight", torch.randn(32, 64))
     del tensors["a.weight.quant_state.bitsandbytes__nf4"]
