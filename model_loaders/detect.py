@@ -37,7 +37,7 @@ from .files.checkpoint import (
     weight_file,
 )
 from .files.errors import CheckpointError, as_released
-from .files.scaled import ScaledMatrix
+from .files.quantised import QuantisedMatrix
 from .image_reader import ImageReader
 from .registry import Family
 from .sizes import legal_grid
@@ -344,17 +344,17 @@ def decoder_files(path: Path, family: str, search_folders: Sequence[Path]) -> li
 
 
 def stays_narrow(path: str | Path) -> torch.dtype | None:
-    """The storage in which a model of token ids keeps the numbers of its file: fp8 or int8; None for wide files, and
-    for nvfp4, which is widened. Only names, shapes and dtypes are read."""
+    """The storage in which a model of token ids keeps the numbers of its file: fp8, int8 or 4 bits; None for wide
+    files, and for formats that are widened (see files/quantised.py). Only names, shapes and dtypes are read."""
     file = model_file(path)
     checkpoint = outline(file)
     family = family_of(checkpoint)
     if family and family.continuous:
         return None
-    scaled = {matrix.numbers.dtype for matrix in checkpoint.tensors.values() if isinstance(matrix, ScaledMatrix)}
-    if torch.int8 in scaled:
-        return torch.int8
-    return torch.float8_e4m3fn if torch.float8_e4m3fn in scaled or holds_fp8(file) else None
+    matrices = [matrix for matrix in checkpoint.tensors.values() if isinstance(matrix, QuantisedMatrix)]
+    kept = {matrix.format.storage for matrix in matrices}
+    fp8 = torch.float8_e4m3fn
+    return next((each for each in (torch.int8, fp8, torch.uint4) if each in kept), fp8 if holds_fp8(file) else None)
 
 
 def count_weights(path: str | Path) -> int:

@@ -80,8 +80,9 @@ def choose(ways: Sequence[Way], free: float, reads_narrow: bool) -> Way:
 
 def candidates(own: torch.dtype | None, reads_narrow: bool) -> tuple[torch.dtype | None, ...]:
     """Storages to choose from (see ``choose``), widest first, for a file whose matrices are stored in ``own`` (None:
-    wide). One in 8 bits is not rounded to other 8 bits, and with Triton kernels not widened."""
-    narrow = own or torch.int8, torch.uint4
+    wide). One in 8 bits is not rounded to other 8 bits, one in 4 bits to none, and with Triton kernels none is widened.
+    """
+    narrow = (own,) if own == torch.uint4 else (own or torch.int8, torch.uint4)
     return narrow if own and reads_narrow else (None, *narrow)
 
 
@@ -99,7 +100,7 @@ def reason(ways: Sequence[Way], chosen: Way, free: float, reads_narrow: bool) ->
             text += ", which takes less time than to widen narrower weights without Triton"
     elif chosen.needed > free:
         text += ", which is just enough"
-    if chosen.storage == torch.uint4:
+    if chosen.storage == torch.uint4 and len(ways) > 1 and ways[-2].storage:  # else the file itself is in 4 bits
         text += f". 4 bits change images much; {ways[-2].name} changes them less, but takes more time here"
     return text
 

@@ -148,6 +148,22 @@ def quantise_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     return _in_parts(_quantise_groups, weight)
 
 
+def fits_groups(columns: int, groups: int) -> bool:
+    """Whether a matrix of 4 bits with ``groups`` along its columns can be kept: see ``in_groups``."""
+    return columns % groups == 0 and columns // groups % GROUP == 0
+
+
+def in_groups(levels: Tensor, step: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight and scale of a NarrowLinear for a matrix that is in 4 bits already.
+
+    levels: uint8 [N, K], 0 to 15; a number is level x step + minimum [N, groups]. All groups have one size, a multiple
+    of GROUP. Step and minimum are rounded to bf16.
+    """
+    lower, upper = levels.unflatten(1, (-1, GROUP)).chunk(2, dim=-1)
+    scale = torch.stack((step, minimum), dim=-1).bfloat16()
+    return lower | upper << 4, scale.repeat_interleave(levels.shape[1] // GROUP // step.shape[1], dim=1)
+
+
 def _in_parts(round_rows: Callable[[Tensor], tuple[Tensor, Tensor]], weight: Tensor) -> tuple[Tensor, Tensor]:
     parts = [round_rows(part) for part in weight.split(max(1, _TOGETHER // max(1, weight.shape[1])))]
     rounded, scales = zip(*parts, strict=True)

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from ...common.limits import CONTAINERS, SETTINGS, SHARDS, legal_name, parse_json, shown
 from . import safetensors_files
+from .bitsandbytes import with_bitsandbytes
 from .errors import CheckpointError, raise_if_out_of_memory
+from .gptq import with_gptq
 from .names import unwrapped
 from .pickles import read_pickle, refuse_unreal
-from .scaled import MARK, marks, with_scales
+from .quantised import DESCRIPTIONS
+from .scaled import marks, with_scales
 from .torchscript import read_torchscript
 from .unsupported import ADAPTERS, MERGE, refuse_unsupported
 
@@ -67,7 +70,7 @@ class Checkpoint:
     """Tensors by name, the ``specar`` metadata of the pack's files (else empty), and the file they came from.
 
     The path of a sharded checkpoint is its index. Tensors may be memory-mapped (see use_mmap); then the data is read on
-    first use. Matrices of quantised files are ScaledMatrix. storage: a dtype of NARROW for the large matrices, or what
+    first use. Those of quantised files are QuantisedMatrix. storage: a dtype of NARROW for the large matrices, or what
     chooses it (see weights.load_weights).
     """
 
@@ -155,7 +158,7 @@ def open_checkpoint(path: Path, mapped: bool | None = None, adapter: bool = Fals
     """
     mapped = _mapped if mapped is None else mapped
     checkpoint = _open(path, "map" if mapped else "read")
-    tensors = with_scales(_unwrapped(checkpoint.tensors), path)
+    tensors = _with_matrices(checkpoint)
     if not adapter:
         refuse_unsupported(tensors, path)
     return replace(checkpoint, tensors=tensors)
@@ -165,10 +168,17 @@ def outline(path: Path) -> Checkpoint:
     """A checkpoint whose tensors are on the meta device: names, shapes and dtypes. Raises as open_checkpoint does."""
     checkpoint = _open(path, "outline")
     tensors = {
-        name: tensor if name.endswith(MARK) else tensor.to("meta")  # marks of the metadata are known
+        name: tensor if name.endswith(DESCRIPTIONS) else tensor.to("meta")
         for name, tensor in checkpoint.tensors.items()
     }
-    return replace(checkpoint, tensors=with_scales(_unwrapped(tensors), path))
+    return replace(checkpoint, tensors=_with_matrices(replace(checkpoint, tensors=tensors)))
+
+
+def _with_matrices(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The tensors of a checkpoint without the names of wrappers, in which those of a quantised matrix are one."""
+    path = checkpoint.path
+    tensors = with_bitsandbytes(with_scales(_unwrapped(checkpoint.tensors), path), path)
+    return with_gptq(tensors, path, lambda: checkpoint.settings)
 
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -183,6 +193,10 @@ def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     safetensors_files.check(path)  # the library would compute with whatever sizes the header states
     with safe_open(str(path), framework="pt", device="cpu") as file:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
+
+
+def _outline(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    return safetensors_files.outline(path, DESCRIPTIONS)
 
 
 def _open(path: Path, data: Data) -> Checkpoint:
@@ -248,7 +262,7 @@ def _open_shards(index: Path, data: Data) -> Checkpoint:
 
 
 def _open_safetensors(path: Path, data: Data) -> Checkpoint:
-    read = {"map": _map, "read": safetensors_files.read, "outline": safetensors_files.outline}[data]
+    read = {"map": _map, "read": safetensors_files.read, "outline": _outline}[data]
     try:
         tensors, strings = read(path)
         metadata = parse_json(strings.get("specar", "{}"))

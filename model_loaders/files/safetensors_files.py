@@ -8,6 +8,7 @@ format's own library maps a file (see ``check``).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,17 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ...common.limits import HEADER, LARGEST, TENSORS, FileError, bounded_int, legal_name, legal_sizes, parse_json
+from ...common.limits import (
+    HEADER,
+    LARGEST,
+    QUANTISED,
+    TENSORS,
+    FileError,
+    bounded_int,
+    legal_name,
+    legal_sizes,
+    parse_json,
+)
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -49,11 +60,21 @@ class _Entry:
     size: int
 
 
-def outline(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file on the meta device (their shapes and dtypes), and its metadata. Raises as ``read`` does."""
+def outline(path: Path, descriptions: tuple[str, ...] = ()) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file on the meta device (their shapes and dtypes), and its metadata. Those whose names end in
+    one of ``descriptions``, of QUANTISED bytes at most, are read. Raises as ``read`` does."""
+    tensors = {}
     with path.open("rb") as file:
         entries, metadata = _header(file, path.stat().st_size)
-    return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}, metadata
+        place = file.tell()
+        for entry in entries:
+            if descriptions and entry.name.endswith(descriptions) and entry.size <= QUANTISED:
+                file.seek(place)
+                tensors[entry.name] = _content(file, entry)
+            else:
+                tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            place += entry.size
+    return tensors, metadata
 
 
 def check(path: Path) -> None:
@@ -72,11 +93,16 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with path.open("rb") as file:
         entries, metadata = _header(file, path.stat().st_size)
         for entry in entries:
-            content = torch.empty(entry.size, dtype=torch.uint8)
-            if file.readinto(content.numpy()) != entry.size:
-                raise FileError(f"it ends within {entry.name}")
-            tensors[entry.name] = content.view(entry.dtype).view(entry.shape)
+            tensors[entry.name] = _content(file, entry)
     return tensors, metadata
+
+
+def _content(file: BufferedReader, entry: _Entry) -> Tensor:
+    """The next tensor of a file. Raises FileError if it ends before."""
+    content = torch.empty(entry.size, dtype=torch.uint8)
+    if file.readinto(content.numpy()) != entry.size:
+        raise FileError(f"it ends within {entry.name}")
+    return content.view(entry.dtype).view(entry.shape)
 
 
 def _header(file: BinaryIO, size: int) -> tuple[list[_Entry], dict[str, str]]:

@@ -1,91 +1,65 @@
 """Matrices that ComfyUI's tools store as numbers times scales.
 
 A layer is marked by a tensor ``<layer>.comfy_quant`` (JSON as bytes) or in the file's metadata
-(``_quantization_metadata``: ``{"layers": {"<layer>": {"format": ...}}}``). Three formats of comfy/quant_ops.py are
-read, each with its ``weight``:
+(``_quantization_metadata``: ``{"layers": {"<layer>": {"format": ...}}}``). Formats of QUANT_ALGOS in ComfyUI's
+comfy/quant_ops.py, with the names of tensors of comfy/ops.py (0.33.0); what they mean is documented by the layouts of
+Comfy-Org/comfy-kitchen, in comfy_kitchen/tensor and comfy_kitchen/backends/eager. Each has its ``weight``:
 
 * float8_e4m3fn: numbers in that dtype, ``weight_scale`` for all or for every row;
-* int8_tensorwise: int8, ``weight_scale`` for all or for every row;
+* int8_tensorwise: int8, ``weight_scale`` for all or for every row; with "convrot", the rows are rotated (see convrot);
+* mxfp8: float8_e4m3fn; ``weight_scale`` as powers of two (e8m0) for every 32 along a row, in cuBLAS's order of tiles;
 * nvfp4: two e2m1 numbers per byte, the first in the upper half; ``weight_scale`` in e4m3 for every 16 along a row, in
-  cuBLAS's order of tiles; ``weight_scale_2`` for all.
+  cuBLAS's order of tiles; ``weight_scale_2`` for all;
+* convrot_w4a4: two numbers from -8 to 7 per byte, the first in the lower half; ``weight_scale`` for every row; rotated;
+* asym_w4a8_int8: see ``_grid``; ``weight_s_channel`` for every row; rotated.
 
-``input_scale`` is for products of rounded activations, which are not computed here, and is left out.
+float8_e4m3fn and int8_tensorwise without rotation can be kept as they are. ``input_scale`` is for products of rounded
+activations, which are not computed here, and is left out.
+
+Files of before that have a tensor ``scaled_fp8`` and, for every layer in float8_e4m3fn, ``scale_weight`` and
+``scale_input`` (convert_old_quants in comfy/utils.py).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from ...common.limits import QUANTISED, FileError, legal_name, parse_json
+from ...common.limits import FileError, bounded_int, legal_name
+from ...models.quantised import stored
+from .convrot import rotated, rotation_of
 from .errors import CheckpointError
+from .quantised import RELEASED, Format, QuantisedMatrix, description, looked_up, mismatch, pairs, part_of
 
 MARK = ".comfy_quant"
 METADATA = "_quantization_metadata"
-_BLOCK = 16  # numbers of nvfp4 that share a scale
+_OLD = "scaled_fp8"
+_BLOCK = {"nvfp4": 16, "mxfp8": 32}  # numbers that share a scale
 _TILE = 128, 4  # rows and columns of scales in a tile of cuBLAS
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SPLITS = torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default
-_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8_tensorwise": torch.int8, "nvfp4": torch.uint8}
-
-
-class ScaledMatrix(Tensor):
-    """A matrix [N, K] of a quantised file. It acts as the fp32 tensor that it stands for, which is computed for every
-    operation again, but parts of its rows are matrices of its kind.
-
-    numbers: fp8 or int8 [N, K], or uint8 [N, K / 2]: pairs in e2m1. scale (fp32): [N, 1], or [N, K / 16] of e2m1.
-    """
-
-    numbers: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls, numbers: Tensor, scale: Tensor) -> ScaledMatrix:
-        rows, columns = numbers.shape
-        shape = rows, columns * (2 if numbers.dtype == torch.uint8 else 1)
-        matrix = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=numbers.device)
-        matrix.numbers, matrix.scale = numbers, scale
-        return matrix
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        matrix, *rest = args
-        if operation == torch.ops.aten.slice.Tensor and rest[0] == 0:
-            return cls(*(operation(part, *rest) for part in (matrix.numbers, matrix.scale)))
-        if operation in _SPLITS and rest[1:] in ([], [0]):
-            parts = (part.split(rest[0]) for part in (matrix.numbers, matrix.scale))
-            return [cls(*both) for both in zip(*parts, strict=True)]
-        given, named = tree_map(lambda each: each.widened() if isinstance(each, cls) else each, (args, kwargs or {}))
-        return operation(*given, **named)
-
-    def to(self, *given: Any, **named: Any) -> Tensor:
-        return self.widened().to(*given, **named)  # torch returns a tensor itself if it already has the dtype
-
-    def float(self) -> Tensor:
-        return self.widened()
-
-    def widened(self) -> Tensor:
-        """The matrix in fp32."""
-        if self.numbers.dtype != torch.uint8:
-            return self.numbers.float() * self.scale
-        values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device=self.device)
-        pairs = torch.stack((self.numbers >> 4, self.numbers & 15), dim=-1).flatten(1)
-        return (values[pairs.int()].unflatten(1, (-1, _BLOCK)) * self.scale[..., None]).flatten(1)
+_DTYPES = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8_tensorwise": torch.int8,
+    "mxfp8": torch.float8_e4m3fn,
+    "nvfp4": torch.uint8,
+    "convrot_w4a4": torch.int8,
+    "asym_w4a8_int8": torch.int8,
+}
+_PARTS = ("comfy_quant", "weight_scale", "weight_scale_2", "input_scale")
+_GRID_PARTS = ("weight_s_rel", "weight_s_channel", "weight_codebook", "weight_correction")
 
 
 def marks(metadata: Mapping[str, str], path: Path) -> dict[str, Tensor]:
     """The layers that a file's metadata mark, as the tensors that mark them in other files."""
     if METADATA not in metadata:
         return {}
-    layers = _object(metadata[METADATA], METADATA, path).get("layers")
+    layers = description(metadata[METADATA], METADATA, path).get("layers")
     if not isinstance(layers, dict):
         raise CheckpointError(f"{path.name} has invalid metadata {METADATA}: it names no layers. Download it again.")
     written = {layer: json.dumps(about).encode() for layer, about in layers.items()}
@@ -96,85 +70,177 @@ def marks(metadata: Mapping[str, str], path: Path) -> dict[str, Tensor]:
 
 
 def with_scales(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The tensors of a file, in which the weight, scales and mark of every marked layer are one ScaledMatrix.
+    """The tensors of a file, in which weight, scales and mark of every marked layer are one QuantisedMatrix.
 
     Raises CheckpointError for other formats, and for weights and scales that are missing or of another kind.
     """
+    tensors = _marked(tensors)
     found = dict(tensors)
     for mark in [name for name in tensors if name.endswith(MARK)]:
         layer = mark.removesuffix(MARK)
-        scaled = _scaled(layer, tensors, path)
-        for part in ("comfy_quant", "weight_scale", "weight_scale_2", "input_scale"):
+        try:
+            matrix = _matrix(layer, tensors, path)
+        except CheckpointError:
+            raise
+        except FileError as error:
+            raise CheckpointError(f"{path.name}: {mark} cannot be read: {error}. Download it again.") from error
+        for part in (*_PARTS, *_GRID_PARTS):
             found.pop(f"{layer}.{part}", None)
-        found[f"{layer}.weight"] = scaled
+        found[f"{layer}.weight"] = matrix
     return found
 
 
-def _scaled(layer: str, tensors: Mapping[str, Tensor], path: Path) -> ScaledMatrix:
-    numbers, scale = (_part(layer, part, tensors, path) for part in ("weight", "weight_scale"))
-    kind = next((kind for kind, dtype in _DTYPES.items() if dtype == numbers.dtype), str(numbers.dtype))
-    mark = tensors[f"{layer}{MARK}"]
-    if not mark.is_meta:  # of a file of which only names and shapes are read
-        about = _object(mark, f"{layer}{MARK}", path)
-        options = about | (about["params"] if isinstance(about.get("params"), dict) else {})
-        kind = about.get("format")
-        if kind not in _DTYPES or options.get("convrot") or f"{layer}.pre_quant_scale" in tensors:
-            rotated = " with rotated weights" if options.get("convrot") else ""
-            raise CheckpointError(
-                f"{path.name}: {layer} is quantised in the format {kind!r:.50}{rotated}, which is not supported. Use "
-                f"the weights as they were released, or one of the formats {', '.join(_DTYPES)}."
-            )
-    if numbers.ndim != 2 or not numbers.numel() or numbers.dtype != _DTYPES.get(kind):
-        raise _mismatch(layer, "weight", numbers, path)
-    if kind == "nvfp4":
-        return ScaledMatrix(numbers, _block_scales(layer, numbers, scale, tensors, path))
+def _marked(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tensors of a file that marks its layers in the old way, as it would be in the new one. Others unchanged."""
+    split = [(name, *name.rpartition(".")[::2]) for name in tensors]
+    if not any(part == _OLD for _, _, part in split):
+        return tensors
+    found, mark = {}, json.dumps({"format": "float8_e4m3fn"}).encode()
+    for name, layer, part in split:
+        if part == "scale_weight":
+            found[f"{layer}.weight_scale"] = tensors[name]
+            found[f"{layer}{MARK}"] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        elif part not in (_OLD, "scale_input"):
+            found[name] = tensors[name]
+    return found
+
+
+def scaled(numbers: Tensor, scale: Tensor) -> QuantisedMatrix:
+    """Numbers [N, K] (int8 or fp8) times a scale for all, or for every row. Both stay what they are if kept."""
+    by_row = scale.float().reshape(-1, 1).expand(len(numbers), 1)
+    kind = Format(numbers.shape[1], _times, storage=numbers.dtype, kept=lambda rows, each: (stored(rows), each[:, 0]))
+    return QuantisedMatrix((numbers, by_row), kind)
+
+
+def _matrix(layer: str, tensors: Mapping[str, Tensor], path: Path) -> QuantisedMatrix:
+    numbers, about = part_of(layer, "weight", tensors, path), description(tensors[f"{layer}{MARK}"], layer + MARK, path)
+    options = (about["params"] if isinstance(about.get("params"), dict) else {}) | about
+    kind = about.get("format")
+    if kind not in _DTYPES or f"{layer}.pre_quant_scale" in tensors:
+        scaled_before = " with scaled inputs (pre_quant_scale)" if kind in _DTYPES else ""
+        raise CheckpointError(
+            f"{path.name}: {layer} is quantised in the format {kind!r:.50}{scaled_before}, which is not supported. "
+            f"{RELEASED}, or one of the formats {', '.join(_DTYPES)}."
+        )
+    if numbers.ndim != 2 or not numbers.numel() or numbers.dtype != _DTYPES[kind]:
+        raise mismatch(layer, "weight", numbers, path)
+    if kind == "asym_w4a8_int8":
+        return _grid_matrix(layer, numbers, options, tensors, path)
+    scale = part_of(layer, "weight_scale", tensors, path)
+    if kind in _BLOCK:
+        columns = numbers.shape[1] * (2 if kind == "nvfp4" else 1)
+        blocks = _tiled(layer, scale, len(numbers), columns, _BLOCK[kind], path)
+        if kind == "mxfp8":
+            return QuantisedMatrix((numbers, (blocks.int() << 23).view(torch.float32)), Format(columns, _in_blocks))
+        whole = part_of(layer, "weight_scale_2", tensors, path)
+        if whole.numel() != 1 or not whole.is_floating_point():
+            raise mismatch(layer, "weight_scale_2", whole, path)
+        scales = blocks.view(torch.float8_e4m3fn).float() * whole.float().reshape(())
+        return QuantisedMatrix((numbers, scales), Format(columns, _e2m1))
     if not scale.is_floating_point() or scale.numel() not in (1, len(numbers)):
-        raise _mismatch(layer, "weight_scale", scale, path)
-    return ScaledMatrix(numbers, scale.float().reshape(-1, 1).expand(len(numbers), 1))
+        raise mismatch(layer, "weight_scale", scale, path)
+    plain = scaled(numbers, scale)
+    if kind == "int8_tensorwise" and options.get("convrot"):
+        columns = numbers.shape[1]
+        return QuantisedMatrix(plain.parts, Format(columns, partial(_turned, group=rotation_of(options, columns))))
+    if kind == "convrot_w4a4":
+        columns = 2 * numbers.shape[1]
+        return QuantisedMatrix(plain.parts, Format(columns, partial(_signed, group=rotation_of(options, columns))))
+    return plain
 
 
-def _block_scales(layer: str, numbers: Tensor, blocks: Tensor, tensors: Mapping[str, Tensor], path: Path) -> Tensor:
-    """Scales [N, K / 16] of nvfp4 from those in tiles.
+def _times(numbers: Tensor, scale: Tensor) -> Tensor:
+    return numbers.float() * scale
+
+
+def _turned(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
+    return rotated(numbers.float() * scale, group)
+
+
+def _signed(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
+    values = pairs(numbers).to(torch.int8)
+    return rotated(torch.where(values > 7, values - 16, values).float() * scale, group)
+
+
+def _e2m1(numbers: Tensor, scale: Tensor) -> Tensor:
+    values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device=numbers.device)
+    return _in_blocks(looked_up(values, numbers, upper_first=True), scale)
+
+
+def _in_blocks(numbers: Tensor, scale: Tensor) -> Tensor:
+    return (numbers.float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+
+
+def _grid_matrix(
+    layer: str, numbers: Tensor, options: dict[str, Any], tensors: Mapping[str, Tensor], path: Path
+) -> QuantisedMatrix:
+    """A matrix in the format asym_w4a8_int8. Its codes fill K / 2 bytes of a row in 4 bits, 3 K / 4 in 6."""
+    relative, channel = (part_of(layer, part, tensors, path) for part in _GRID_PARTS[:2])
+    codebook, correction = (tensors.get(f"{layer}.{part}") for part in _GRID_PARTS[2:])
+    size = bounded_int("group_size", options.get("group_size", 16), 4, 2**16)
+    relative = relative.view(torch.float8_e4m3fn) if relative.dtype == torch.uint8 else relative
+    rows, width = numbers.shape
+    if relative.ndim != 2 or len(relative) != rows or not relative.is_floating_point():
+        raise mismatch(layer, "weight_s_rel", relative, path)
+    groups = relative.shape[1]
+    columns = groups * size
+    bits = next((each for each in (4, 6) if columns * each == width * 8), 0)
+    if not bits or columns % 16:
+        raise mismatch(layer, "weight", numbers, path)
+    for part, tensor, shape in (
+        ("weight_s_channel", channel, (rows,)),
+        ("weight_codebook", codebook, (16,) if bits == 4 else None),
+        ("weight_correction", correction, (groups, rows) if bits == 4 else None),
+    ):
+        if tensor is not None and (tuple(tensor.shape) != shape or not tensor.is_floating_point()):
+            raise mismatch(layer, part, tensor, path)
+    parts = (numbers, relative, channel) if correction is None else (numbers, relative, channel, correction.t())
+    widen = partial(_grid, bits=bits, codebook=codebook, group=rotation_of(options, columns))
+    return QuantisedMatrix(parts, Format(columns, widen))
+
+
+def _grid(
+    numbers: Tensor,
+    relative: Tensor,
+    channel: Tensor,
+    correction: Tensor | None = None,
+    *,
+    bits: int,
+    codebook: Tensor | None,
+    group: int,
+) -> Tensor:
+    """Rows of asym_w4a8_int8, as comfy_kitchen/backends/eager/w4a8_int8.py documents them.
+
+    A code of 4 bits stands for a number of ``codebook``, or without one for itself - 8 (of 6 bits: itself - 32). Times
+    the scale of its group [n, groups], it is rounded to an integer from -127 to 127, and that is multiplied by
+    ``channel`` [n]. Then ``correction`` [n, groups] is added, and the rotation undone. The first K / 2 bytes of a row
+    hold the lower 4 bits of two codes each, the first in the lower half; with 6 bits, the others hold the upper 2 bits
+    of four codes each, the first in the lowest bits.
+    """
+    columns = numbers.shape[1] * 8 // bits
+    if codebook is not None:
+        values = looked_up(codebook, numbers)
+    else:
+        codes = pairs(numbers[:, : columns // 2])
+        if bits == 6:
+            upper = numbers[:, columns // 2 :].view(torch.uint8)
+            codes = codes | torch.stack([upper >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1) << 4
+        values = codes.float() - 2 ** (bits - 1)
+    levels = (values.unflatten(1, (relative.shape[1], -1)) * relative.float()[..., None]).round_().clamp_(-127, 127)
+    levels = levels * channel.float()[:, None, None]
+    if correction is not None:
+        levels = levels + correction.float()[..., None]
+    return rotated(levels.flatten(1), group)
+
+
+def _tiled(layer: str, blocks: Tensor, rows: int, columns: int, block: int, path: Path) -> Tensor:
+    """Scales of ``block`` numbers each, as bytes [N, K / block], from those in tiles.
 
     A tile of 128 x 4 is stored as [32, 4, 4]: row r of it at [r % 32, r // 32].
     """
-    rows, columns = len(numbers), numbers.shape[1] * 2 // _BLOCK
-    down, across = (-(-size // tile) for size, tile in zip((rows, columns), _TILE, strict=True))
-    if blocks.element_size() != 1 or blocks.numel() != down * across * _TILE[0] * _TILE[1] or numbers.shape[1] % 8:
-        raise _mismatch(layer, "weight_scale", blocks, path)
-    whole = _part(layer, "weight_scale_2", tensors, path)
-    if whole.numel() != 1 or not whole.is_floating_point():
-        raise _mismatch(layer, "weight_scale_2", whole, path)
-    tiles = blocks.view(torch.float8_e4m3fn).float().reshape(down, across, 32, 4, 4)
+    down, across = -(-rows // _TILE[0]), -(-columns // (block * _TILE[1]))
+    if blocks.element_size() != 1 or blocks.numel() != down * across * _TILE[0] * _TILE[1] or columns % block:
+        raise mismatch(layer, "weight_scale", blocks, path)
+    tiles = blocks.view(torch.uint8).reshape(down, across, 32, 4, 4)
     plain = tiles.permute(0, 3, 2, 1, 4).reshape(down * _TILE[0], across * _TILE[1])
-    return plain[:rows, :columns] * whole.float().reshape(())
-
-
-def _part(layer: str, part: str, tensors: Mapping[str, Tensor], path: Path) -> Tensor:
-    if f"{layer}.{part}" not in tensors:
-        raise CheckpointError(f"{path.name} marks {layer} as quantised, but lacks {layer}.{part}. Download it again.")
-    return tensors[f"{layer}.{part}"]
-
-
-def _mismatch(layer: str, part: str, tensor: Tensor, path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path.name}: {layer}.{part} has the shape {[*tensor.shape]} and dtype {tensor.dtype}, which its quantisation "
-        "format does not allow. Download it again."
-    )
-
-
-def _object(content: str | Tensor, name: str, path: Path) -> dict[str, Any]:
-    """The JSON object in a string, or in the bytes of a tensor. Raises CheckpointError if there is none."""
-    try:
-        if isinstance(content, str):
-            text: str | bytes = content
-        elif content.dtype == torch.uint8 and content.numel() <= QUANTISED:
-            text = bytes(content.flatten().tolist())
-        else:
-            raise FileError("it is no short string of bytes")
-        found = parse_json(text)
-        if not isinstance(found, dict):
-            raise FileError("it is no object")
-    except ValueError as error:
-        raise CheckpointError(f"{path.name}: {name} cannot be read: {error}. Download it again.") from error
-    return found
+    return plain[:rows, : columns // block].contiguous()

@@ -14,8 +14,8 @@ MERGE = (
     "Merge others into that model (in PEFT: merge_and_unload(), then save_pretrained) and choose the result."
 )
 _RELEASED = (
-    "Use the weights as they were released (fp32, bf16 or fp16), plain fp8 (float8_e4m3fn), or a file of ComfyUI's own "
-    "quantised formats (float8_e4m3fn, int8_tensorwise, nvfp4)."
+    "Use the weights as they were released (fp32, bf16 or fp16), plain fp8 (float8_e4m3fn), or a file in one of the "
+    "formats of ComfyUI (int8_tensorwise, nvfp4 ...), bitsandbytes (nf4) or GPTQ."
 )
 _KINDS = (  # pattern for the name of a tensor; what its file is; what to do. The first that matches
     (
@@ -35,6 +35,7 @@ _KINDS = (  # pattern for the name of a tensor; what its file is; what to do. Th
         "Save the whole model (state_dict_type FULL_STATE_DICT) and choose the result.",
     ),
     (r"\.W_q$", "is quantised by HQQ, which is not supported", _RELEASED),
+    (r"\.(zero_point|svd_up|svd_down)$", "is quantised by SDNQ, which is not supported", _RELEASED),
     (r"\.biases$", "is quantised by MLX, which is not supported", _RELEASED),
     (
         r"(weight_scale|scale_weight|weight_scale_inv|scaled_fp8|comfy_quant|\.qweight|\.absmax|\.SCB|\.weight_packed|"

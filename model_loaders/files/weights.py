@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...models.quantised import narrow_names, narrowed, put_narrow, stored
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .scaled import ScaledMatrix
+from .quantised import QuantisedMatrix
 
 log = logging.getLogger(__name__)
 
@@ -121,22 +121,22 @@ def _narrow(
 def _rounded(
     part: Tensor, storage: torch.dtype, dtype: torch.dtype, name: str, path: Path
 ) -> tuple[Tensor, Tensor | None]:
-    if isinstance(part, ScaledMatrix) and part.numbers.dtype == storage:
+    if isinstance(part, QuantisedMatrix) and part.format.storage == storage:
         return _as_stored(part, dtype, name, path)
     if storage == torch.float8_e4m3fn:
         return stored(_cast(part, storage, True, name, path)), None
     return _quantised(part, storage, dtype, name, path)
 
 
-def _as_stored(matrix: ScaledMatrix, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
-    """Numbers and scales of a file in int8 or fp8. Raises CheckpointError as _cast does."""
-    top = 128 if matrix.numbers.dtype == torch.int8 else torch.finfo(matrix.numbers.dtype).max
-    scale = matrix.scale[:, 0].contiguous()
-    if not (_finite(matrix.numbers) and torch.isfinite(scale).all()):
+def _as_stored(matrix: QuantisedMatrix, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
+    """Numbers and scales of a file in int8, fp8 or 4 bits. Raises CheckpointError as _cast does."""
+    rounded, scale = matrix.kept()
+    fp8 = matrix.format.storage == torch.float8_e4m3fn
+    if not (torch.isfinite(scale).all() and (not fp8 or _finite(rounded.view(torch.float8_e4m3fn)))):
         raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values: download it again, it is damaged.")
-    if top * scale.abs().max() > torch.finfo(dtype).max:
+    if _largest(scale, torch.finfo(torch.float8_e4m3fn).max if fp8 else 128) > torch.finfo(dtype).max:
         raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
-    return stored(matrix.numbers), scale
+    return rounded, scale
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -156,10 +156,11 @@ def _quantised(
     return rounded, scale
 
 
-def _largest(scale: Tensor) -> Tensor:
-    """The largest magnitude that the levels of a row or group can have. scale: see linear_narrow."""
+def _largest(scale: Tensor, top: float = 127) -> Tensor:
+    """The largest magnitude that the levels of a row or group can have. scale: see linear_narrow. top: the largest
+    number that a scale of a row is for."""
     if scale.ndim == 1:
-        return 127 * scale.max()
+        return top * scale.abs().max()
     step, minimum = scale.float().unbind(-1)
     return torch.maximum(minimum.abs(), (minimum + 15 * step).abs()).max()
 

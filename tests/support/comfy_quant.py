@@ -8,6 +8,14 @@ from safetensors.torch import load_file, save_file
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+TURNED = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2
+ROTATED = {  # kind -> how a layer of it is marked; groups of 16 fit into tiny models
+    "int8 convrot": {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16},
+    "convrot_w4a4": {"format": "convrot_w4a4", "convrot_groupsize": 16},
+    "asym_w4a8_int8": {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": 16},
+    "asym w6a8": {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": 16},
+}
+MARKS = ROTATED | {"int8 by row": {"format": "int8_tensorwise"}}  # of kinds that are no names of formats
 
 
 def mark(about):
@@ -15,12 +23,15 @@ def mark(about):
     return torch.tensor([*json.dumps(about).encode()], dtype=torch.uint8)
 
 
-def quantised(weight, kind):
+def quantised(weight, kind, **options):
     """Suffix -> tensor of a quantised layer, and the fp32 matrix that these stand for.
 
-    kind: a format; "int8 by row" is int8_tensorwise with a scale for every row.
+    kind: a format, or one of MARKS; "int8 by row" is int8_tensorwise with a scale for every row. Rotated ones hold for
+    ``options`` like those of ROTATED.
     """
     weight = weight.float()
+    if kind in ROTATED:
+        return turned(weight, kind, **(ROTATED[kind] | options))
     if kind == "float8_e4m3fn":
         scale = weight.abs().max() / 448
         numbers = (weight / scale).to(FP8)
@@ -30,6 +41,12 @@ def quantised(weight, kind):
         scale = weight.abs().amax(1, keepdim=True) / 127 if kind == "int8 by row" else weight.abs().max() / 127
         numbers = (weight / scale).round().to(INT8)
         return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
+    if kind == "mxfp8":
+        blocks = weight.unflatten(1, (-1, 32))
+        power = (blocks.abs().amax(-1, keepdim=True) / 448).log2().ceil()
+        numbers = (blocks / 2**power).to(FP8)
+        scales = tiled((power[..., 0] + 127).byte()).view(torch.uint8)
+        return {"weight": numbers.flatten(1), "weight_scale": scales}, (numbers.float() * 2**power).flatten(1)
     whole = weight.abs().max() / (448 * 6)
     blocks = weight.unflatten(1, (-1, 16))
     scales = (blocks.abs().amax(-1) / 6 / whole).to(FP8)
@@ -41,6 +58,66 @@ def quantised(weight, kind):
     return parts, values.flatten(1)
 
 
+def rotation(size):
+    """The matrix of ConvRot: a Kronecker product of 4 x 4 matrices."""
+    found = torch.ones(1, 1, dtype=torch.float64)
+    while len(found) < size:
+        found = torch.kron(found, TURNED)
+    return found
+
+
+def turned(weight, kind, format, convrot_groupsize, group_size=16, convrot=True, corrected=False):
+    """As ``quantised``, for a kind of ROTATED. corrected: with weight_correction, and without weight_codebook."""
+    matrix = rotation(convrot_groupsize)
+    grouped = weight.double().unflatten(1, (-1, convrot_groupsize)) @ matrix.T
+    parts, wide = by_kind(grouped.flatten(1).float(), kind, group_size, corrected)
+    return parts, (wide.double().unflatten(1, (-1, convrot_groupsize)) @ matrix).flatten(1).float()
+
+
+def by_kind(weight, kind, size, corrected):
+    """A rotated matrix by the formulas of comfy-kitchen: its tensors, and what they stand for before turning back."""
+    if most := {"int8 convrot": 127, "convrot_w4a4": 7}.get(kind):
+        scale = weight.abs().amax(1, keepdim=True) / most
+        numbers = (weight / scale).round()
+        packed = numbers.to(INT8) if most == 127 else nibbles(numbers)
+        return {"weight": packed, "weight_scale": scale}, numbers * scale
+    groups, bits = weight.unflatten(1, (-1, size)), 6 if "w6" in kind else 4
+    most, low = groups.abs().amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+    book, correction = None, None
+    if corrected:
+        table, step = torch.arange(-8.0, 8), (groups.amax(-1, keepdim=True) - low) / 15
+        correction = low + 8 * step
+    elif bits == 6:
+        table, step = torch.arange(-32.0, 32), most / 31
+    else:
+        book, step = torch.linspace(-1, 1, 16).abs() ** 1.3 * torch.linspace(-1, 1, 16).sign(), most
+        table = book
+    channel = (table[-1] * step).amax((1, 2), keepdim=True) / 127
+    relative = (step / channel).to(FP8).float()
+    rest = groups if correction is None else groups - correction
+    grid = (table * relative[..., None]).round().clamp(-127, 127)
+    codes = ((rest / channel)[..., None] - grid).abs().argmin(-1)
+    levels = (table[codes] * relative).round().clamp(-127, 127) * channel
+    wide = levels if correction is None else levels + correction
+    parts = {"weight": nibbles(codes.flatten(1)), "weight_s_rel": relative[..., 0].to(FP8)}
+    parts["weight_s_channel"] = channel.flatten()
+    if bits == 6:
+        upper = (codes.flatten(1) >> 4).unflatten(1, (-1, 4))
+        packed = (upper * torch.tensor([1, 4, 16, 64])).sum(-1).byte().view(INT8)
+        parts["weight"] = torch.cat((parts["weight"], packed), dim=1)
+    if book is not None:
+        parts["weight_codebook"] = book
+    if correction is not None:
+        parts["weight_correction"] = correction[..., 0].T.contiguous()
+    return parts, wide.flatten(1)
+
+
+def nibbles(numbers):
+    """Two numbers in a byte, the first in the lower half, as int8."""
+    codes = numbers.long() & 15
+    return (codes[:, 0::2] + 16 * codes[:, 1::2]).byte().view(INT8)
+
+
 def tiled(scales):
     """Scales [N, blocks] in cuBLAS's order, number by number: in tiles of 128 x 4, rows 32 apart beside each other."""
     rows, columns = scales.shape
@@ -50,7 +127,7 @@ def tiled(scales):
         for column in range(columns):
             tile = row // 128 * across + column // 4
             found[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = float(scales[row, column])
-    return found.view(down * 128, across * 4).to(FP8)
+    return found.view(down * 128, across * 4).to(scales.dtype)
 
 
 def quantise_file(tensors, kind, chosen=lambda name: ".layers." in f".{name}", about=None):
@@ -58,12 +135,13 @@ def quantise_file(tensors, kind, chosen=lambda name: ".layers." in f".{name}", a
     narrow, wide = {}, {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        fits = kind != "nvfp4" or not any(size % 16 for size in tensor.shape)
+        fits = kind not in ("nvfp4", "mxfp8") or not any(
+            size % (16 if kind == "nvfp4" else 32) for size in tensor.shape
+        )
         if part == "weight" and tensor.ndim == 2 and "norm" not in name and chosen(name) and fits:
             parts, wide[name] = quantised(tensor, kind)
             narrow |= {f"{layer}.{suffix}": part for suffix, part in parts.items()}
-            kind_of = "int8_tensorwise" if kind == "int8 by row" else kind
-            narrow[f"{layer}.comfy_quant"] = mark({"format": kind_of} | (about or {}))
+            narrow[f"{layer}.comfy_quant"] = mark(MARKS.get(kind, {"format": kind}) | (about or {}))
         else:
             narrow[name] = wide[name] = tensor
     return narrow, wide

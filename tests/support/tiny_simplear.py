@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from . import quantised_layouts
 from .comfy_quant import quantise_file, rewritten
 from .tiny import fill, named_shapes
 from .tiny_family import Files, Tiny, Workflow
@@ -169,5 +171,18 @@ def write_quantised(folder: Path) -> None:
         )
 
 
-FILES = {"SimpleAR": Files(write_files), "SimpleAR quantised": Files(write_quantised)}
+def write_packed(folder: Path) -> None:
+    """The first layer in bitsandbytes' NF4, the second as AutoRound stores it."""
+    write_files(folder)
+    about = quantised_layouts.config("auto-round", packing_format="auto_round:auto_gptq")
+    four = partial(quantised_layouts.gptq, group=32)
+    quantised_layouts.in_folder(folder, quantised_layouts.bitsandbytes, chosen=lambda name: ".layers.0." in name)
+    quantised_layouts.in_folder(folder, four, about, chosen=lambda name: ".layers.1." in name)
+
+
+FILES = {
+    "SimpleAR": Files(write_files),
+    "SimpleAR quantised": Files(write_quantised),
+    "SimpleAR packed": Files(write_packed),
+}
 WORKFLOWS = {"25 SimpleAR (download)": Workflow("SimpleAR 0.5B, 1.5B", install)}

@@ -28,7 +28,7 @@ from ..support.process_memory import forget_peak, held
 
 # Of every format one.
 LIGHT = ["LlamaGen with words", "LlamaGen of classes", "Janus-Pro", "Cosmos", "MAR", "Harmon", "Emu3's ranks", "trace"]
-LIGHT += ["EAGLE drafter", "VQ", "SimpleAR quantised"]
+LIGHT += ["EAGLE drafter", "VQ", "SimpleAR quantised", "SimpleAR packed"]
 MOST_MEMORY = 1 << 30  # bytes beyond the files' own
 MOST_SECONDS = 10  # of the processor
 LINUX = Path("/proc/self/clear_refs").exists()

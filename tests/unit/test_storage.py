@@ -158,11 +158,21 @@ def test_the_choice_in_words(free, reads_narrow, words):
     assert re.search(words, reason(ways, choose(ways, free, reads_narrow), free, reads_narrow))
 
 
-def test_a_file_in_8_bits_is_not_rounded_to_other_8_bits():
-    """Without Triton, it is widened if that fits."""
+def test_a_narrow_file_is_not_rounded_to_other_bits():
+    """Without Triton, it is widened if that fits. One in 8 bits may become one in 4."""
     for own in (torch.float8_e4m3fn, torch.int8):
         assert candidates(own, True) == (own, torch.uint4) and candidates(own, False) == (None, own, torch.uint4)
+    assert candidates(torch.uint4, True) == (torch.uint4,) and candidates(torch.uint4, False) == (None, torch.uint4)
     assert candidates(None, True) == candidates(None, False) == (None, torch.int8, torch.uint4)
+
+
+@pytest.mark.parametrize("reads_narrow", [True, False])
+def test_of_a_file_in_4_bits_nothing_is_said_about_what_it_changes(reads_narrow):
+    ways = [
+        ways_of(*MODELS["lumina-mgpt-7b"])[0 if each is None else 2] for each in candidates(torch.uint4, reads_narrow)
+    ]
+    said = reason(ways, ways[-1], 8 * GIB, reads_narrow)
+    assert "int4 (storage)" in said and "change images" not in said
 
 
 @pytest.mark.parametrize("family", DISCRETE)

@@ -25,7 +25,9 @@ KINDS = {
     "MLX": ((f"{LAYER}.weight", f"{LAYER}.scales", f"{LAYER}.biases"), ("MLX", "as they were released")),
     "FSDP": (("layers.0._fsdp_wrapped_module._flat_param",), ("FSDP", "FULL_STATE_DICT")),
     "HQQ": ((f"{LAYER}.W_q", f"{LAYER}.zero"), ("HQQ", "as they were released")),
-    "GPTQ": ((f"{LAYER}.qweight", f"{LAYER}.qzeros"), ("quantised with scales", "plain fp8")),
+    "SDNQ": ((f"{LAYER}.weight", f"{LAYER}.scale", f"{LAYER}.zero_point"), ("SDNQ", "as they were released")),
+    "GPTQ alone": ((f"{LAYER}.qweight", f"{LAYER}.qzeros"), ("GPTQ", "config.json", "Download the whole folder")),
+    "scales alone": ((f"{LAYER}.weight", f"{LAYER}.weight_scale"), ("quantised with scales", "plain fp8")),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar.common.limits import HEADER, QUANTISED, FileError
-from comfyui_specar.model_loaders.files import safetensors_files, scaled, weights
+from comfyui_specar.model_loaders.files import quantised, safetensors_files, scaled, weights
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 
 PATH = Path("model.safetensors")
@@ -99,18 +99,22 @@ def test_the_description_of_a_layer_is_a_short_object_in_bytes():
     def as_tensor(text, dtype=torch.uint8):
         return torch.tensor(list(text.encode()), dtype=dtype)
 
-    assert scaled._object('{"a": 1}', "it", PATH) == scaled._object(as_tensor('{"a": 1}'), "it", PATH) == {"a": 1}
-    assert scaled._object(as_tensor('{"a": 1}'.ljust(QUANTISED)), "it", PATH) == {"a": 1}
+    assert (
+        quantised.description('{"a": 1}', "it", PATH)
+        == quantised.description(as_tensor('{"a": 1}'), "it", PATH)
+        == {"a": 1}
+    )
+    assert quantised.description(as_tensor('{"a": 1}'.ljust(QUANTISED)), "it", PATH) == {"a": 1}
     long, wide = as_tensor('{"a": 1}'.ljust(QUANTISED + 1)), as_tensor('{"a": 1}', torch.int32)
     for text in (wide, long, "[1]", "{", as_tensor("[]")):
         with pytest.raises(CheckpointError, match="it cannot be read.*Download"):
-            scaled._object(text, "it", PATH)
+            quantised.description(text, "it", PATH)
 
 
 @pytest.mark.parametrize(("scale", "top"), [(600.0, 127), (-600.0, 127), (511.0, 128)])
 def test_stored_numbers_fit_with_their_scales(scale, top):
     """128 times a scale of 511 is the last that fp16 holds, whatever its sign."""
-    matrix = scaled.ScaledMatrix(torch.tensor([[top - 128]], dtype=torch.int8), torch.tensor([[scale]]))
+    matrix = scaled.scaled(torch.tensor([[top - 128]], dtype=torch.int8), torch.tensor([[scale]]))
     if abs(scale) < 512:
         assert weights._as_stored(matrix, torch.float16, "w", PATH)[1].tolist() == [scale]
     else:
@@ -118,6 +122,6 @@ def test_stored_numbers_fit_with_their_scales(scale, top):
             weights._as_stored(matrix, torch.float16, "w", PATH)
     assert weights._as_stored(matrix, torch.bfloat16, "w", PATH)[1].tolist() == [scale]
     for bad in (torch.nan, torch.inf):
-        matrix = scaled.ScaledMatrix(torch.ones(1, 1, dtype=torch.int8), torch.tensor([[bad]]))
+        matrix = scaled.scaled(torch.ones(1, 1, dtype=torch.int8), torch.tensor([[bad]]))
         with pytest.raises(CheckpointError, match="NaN or infinite"):
             weights._as_stored(matrix, torch.bfloat16, "w", PATH)
