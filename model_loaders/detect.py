@@ -37,7 +37,7 @@ from .files.checkpoint import (
     weight_file,
 )
 from .files.errors import CheckpointError, as_released
-from .files.quantised import QuantisedMatrix
+from .files.quantised import LazyMatrix
 from .image_reader import ImageReader
 from .registry import Family
 from .sizes import legal_grid
@@ -351,7 +351,7 @@ def stays_narrow(path: str | Path) -> torch.dtype | None:
     family = family_of(checkpoint)
     if family and family.continuous:
         return None
-    matrices = [matrix for matrix in checkpoint.tensors.values() if isinstance(matrix, QuantisedMatrix)]
+    matrices = [matrix for matrix in checkpoint.tensors.values() if isinstance(matrix, LazyMatrix)]
     kept = {matrix.format.storage for matrix in matrices}
     fp8 = torch.float8_e4m3fn
     return next((each for each in (torch.int8, fp8, torch.uint4) if each in kept), fp8 if holds_fp8(file) else None)

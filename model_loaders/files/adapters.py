@@ -11,65 +11,23 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from .checkpoint import Checkpoint, open_checkpoint, read_settings, weight_file
 from .errors import CheckpointError
+from .quantised import Format, LazyMatrix
 from .unsupported import ADAPTERS
 
 CONFIG = "adapter_config.json"
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
-_SPLITS = torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default
 _TAIL = 5  # parts of a name from "layers" on: layers.0.self_attn.q_proj.weight
 _ELSEWHERE = "Merge it with PEFT (merge_and_unload(), then save_pretrained) and load the result as a checkpoint."
 _PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None}
-
-
-class AdaptedMatrix(Tensor):
-    """The matrix base + up @ down [N, K]. It acts as the fp32 tensor that it stands for, which is computed for every
-    operation again, so that one layer is merged at a time; parts of its rows are matrices of its kind.
-
-    base [N, K]: the model's own; up [N, r], down [r, K]: fp32.
-    """
-
-    base: Tensor
-    up: Tensor
-    down: Tensor
-
-    @staticmethod
-    def __new__(cls, base: Tensor, up: Tensor, down: Tensor) -> AdaptedMatrix:
-        matrix = Tensor._make_wrapper_subclass(cls, base.shape, dtype=torch.float32, device=base.device)
-        matrix.base, matrix.up, matrix.down = base, up, down
-        return matrix
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        matrix, *rest = args
-        if operation == torch.ops.aten.slice.Tensor and rest[0] == 0:
-            return cls(operation(matrix.base, *rest), operation(matrix.up, *rest), matrix.down)
-        if operation in _SPLITS and rest[1:] in ([], [0]):
-            parts = zip(matrix.base.split(rest[0]), matrix.up.split(rest[0]), strict=True)
-            return [cls(base, up, matrix.down) for base, up in parts]
-        given, named = tree_map(lambda each: each.merged() if isinstance(each, cls) else each, (args, kwargs or {}))
-        return operation(*given, **named)
-
-    def to(self, *given: Any, **named: Any) -> Tensor:
-        return self.merged().to(*given, **named)  # torch returns a tensor itself if it already has the dtype
-
-    def float(self) -> Tensor:
-        return self.merged()
-
-    def merged(self) -> Tensor:
-        """The matrix in fp32."""
-        return self.base.float() + self.up @ self.down
 
 
 def with_adapter(checkpoint: Checkpoint, path: Path, strength: float) -> Checkpoint:
@@ -99,13 +57,20 @@ def with_adapter(checkpoint: Checkpoint, path: Path, strength: float) -> Checkpo
         scale = (
             strength * _alpha(module, settings, file) / (sqrt(len(down)) if settings.get("use_rslora") else len(down))
         )
-        tensors[names[0]] = AdaptedMatrix(base, scale * up.float(), down.float())
+        tensors[names[0]] = LazyMatrix(
+            (base, scale * up.float()), Format(down.shape[1], partial(_merged, down.float()))
+        )
     if unknown:
         raise CheckpointError(
             f"{file} changes {len(unknown)} layers that {checkpoint.path.name} does not have, for example "
             f"{unknown[0]}: it was trained for another model."
         )
     return replace(checkpoint, tensors=tensors)
+
+
+def _merged(down: Tensor, base: Tensor, up: Tensor) -> Tensor:
+    """Rows of base + up @ down, fp32."""
+    return base.float() + up @ down
 
 
 def _settings(file: Path) -> dict[str, Any]:

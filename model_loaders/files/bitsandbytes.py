@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...common.limits import FileError, bounded_int, legal_sizes, shown
 from .errors import CheckpointError
-from .quantised import DESCRIPTIONS, RELEASED, Format, QuantisedMatrix, description, looked_up, mismatch, part_of
+from .quantised import DESCRIPTIONS, RELEASED, Format, LazyMatrix, description, looked_up, mismatch, part_of
 from .scaled import scaled
 
 _STATES = DESCRIPTIONS[1:]
@@ -37,7 +37,7 @@ _LARGEST_BLOCK = 4096
 
 
 def with_bitsandbytes(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, in which those of every matrix of bitsandbytes are one QuantisedMatrix.
+    """The tensors of a file, in which those of every matrix of bitsandbytes are one LazyMatrix.
 
     Raises CheckpointError for tensors that are missing or of another kind, and for other orders of int8.
     """
@@ -59,7 +59,7 @@ def with_bitsandbytes(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Te
     return found
 
 
-def _four_bits(name: str, state: str, tensors: Mapping[str, Tensor], path: Path) -> QuantisedMatrix:
+def _four_bits(name: str, state: str, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
     layer, _, part = name.rpartition(".")
     packed, about = part_of(layer, part, tensors, path), description(tensors[name + state], name + state, path)
     absmax, table = (part_of(name, each, tensors, path) for each in ("absmax", "quant_map"))
@@ -97,7 +97,7 @@ def _four_bits(name: str, state: str, tensors: Mapping[str, Tensor], path: Path)
     about_all = {"table": table, "block": block, "outer": outer, "levels": levels, "step": step, "offset": offset}
     widen = partial(_widened, **about_all, shape=None if by_row else shape)
     row = torch.arange(len(parts[0]), device=packed.device)
-    return QuantisedMatrix((*parts, row), Format(columns, widen, by_row), rows)
+    return LazyMatrix((*parts, row), Format(columns, widen, by_row), rows)
 
 
 def _widened(
@@ -125,7 +125,7 @@ def _widened(
     return values if shape is None else values[0, : shape[0] * shape[1]].view(shape)
 
 
-def _eight_bits(layer: str, tensors: Mapping[str, Tensor], path: Path) -> QuantisedMatrix:
+def _eight_bits(layer: str, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
     numbers, scales = (part_of(layer, part, tensors, path) for part in ("weight", "SCB"))
     order = tensors.get(f"{layer}.weight_format")
     if order is not None and not order.is_meta and order.flatten().tolist() != [0]:

@@ -70,7 +70,7 @@ class Checkpoint:
     """Tensors by name, the ``specar`` metadata of the pack's files (else empty), and the file they came from.
 
     The path of a sharded checkpoint is its index. Tensors may be memory-mapped (see use_mmap); then the data is read on
-    first use. Those of quantised files are QuantisedMatrix. storage: a dtype of NARROW for the large matrices, or what
+    first use. Those of quantised files are LazyMatrix. storage: a dtype of NARROW for the large matrices, or what
     chooses it (see weights.load_weights).
     """
 

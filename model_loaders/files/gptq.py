@@ -29,7 +29,7 @@ from torch import Tensor
 from ...common.limits import shown
 from ...models.quantised import fits_groups, in_groups
 from .errors import CheckpointError
-from .quantised import RELEASED, Format, QuantisedMatrix, mismatch, part_of
+from .quantised import RELEASED, Format, LazyMatrix, mismatch, part_of
 
 CONFIG = "quantization_config"
 _WEIGHT = ".qweight"
@@ -42,7 +42,7 @@ _STORED = {  # (method, entry that names the layout) -> its values, and what z i
 def with_gptq(
     tensors: Mapping[str, Tensor], path: Path, settings: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """The tensors of a file, in which those of every layer of GPTQ or AutoRound are one QuantisedMatrix.
+    """The tensors of a file, in which those of every layer of GPTQ or AutoRound are one LazyMatrix.
 
     settings: the config.json beside the file (empty without one). Raises CheckpointError for other layouts, and for
     tensors that are missing or of another kind.
@@ -78,7 +78,7 @@ def _more(about: Any, path: Path) -> int:
     )
 
 
-def _matrix(layer: str, more: int, in_row: bool, tensors: Mapping[str, Tensor], path: Path) -> QuantisedMatrix:
+def _matrix(layer: str, more: int, in_row: bool, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
     packed, zeros, scales = (part_of(layer, part, tensors, path) for part in ("qweight", "qzeros", "scales"))
     for part, tensor in (("qweight", packed), ("qzeros", zeros), ("scales", scales)):
         if tensor.ndim != 2 or not tensor.numel() or (tensor.dtype != torch.int32) != (part == "scales"):
@@ -106,7 +106,7 @@ def _matrix(layer: str, more: int, in_row: bool, tensors: Mapping[str, Tensor], 
         storage=torch.uint4 if kept else None,
         kept=partial(_kept, more=more) if kept else None,
     )
-    return QuantisedMatrix((packed.t(), plain.t(), scales.t()), form)
+    return LazyMatrix((packed.t(), plain.t(), scales.t()), form)
 
 
 def _order(

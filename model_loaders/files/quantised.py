@@ -1,7 +1,7 @@
 """Matrices that a file holds in few bits, and what their readers share.
 
 The readers know the layouts: scaled (ComfyUI's own formats), bitsandbytes, gptq (GPTQ and AutoRound). Each replaces the
-tensors of a layer by one QuantisedMatrix. Nothing is widened before it is used, and then some rows at a time.
+tensors of a layer by one LazyMatrix. Nothing is widened before it is used, and then some rows at a time.
 
 What rounding a matrix of normally distributed numbers to each format does, to the nearest level: the root mean square
 of the error by that of the numbers, measured by tests/unit/test_quantised_files.py (bf16: 0.17 %):
@@ -54,9 +54,9 @@ class Format:
     kept: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
-class QuantisedMatrix(Tensor):
-    """A matrix [N, K] of a quantised file. It acts as the fp32 tensor that it stands for, which is computed for every
-    operation again, but parts of its rows are matrices of its kind.
+class LazyMatrix(Tensor):
+    """A matrix [N, K] of a quantised file, or one with a LoRA. It acts as the fp32 tensor that it stands for, which is
+    computed for every operation again, but parts of its rows are matrices of its kind.
 
     parts: tensors of the file, of ``format``. rows: N, if it is not the length of each of them.
     """
@@ -65,7 +65,7 @@ class QuantisedMatrix(Tensor):
     format: Format
 
     @staticmethod
-    def __new__(cls, parts: tuple[Tensor, ...], format: Format, rows: int | None = None) -> QuantisedMatrix:
+    def __new__(cls, parts: tuple[Tensor, ...], format: Format, rows: int | None = None) -> LazyMatrix:
         shape = len(parts[0]) if rows is None else rows, format.columns
         matrix = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=parts[0].device)
         matrix.parts, matrix.format = parts, format

@@ -35,7 +35,7 @@ from ...common.limits import FileError, bounded_int, legal_name
 from ...models.quantised import stored
 from .convrot import rotated, rotation_of
 from .errors import CheckpointError
-from .quantised import RELEASED, Format, QuantisedMatrix, description, looked_up, mismatch, pairs, part_of
+from .quantised import RELEASED, Format, LazyMatrix, description, looked_up, mismatch, pairs, part_of
 
 MARK = ".comfy_quant"
 METADATA = "_quantization_metadata"
@@ -70,7 +70,7 @@ def marks(metadata: Mapping[str, str], path: Path) -> dict[str, Tensor]:
 
 
 def with_scales(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The tensors of a file, in which weight, scales and mark of every marked layer are one QuantisedMatrix.
+    """The tensors of a file, in which weight, scales and mark of every marked layer are one LazyMatrix.
 
     Raises CheckpointError for other formats, and for weights and scales that are missing or of another kind.
     """
@@ -105,14 +105,14 @@ def _marked(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def scaled(numbers: Tensor, scale: Tensor) -> QuantisedMatrix:
+def scaled(numbers: Tensor, scale: Tensor) -> LazyMatrix:
     """Numbers [N, K] (int8 or fp8) times a scale for all, or for every row. Both stay what they are if kept."""
     by_row = scale.float().reshape(-1, 1).expand(len(numbers), 1)
     kind = Format(numbers.shape[1], _times, storage=numbers.dtype, kept=lambda rows, each: (stored(rows), each[:, 0]))
-    return QuantisedMatrix((numbers, by_row), kind)
+    return LazyMatrix((numbers, by_row), kind)
 
 
-def _matrix(layer: str, tensors: Mapping[str, Tensor], path: Path) -> QuantisedMatrix:
+def _matrix(layer: str, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
     numbers, about = part_of(layer, "weight", tensors, path), description(tensors[f"{layer}{MARK}"], layer + MARK, path)
     options = (about["params"] if isinstance(about.get("params"), dict) else {}) | about
     kind = about.get("format")
@@ -131,21 +131,21 @@ def _matrix(layer: str, tensors: Mapping[str, Tensor], path: Path) -> QuantisedM
         columns = numbers.shape[1] * (2 if kind == "nvfp4" else 1)
         blocks = _tiled(layer, scale, len(numbers), columns, _BLOCK[kind], path)
         if kind == "mxfp8":
-            return QuantisedMatrix((numbers, (blocks.int() << 23).view(torch.float32)), Format(columns, _in_blocks))
+            return LazyMatrix((numbers, (blocks.int() << 23).view(torch.float32)), Format(columns, _in_blocks))
         whole = part_of(layer, "weight_scale_2", tensors, path)
         if whole.numel() != 1 or not whole.is_floating_point():
             raise mismatch(layer, "weight_scale_2", whole, path)
         scales = blocks.view(torch.float8_e4m3fn).float() * whole.float().reshape(())
-        return QuantisedMatrix((numbers, scales), Format(columns, _e2m1))
+        return LazyMatrix((numbers, scales), Format(columns, _e2m1))
     if not scale.is_floating_point() or scale.numel() not in (1, len(numbers)):
         raise mismatch(layer, "weight_scale", scale, path)
     plain = scaled(numbers, scale)
     if kind == "int8_tensorwise" and options.get("convrot"):
         columns = numbers.shape[1]
-        return QuantisedMatrix(plain.parts, Format(columns, partial(_turned, group=rotation_of(options, columns))))
+        return LazyMatrix(plain.parts, Format(columns, partial(_turned, group=rotation_of(options, columns))))
     if kind == "convrot_w4a4":
         columns = 2 * numbers.shape[1]
-        return QuantisedMatrix(plain.parts, Format(columns, partial(_signed, group=rotation_of(options, columns))))
+        return LazyMatrix(plain.parts, Format(columns, partial(_signed, group=rotation_of(options, columns))))
     return plain
 
 
@@ -173,7 +173,7 @@ def _in_blocks(numbers: Tensor, scale: Tensor) -> Tensor:
 
 def _grid_matrix(
     layer: str, numbers: Tensor, options: dict[str, Any], tensors: Mapping[str, Tensor], path: Path
-) -> QuantisedMatrix:
+) -> LazyMatrix:
     """A matrix in the format asym_w4a8_int8. Its codes fill K / 2 bytes of a row in 4 bits, 3 K / 4 in 6."""
     relative, channel = (part_of(layer, part, tensors, path) for part in _GRID_PARTS[:2])
     codebook, correction = (tensors.get(f"{layer}.{part}") for part in _GRID_PARTS[2:])
@@ -196,7 +196,7 @@ def _grid_matrix(
             raise mismatch(layer, part, tensor, path)
     parts = (numbers, relative, channel) if correction is None else (numbers, relative, channel, correction.t())
     widen = partial(_grid, bits=bits, codebook=codebook, group=rotation_of(options, columns))
-    return QuantisedMatrix(parts, Format(columns, widen))
+    return LazyMatrix(parts, Format(columns, widen))
 
 
 def _grid(

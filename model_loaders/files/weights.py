@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...models.quantised import narrow_names, narrowed, put_narrow, stored
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .quantised import QuantisedMatrix
+from .quantised import LazyMatrix
 
 log = logging.getLogger(__name__)
 
@@ -121,14 +121,14 @@ def _narrow(
 def _rounded(
     part: Tensor, storage: torch.dtype, dtype: torch.dtype, name: str, path: Path
 ) -> tuple[Tensor, Tensor | None]:
-    if isinstance(part, QuantisedMatrix) and part.format.storage == storage:
+    if isinstance(part, LazyMatrix) and part.format.storage == storage:
         return _as_stored(part, dtype, name, path)
     if storage == torch.float8_e4m3fn:
         return stored(_cast(part, storage, True, name, path)), None
     return _quantised(part, storage, dtype, name, path)
 
 
-def _as_stored(matrix: QuantisedMatrix, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
+def _as_stored(matrix: LazyMatrix, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
     """Numbers and scales of a file in int8, fp8 or 4 bits. Raises CheckpointError as _cast does."""
     rounded, scale = matrix.kept()
     fp8 = matrix.format.storage == torch.float8_e4m3fn

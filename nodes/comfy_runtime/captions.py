@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ from ...samplers.ending import generate_until, until
 from ...samplers.generate import AnyRequest
 from ...samplers.methods.next_token import NextToken
 from .folders import LORAS, MODELS, resolve, search_folders
+from .messages import show_text
 from .models import LoadedModel, patcher_of
 from .operations import Operations
 from .patcher import Patcher
 from .progress import Report
 from .runs import bring_the_rest, placed
-from .status import duration
 
 TOGETHER, TOKENS = 4, 2048  # most images that are described in one run, and most tokens of their answers
 SHOWN = 300  # characters at the end of an answer that the node shows while it is written
@@ -65,21 +64,12 @@ class Writing:
 
     def __init__(self, reader: ImageReader, before: int, total: int):
         self.reader, self.before, self.total = reader, before, total
-        self.began = time.perf_counter()
 
-    def __call__(self, progress: Any) -> str:
-        """The text after a pass."""
+    def show(self, progress: Any) -> None:
+        """Show it on the node that is executing."""
         ids = progress.tokens[:1, : int(progress.committed[0])].cpu()
-        return f"{self._place()}{self.reader.text(until(ids, self.reader.end)[0])[-SHOWN:]}"
-
-    def finished(self, progress: Any) -> str:
-        """The text of complete answers."""
-        count = int(progress.committed.max())
-        limit = " (max_tokens)" if count == progress.length else ""
-        return f"{self._place()}{count} tokens{limit}, {duration(time.perf_counter() - self.began)}"
-
-    def _place(self) -> str:
-        return f"{self.before + 1} of {self.total}\n" if self.total > 1 else ""
+        place = f"{self.before + 1} of {self.total}\n" if self.total > 1 else ""
+        show_text(f"{place}{self.reader.text(until(ids, self.reader.end)[0])[-SHOWN:]}")
 
 
 def describe(loaded: LoadedModel, images: Tensor, question: str, most: int, temperature: float, seed: int) -> list[str]:
@@ -93,7 +83,7 @@ def describe(loaded: LoadedModel, images: Tensor, question: str, most: int, temp
         @contextmanager
         def reserve(method: Method, request: AnyRequest, first: int = first) -> Iterator[Report]:
             with placed(loaded, held, method, request):
-                report = Report(request.length, None, Writing(held.reader, first, len(images)))
+                report = Report(request.length, None, Writing(held.reader, first, len(images)).show)
                 yield report
                 report.finish()
 

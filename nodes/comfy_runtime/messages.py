@@ -9,6 +9,13 @@ from typing import Any
 from comfy_execution.utils import get_executing_context
 
 
+def show_text(text: str) -> None:
+    """Show a text on the node that is executing. ComfyUI draws it and decides how long it stays."""
+    if found := _page():
+        server, node_id = found
+        server.send_progress_text(text, node_id, server.client_id)
+
+
 def show_run(run: dict[str, Any]) -> None:
     """Show how far a run is (see status.py) on the node that is executing."""
     send("specar.run", run=run)

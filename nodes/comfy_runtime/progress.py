@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import comfy.model_management as mm
 import comfy.utils
 from PIL import Image
 
 from .memory import out_of_memory
-from .messages import show_run
 from .previews import Previews
 
 log = logging.getLogger(__name__)
@@ -20,26 +20,14 @@ SECONDS = (0.05, 0.5)  # ... while the interval between updates stays within the
 READING = 0.5  # seconds between two texts, so that they can be read
 
 
-class Status(Protocol):
-    """A run in words, for its node."""
-
-    def __call__(self, progress: Any) -> str:
-        """The text after a pass."""
-        ...
-
-    def finished(self, progress: Any) -> str:
-        """The text of a complete run."""
-        ...
-
-
 class Report:
     """The sampler's callback. Most calls only check for an interruption and the time.
 
-    length: what the bar counts; previews, status: None for none.
+    length: what the bar counts; previews, show (puts the progress into words on the node): None for none.
     """
 
-    def __init__(self, length: int, previews: Previews | None, status: Status | None = None):
-        self.previews, self.status, self.length = previews, status, length
+    def __init__(self, length: int, previews: Previews | None, show: Callable[[Any], None] | None = None):
+        self.previews, self.show, self.length = previews, show, length
         self.bar = comfy.utils.ProgressBar(length)
         self.last: Any = None
         self.due = self.text_due = time.perf_counter() + SECONDS[0]
@@ -60,8 +48,8 @@ class Report:
     def _tell(self, done: int, preview: tuple[str, Image.Image, int] | None) -> None:
         began = time.perf_counter()
         self.bar.update_absolute(done, self.length, preview)
-        if self.status and began >= self.text_due:
-            show_run(self.status(self.last))
+        if self.show and began >= self.text_due:
+            self.show(self.last)
             self.text_due = began + READING
         now = time.perf_counter()
         shortest, longest = SECONDS

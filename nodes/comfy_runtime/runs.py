@@ -68,7 +68,7 @@ def sampling(
         key = method.session_key(request)
         memory = missing(loaded, method.run_bytes(request) + cast_room(loaded.model), key)
         previews = previews_of(loaded, memory, request.length, request.sketch)
-        report = Report(request.length, previews, Status(request))
+        report = Report(request.length, previews, Status(request).show)
         yield report
         report.finish()
 

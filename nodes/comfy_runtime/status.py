@@ -13,6 +13,7 @@ import torch
 from ...reports.run_report import drafting, drawing
 from ...samplers.generate import AnyRequest
 from ...samplers.trace import Trace
+from .messages import show_run
 
 Run = dict[str, Any]
 
@@ -24,6 +25,10 @@ class Status:
         self.request = request
         self.total = request.sampled(torch.full((request.batch,), request.length))
         self.first: tuple[float, float] | None = None  # time and tokens when first asked, after the prompt was read
+
+    def show(self, progress: Any) -> None:
+        """Show it on the node that is executing."""
+        show_run(self(progress))
 
     def __call__(self, progress: Any) -> Run:
         """After a pass, with the seconds that are left, once these are known."""

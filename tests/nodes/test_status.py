@@ -71,7 +71,7 @@ def test_kept_vectors_do_not_count(clock, continuous):
 
 
 def test_numbers_go_to_the_node_and_the_page_of_the_run_twice_a_second(page, clock, progress):
-    server, report = page(), Report(16, None, Status(request()))
+    server, report = page(), Report(16, None, Status(request()).show)
     for passes in range(1, 1001):  # 10 s
         clock[0] += 0.01
         report(after(passes, min(15, passes)))

@@ -10,7 +10,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import count_weights, load_model, stays_narrow
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, use_mmap
-from comfyui_specar.model_loaders.files.quantised import QuantisedMatrix
+from comfyui_specar.model_loaders.files.quantised import LazyMatrix
 from comfyui_specar.model_loaders.files.scaled import with_scales
 from comfyui_specar.models.quantised import NarrowLinear
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -184,7 +184,7 @@ def test_parts_of_rows_are_not_widened():
         sizes = (100, (30, 100, 170))
         pieces = (pair for size in sizes for pair in zip(matrix.split(size), wide.split(size), strict=True))
         for found, wanted in ((matrix[7:140], wide[7:140]), *pieces):
-            assert isinstance(found, QuantisedMatrix) and torch.equal(found.float(), wanted)
+            assert isinstance(found, LazyMatrix) and torch.equal(found.float(), wanted)
         assert torch.equal(matrix[torch.tensor([5, 2])], wide[[5, 2]]) and torch.equal(matrix[:, 3:5], wide[:, 3:5])
 
 
