@@ -43,7 +43,7 @@ class Family:
     labels: names of its models. decoders: ``family`` of a model -> the image decoder it was released with. recognise:
     tensors by name -> whether they are of this family. load: (checkpoint, dtype, grid or None, search folders,
     operations) -> the model on the CPU. continuous: whether tokens are vectors. releases: regular expression for a
-    loader's choice -> all files that it needs.
+    loader's choice -> all files that it needs. image_readers: names of those that read images with a prompt.
     """
 
     labels: tuple[str, ...]
@@ -52,6 +52,7 @@ class Family:
     load: Callable[..., Any]
     continuous: bool = False
     releases: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    image_readers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,17 +11,20 @@ from torch import Tensor
 from ...common.limits import PROMPT
 from ...models.placed import Placed
 from . import prompt_settings
-from .prompt_encoders import ClassEncoder, PromptEncoder, TextEncoder, WordEncoder, features_of
+from .prompt_encoders import ClassEncoder, ImagePrompts, Images, PromptEncoder, TextEncoder, WordEncoder, features_of
 
-Conditioning = list  # ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
+# ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ..., "images": [...]}}]]
+Conditioning = list
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Content of a CONDITIONING: features [1 or B, n, F], and the prompt they encode (None: it is unknown)."""
+    """Content of a CONDITIONING: features [1 or B, n, F], and the prompt they encode (None: it is unknown), which may
+    be about images: their token grids [h, w] (int64)."""
 
     features: Tensor
     text: str | None
+    images: Images = ()
 
 
 def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str | None:
@@ -31,6 +34,13 @@ def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str | None:
     return prompt[0][1]["ar"].get("text") if prompt else None
 
 
+def prompt_images(prompt: Conditioning | EncodedPrompt | None) -> Images:
+    """The token grids of the images of a prompt."""
+    if isinstance(prompt, EncodedPrompt):
+        return prompt.images
+    return prompt[0][1]["ar"].get("images", ()) if prompt else ()
+
+
 class Prompted(Placed):
     """Base class of models with prompts: encodes CONDITIONING and reads it."""
 
@@ -38,11 +48,17 @@ class Prompted(Placed):
     prompt_encoder: PromptEncoder
     pixels_per_token: int
 
-    def encode_prompt(self, text: str) -> Conditioning:
-        """CONDITIONING of a prompt (or of a class name or number). As a negative prompt, an empty text is none: the
-        model's own unconditional prompt takes its place.
+    @property
+    def image_prompts(self) -> ImagePrompts | None:
+        """How the model reads images with a prompt; None if it cannot."""
+        return self.prompt_encoder.images if isinstance(self.prompt_encoder, TextEncoder) else None
 
-        Raises ValueError with a remedy, TypeError for what is no text.
+    def encode_prompt(self, text: str, images: Images = ()) -> Conditioning:
+        """CONDITIONING of a prompt (or of a class name or number). As a negative prompt, an empty text is none: the
+        model's own unconditional prompt takes its place. images: token grids [h, w] (int64) of images that the prompt
+        is about, such as those to be edited, in the order in which it numbers them.
+
+        Raises ValueError with a remedy, also for images if the model cannot read any; TypeError for what is no text.
         """
         if not isinstance(text, str):
             raise TypeError(f"The prompt is {text!r}, but must be a text.")
@@ -51,7 +67,18 @@ class Prompted(Placed):
         text = text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which are not characters
         if not text and isinstance(self.prompt_encoder, WordEncoder | ClassEncoder):  # which have nothing to encode
             return self.encode_features(torch.zeros(1, 0, 1), text=text)
-        return self.encode_features(self.prompt_encoder.encode(text), text=text)
+        if not images:
+            return self.encode_features(self.prompt_encoder.encode(text), text=text)
+        reads = self.image_prompts
+        if reads is None or not isinstance(self.prompt_encoder, TextEncoder):
+            raise ValueError(f"A model of the kind {self.family} cannot read images with its prompt. Leave them out.")
+        if len(images) > reads.most:
+            raise ValueError(f"The prompt has {len(images)} images; {self.family} reads at most {reads.most}.")
+        if any(grid.ndim != 2 or grid.dtype != torch.int64 or not grid.numel() for grid in images):
+            raise ValueError("images must be grids of tokens [h, w] (int64), as an image decoder's encode gives.")
+        [[features, extra]] = self.encode_features(self.prompt_encoder.encode(text, images=images), text=text)
+        extra["ar"]["images"] = [grid.cpu() for grid in images]
+        return [[features, extra]]
 
     def unknown_words(self, text: str) -> list[str]:
         """Words of a prompt that the model ignores, because it was not trained with them."""
@@ -139,7 +166,7 @@ class Prompted(Placed):
                 f"{name} comes with {brought}, which AR models cannot use. Connect CLIP Text Encode "
                 "directly, without the node that adds it."
             )
-        text = own.get("text")
+        text, images = own.get("text"), own.get("images", ())
         if negative and text == "":
             return None
         if text == "" and not features.numel():
@@ -147,11 +174,30 @@ class Prompted(Placed):
         if features.shape[0] not in (1, batch):
             raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
         if text is not None and isinstance(self.prompt_encoder, TextEncoder):
-            if not torch.equal(features.cpu(), self.prompt_encoder.encode(text)):
+            if not torch.equal(features.cpu(), self.prompt_encoder.encode(text, images=images)):
                 raise ValueError(
                     f"{name} was changed by another node (zeroed, joined, averaged ...), or encoded by another model's "
                     "CLIP. This model reads token ids: connect CLIP Text Encode with its CLIP directly. For no "
                     "negative prompt, leave its text empty."
                 )
-            features = self.prompt_encoder.encode(text, grid, negative)
-        return EncodedPrompt(features.to(self.device), text)
+            features = self.prompt_encoder.encode(text, grid, negative, images)
+        return EncodedPrompt(features.to(self.device), text, images)
+
+    def read_both(
+        self,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None,
+        batch: int,
+        grid: tuple[int, int],
+    ) -> tuple[EncodedPrompt, EncodedPrompt | None]:
+        """Both prompts of a run (see ``read``). Where the second branch reads the images of the prompt, too, one
+        without images gets them, also if there is no negative prompt."""
+        positive, other = self.read(conditioning, batch, "positive", grid), self.read(negative, batch, "negative", grid)
+        assert positive is not None, "only a negative prompt may be missing"
+        encoder, reads = self.prompt_encoder, self.image_prompts
+        if positive.images and not (other and other.images) and reads and reads.write_negative:
+            text = (other and other.text) or ""
+            assert isinstance(encoder, TextEncoder), "it has image prompts"
+            features = encoder.encode(text, grid, negative=True, images=positive.images)
+            other = EncodedPrompt(features.to(self.device), text, positive.images)
+        return positive, other
