@@ -34,7 +34,7 @@ def test_every_workflow_is_run_somewhere():
 def test_a_template_is_three_files_whose_name_gives_its_place_and_whether_it_needs_a_download():
     files = {kind: {path.stem for path in WORKFLOWS.glob(f"*{kind}")} for kind in (".json", ".jpg")}
     assert files[".json"] == files[".jpg"] == set(SHIPPED)
-    assert all(re.fullmatch(r"\d\d [A-Z][\w ,()-]+", name) for name in SHIPPED), "shown as they are; part of a URL"
+    assert all(re.fullmatch(r"\d\d [A-Z][\w .,()-]+", name) for name in SHIPPED), "shown as they are; part of a URL"
     assert len({name[:2] for name in SHIPPED}) == len(SHIPPED)
     assert {name for name in SHIPPED if name.endswith(" (download)")} == {*FAMILIES, REFINED}
 
