@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,8 @@ def pair(small: Any, target: Any, path: Path) -> ModelDrafter:
     except FileNotFoundError:  # the drafter's folder has no tokenizer
         small.prompt_encoder, small.prefix.null = target.prompt_encoder, target.prefix.null
         return ModelDrafter(small)
+    if target.image_prompts and not small.image_prompts:  # its drafts may be worse, but the images are right
+        small.prompt_encoder = replace(small.prompt_encoder, images=target.image_prompts)
     return ModelDrafter(small, own_words=True)
 
 

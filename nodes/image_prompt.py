@@ -62,7 +62,7 @@ class ImagePrompt(io.ComfyNode):
             images = one_each(given, reads.most)
             if not text.strip():
                 raise ValueError("text is empty. Write what is to become of the image.")
-            tokens = encoded(model, vae, reads, images)
+            tokens = [encoded(model, vae, reads, name, image) for name, image in images.items()]
             positive = model.model.encode_prompt(text, tokens)
             notify(model.model.prompt_encoder.notices(text))
         except (ValueError, FileNotFoundError) as error:
@@ -83,7 +83,7 @@ def readable(model: LoadedModel) -> ImagePrompts:
     return reads
 
 
-def one_each(images: dict[str, Tensor | None], most: int) -> list[Tensor]:
+def one_each(images: dict[str, Tensor | None], most: int) -> dict[str, Tensor]:
     """The images [H, W, 3] that are connected, at most ``most`` of them. Raises ValueError for a batch in one place."""
     for name, image in images.items():
         if image is not None and len(image) != 1:
@@ -91,19 +91,27 @@ def one_each(images: dict[str, Tensor | None], most: int) -> list[Tensor]:
                 f"{name} holds {len(image)} images, but one belongs there. Choose one (ImageFromBatch); more go "
                 f"to the other inputs, of which this model reads {most}."
             )
-    found = [image[0] for image in images.values() if image is not None]
+    found = {name: image[0] for name, image in images.items() if image is not None}
     if len(found) > most:
-        raise ValueError(f"{len(found)} images are connected, but this model reads at most {most}. Disconnect others.")
+        raise ValueError(
+            f"{len(found)} images are connected, but this model reads {most}. Disconnect image2 and image3 as needed."
+        )
     return found
 
 
-def encoded(model: LoadedModel, vae: Any, reads: ImagePrompts, images: list[Tensor]) -> list[Tensor]:
-    """Tokens [h, w] (int64) of images [H, W, 3], each scaled as the model was trained to read it. Raises ValueError for
-    the VAE of another model."""
+def encoded(model: LoadedModel, vae: Any, reads: ImagePrompts, name: str, image: Tensor) -> Tensor:
+    """Tokens [h, w] (int64) of an image [H, W, 3], scaled as the model was trained to read it.
+
+    Raises ValueError for the VAE of another model, and for a shape that the model does not read, with the ``name`` of
+    the image.
+    """
     if not isinstance(vae, ARVae):
         raise ValueError(f"vae is {show(vae)}, but must be the VAE of Load AR Checkpoint, of the same model.")
-    patch, codes = model.model.pixels_per_token, model.model.vocab
-    return [vae.tokens(reads.scaled(image, patch)[None], codes)[0].cpu() for image in images]
+    try:
+        pixels = reads.scaled(image, model.model.pixels_per_token)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return vae.tokens(pixels[None], model.model.vocab)[0].cpu()
 
 
 def negative_of(model: LoadedModel, text: str, images: list[Tensor] | tuple) -> Conditioning:

@@ -97,7 +97,7 @@ def load(
         {"cfg": meaning(name, _CFG) or _CFG["emu35image"], "top_k": 5120},
         longest=32768,
         known_heads={},
-        images=ImagePrompts(_IMAGES, partial(scaled, area=area), framed, framed_negative),
+        images=ImagePrompts(_IMAGES, words.codes, partial(scaled, area=area), framed, framed_negative),
     )
 
 

@@ -151,13 +151,15 @@ def features_of(ids: Sequence[int]) -> Tensor:
 class ImagePrompts:
     """How a language model was trained to read images with a prompt.
 
-    most: images of a prompt. scaled: (image [H, W, 3] in 0..1, pixels per token) -> the image in the size in which it
-    is encoded; raises ValueError for a shape that the model does not read. write: (prompt, grid of the new image, token
-    grids of the images) -> all ids before the first new image token. write_negative: the same for the second branch of
-    guidance, whose text is empty where there is none (None: that branch reads no images).
+    most: images of a prompt. codes: different tokens of an image. scaled: (image [H, W, 3] in 0..1, pixels per token)
+    -> the image in the size in which it is encoded; raises ValueError for a shape that the model does not read. write:
+    (prompt, grid of the new image, token grids of the images) -> all ids before the first new image token.
+    write_negative: the same for the second branch of guidance, whose text is empty where there is none (None: that
+    branch reads no images).
     """
 
     most: int
+    codes: int
     scaled: Callable[[Tensor, int], Tensor]
     write: Callable[[str, tuple[int, int], Images], Sequence[int]]
     write_negative: Callable[[str, tuple[int, int], Images], Sequence[int]] | None = None

@@ -41,6 +41,13 @@ def prompt_images(prompt: Conditioning | EncodedPrompt | None) -> Images:
     return prompt[0][1]["ar"].get("images", ()) if prompt else ()
 
 
+def is_token_grid(grid: Tensor, codes: int) -> bool:
+    """Whether this is a grid [h, w] (int64) of tokens from 0 to codes - 1."""
+    return (
+        grid.ndim == 2 and grid.dtype == torch.int64 and grid.numel() > 0 and bool(((grid >= 0) & (grid < codes)).all())
+    )
+
+
 class Prompted(Placed):
     """Base class of models with prompts: encodes CONDITIONING and reads it."""
 
@@ -74,8 +81,11 @@ class Prompted(Placed):
             raise ValueError(f"A model of the kind {self.family} cannot read images with its prompt. Leave them out.")
         if len(images) > reads.most:
             raise ValueError(f"The prompt has {len(images)} images; {self.family} reads at most {reads.most}.")
-        if any(grid.ndim != 2 or grid.dtype != torch.int64 or not grid.numel() for grid in images):
-            raise ValueError("images must be grids of tokens [h, w] (int64), as an image decoder's encode gives.")
+        if not all(is_token_grid(grid, reads.codes) for grid in images):
+            raise ValueError(
+                f"images must be grids of tokens [h, w] (int64) from 0 to {reads.codes - 1}, as the model's image "
+                "decoder encodes them."
+            )
         [[features, extra]] = self.encode_features(self.prompt_encoder.encode(text, images=images), text=text)
         extra["ar"]["images"] = [grid.cpu() for grid in images]
         return [[features, extra]]

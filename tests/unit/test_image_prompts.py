@@ -13,13 +13,13 @@ from comfyui_specar.samplers.methods.speculative import DraftTree
 from ..support import tiny_emu3
 from ..support.every_family import FEW, METHODS, asked, make_family
 
-READERS = ("emu3.5",)  # families that read images
+READERS = {"emu3.5": "", "lumina-mgpt": "Lumina-mGPT-tiny-Omni"}  # families that read images, and a name that says so
 IMAGES = [torch.arange(12).view(3, 4), torch.arange(8).view(2, 4) + 20]
 
 
 @pytest.fixture(scope="module", params=READERS)
 def family(request, tmp_path_factory):
-    made = make_family(request.param, tmp_path_factory.mktemp("family"))
+    made = make_family(request.param, tmp_path_factory.mktemp("family"), title=READERS[request.param])
     made.prompt = made.model.encode_prompt("3", IMAGES[: made.model.image_prompts.most])
     return made
 
@@ -81,16 +81,13 @@ def test_what_is_no_prompt_with_images(family, tmp_path):
     model = family.model
     with pytest.raises(ValueError, match="at most"):
         model.encode_prompt("3", [IMAGES[0]] * (model.image_prompts.most + 1))
-    for wrong in (IMAGES[0].float(), IMAGES[0].flatten(), IMAGES[0][:0]):
+    for wrong in (IMAGES[0].float(), IMAGES[0].flatten(), IMAGES[0][:0], IMAGES[0] + model.vocab, -IMAGES[0]):
         with pytest.raises(ValueError, match="grids of tokens"):
             model.encode_prompt("3", [wrong])
     features, extra = model.encode_prompt("3", IMAGES[:1])[0]
     others = {"ar": extra["ar"] | {"images": IMAGES[1:]}}
     with pytest.raises(ValueError, match="changed by another node"):
         model.read([[features, others]], 1, "positive", model.grid)
-    beyond = model.encode_prompt("3", [IMAGES[0] + model.vocab])
-    with pytest.raises(ValueError, match="not a list of ids"):
-        NextToken().sample(model.request(beyond))
     other = load_model(tiny_emu3.write(tmp_path))
     with pytest.raises(ValueError, match="cannot read images"):
         other.encode_prompt("a", IMAGES)
