@@ -110,8 +110,8 @@ class DiscreteModel(Prompted):
 
     def request(
         self,
-        conditioning: Conditioning,
-        negative: Conditioning | None = None,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None = None,
         *,
         seed: int = 0,
         batch: int = 1,
@@ -308,6 +308,9 @@ class DiscreteModel(Prompted):
         if guided and other is None and isinstance(self.prefix, TextPrefix):
             count = self.prefix.null(features, grid).shape[1]
         return max(features.shape[1], count)
+
+    def no_prompt(self, empty: Tensor) -> Tensor:
+        return empty if isinstance(self.prefix, TextPrefix) else self.prefix.null_features()
 
     def activation_bytes(self, rows: int, tokens: int, prompt: int = 0) -> int:
         """Rough bytes of the activations of a forward pass over ``tokens`` tokens in each of ``rows`` rows, or of

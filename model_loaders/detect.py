@@ -38,6 +38,7 @@ from .files.checkpoint import (
 )
 from .files.errors import CheckpointError, as_released
 from .files.scaled import ScaledMatrix
+from .image_reader import ImageReader
 from .registry import Family
 from .sizes import legal_grid
 
@@ -93,9 +94,7 @@ def load_model(
     if not (storage is None or callable(storage) or storage in NARROW):
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
     device, grid = torch.device(device), grid and legal_grid(grid)
-    checkpoint = replace(open_checkpoint(model_file(path)), storage=storage)
-    for adapter, strength in adapters:
-        checkpoint = with_adapter(checkpoint, Path(adapter), strength)
+    checkpoint = replace(opened(path, adapters), storage=storage)
     model = build(checkpoint, dtype or fastest_dtype(device, path), grid, search_folders, operations)
     if int8_cache and model.continuous:
         raise CheckpointError(
@@ -107,6 +106,14 @@ def load_model(
     model.to(device)
     model.device = device
     return model
+
+
+def opened(path: str | Path, adapters: Sequence[tuple[str | Path, float]]) -> Checkpoint:
+    """The checkpoint of a model's file or folder, with LoRAs. Raises CheckpointError."""
+    checkpoint = open_checkpoint(model_file(path))
+    for adapter, strength in adapters:
+        checkpoint = with_adapter(checkpoint, Path(adapter), strength)
+    return checkpoint
 
 
 def model_file(path: str | Path) -> Path:
@@ -198,6 +205,33 @@ def load_drafter(
     drafter.module.to(device)
     drafter.module.device = device
     return drafter
+
+
+def load_reader(
+    path: str | Path,
+    model: DiscreteModel | ContinuousBase,
+    operations=nn,
+    search_folders: Sequence[Path] = (),
+    adapters: Sequence[tuple[str | Path, float]] = (),
+) -> ImageReader:
+    """What of a model's files, a file or folder, reads images and answers questions about them, in the dtype and on the
+    device of the loaded ``model``. search_folders, adapters: those with which it was loaded (see ``load_model``).
+
+    Raises CheckpointError (a ValueError) for a model that does not read images, and for damaged files.
+    """
+    family = next(family for family in FAMILIES if model.family in family.decoders)
+    if family.reader is None:
+        able = ", ".join(label for each in FAMILIES if each.reader for label in each.labels)
+        raise CheckpointError(
+            f"{title(model_file(path))} ({model.family}) generates images, but does not describe them. Models that do "
+            f"both: {able}."
+        )
+    checkpoint = opened(path, adapters)
+    with as_released(checkpoint.path):
+        reader = family.reader(checkpoint, model, search_folders, operations)
+    reader.reading.to(model.device)
+    reader.reading.device = model.device
+    return reader
 
 
 def unknown_drafter(path: Path, tensors: dict[str, torch.Tensor]) -> str:

@@ -8,7 +8,7 @@ positions.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -233,6 +233,14 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Block(config, operations) for _ in range(config.layers))
         self.norm = operations.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module = operations.Linear(config.dim, config.vocab, bias=False)
+
+    def speaking(self, tok_embeddings: nn.Module, output: nn.Module, vocab: int) -> Backbone:
+        """A backbone of the same blocks and norm, shared, with another embedding and head of ``vocab`` tokens."""
+        other = Backbone.__new__(Backbone)
+        nn.Module.__init__(other)
+        other.config = replace(self.config, vocab=vocab)
+        other.tok_embeddings, other.layers, other.norm, other.output = tok_embeddings, self.layers, self.norm, output
+        return other.eval()
 
     def forward(
         self, x: Tensor, rotation: Rotation, cache: KVCache | None = None, mask: Tensor | None = None

@@ -120,10 +120,13 @@ class MAR(nn.Module):
         self.diffusion_pos_embed_learned = nn.Parameter(torch.zeros(1, length, dim))
 
     def prompt(self, features: Tensor) -> Tensor:
-        """Slot vectors [B, slots, D] of prompt features: caption words [B, n, F], or class numbers [B, 1, 1].
+        """Slot vectors [B, slots, D] of prompt features: caption words [B, n, F], or class numbers [B, 1, 1];
+        n = 0 is no prompt at all.
 
         Raises ValueError for the features of another model's prompt.
         """
+        if not features.shape[1]:
+            return self.unconditional(len(features))
         if not self.config.captions:
             check_class(features, self.config.conditions)
             return self.class_emb(features[:, 0, 0].long())[:, None].expand(-1, self.config.slots, -1)

@@ -46,6 +46,10 @@ class CaptionPrefix(nn.Module):
         check_width(features, self.uncond_embedding.shape[1])
         return self.cap_proj(features.to(self.uncond_embedding.dtype))
 
+    def null_features(self) -> Tensor:
+        """The learned null caption [1, slots, caption_dim]."""
+        return self.uncond_embedding[None]
+
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:
         """Prefix embeddings [1, n, dim] of the learned null caption; n as in ``features`` [B, n, caption_dim]."""
         return self.cap_proj(self.uncond_embedding[None, -features.shape[1] :].to(features.device))
@@ -89,6 +93,10 @@ class ClassPrefix(nn.Module):
         """Raises ValueError unless ``features`` are class numbers."""
         check_class(features[..., 0], self.classes)
         return self.embedding_table(features[..., 0].long())
+
+    def null_features(self) -> Tensor:
+        """The null class [1, 1, 1] (fp32)."""
+        return torch.tensor([[[float(self.classes)]]])
 
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:
         """Prefix embeddings [1, n, dim] of the null class; n as in ``features`` [B, n, 1]."""
@@ -141,3 +149,12 @@ class TextPrefix(nn.Module):
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:
         """Prefix embeddings [B, m, dim] of the null prompt for the prompt ``features`` [B, n, 1]."""
         return self(self.null(features, grid).to(features.device))
+
+
+class GivenPrefix(nn.Module):
+    """Embeddings of a language model [B, n, dim], as they are: of words, and of an image that it reads."""
+
+    reads = "embeddings"
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class AcceptanceMap(io.ComfyNode):
     def execute(cls, trace: Trace, metric: str, opacity: float, image: torch.Tensor | None = None) -> io.NodeOutput:
         maps = acceptance_map.draw_maps(trace, image, metric, opacity)
         overlay, colours = as_images(maps.overlay), as_images(maps.colours)
-        numbers = [token_numbers(trace, number, maps.map_size) for number in range(len(overlay))]
+        numbers = [token_numbers(trace, i, maps.map_size, legend) for i, legend in enumerate(maps.legends)]
         ui_output = shown(trace, **preview(overlay, cls, numbers))
         return io.NodeOutput(
             overlay, colours, torch.from_numpy(maps.strength), json.dumps(trace.report(), indent=1), ui=ui_output
@@ -101,9 +102,10 @@ class CompareTraces(io.ComfyNode):
     @classmethod
     def execute(cls, **traces: Trace) -> io.NodeOutput:
         runs = [traces[name] for name in sorted(traces) if traces[name] is not None]  # one digit each
-        chart = as_images([comparison.chart(runs)])
-        reports = {"specar": [trace.report() for trace in runs]}
-        return io.NodeOutput(chart, comparison.table(runs), ui=preview(chart, cls) | reports)
+        chart = comparison.comparison(runs)
+        image = as_images([comparison.draw(chart)])
+        reports = {"specar": [trace.report() for trace in runs], "specar_chart": [json.dumps(asdict(chart))]}
+        return io.NodeOutput(image, comparison.table(runs), ui=preview(image, cls) | reports)
 
 
 class SaveTrace(io.ComfyNode):

@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..samplers.methods import pass_costs
 from . import (
+    caption,
     continuous,
     diagnostics,
     entropy_temperature,
@@ -45,6 +46,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         regions.ContinueImage,
         image_prompt.ImagePrompt,
         glm_image.DecodeGLMImage,
+        caption.Caption,
         samplers.NextTokenSampler,
         samplers.SJDSampler,
         tree_samplers.DraftTreeSampler,

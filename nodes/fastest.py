@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ from comfy_api.latest import io
 
 from ..kernels.graphs import capturable
 from ..reports import trials
+from ..reports.comparison import draw
 from ..reports.run_report import drawing
 from ..reports.trials import TIME_UP, Trial
 from ..samplers.contract import Progress, Request
@@ -36,9 +38,9 @@ from .widgets import common_inputs, negative_input
 RUNS = 3  # per method that may be the fastest
 REPEAT_WITHIN = 1.5  # times the fastest: a slower method is not repeated
 STOP_AFTER = 2.0  # times the next-token sampler: a first run that takes longer is stopped
-FEWEST = 64  # tokens of a trial, if the image has as many
+FEWEST = 32  # tokens of a trial, if the image has as many
 WARM = 32  # tokens of a run for warm-up or estimation
-PER_METHOD = 2.5  # average time per method with warm-up, in runs of the next-token sampler
+PER_METHOD = 1.5  # average time per method with warm-up, in runs of the next-token sampler; one more to capture steps
 UNIT = 1000  # progress per method
 
 clock = time.perf_counter
@@ -117,7 +119,7 @@ class Search:
         beginning = self.request.layout.beginning(WARM)
         seconds, trace = [self.run(method, beginning) for _ in range(1 + 2 * self.captured)][-1]
         per_token = seconds * self.request.batch / trace.totals["tokens"]
-        affordable = int((self.until - clock()) / (methods * PER_METHOD * per_token))
+        affordable = int((self.until - clock()) / (methods * (PER_METHOD + self.captured) * per_token))
         self.layout = self.request.layout.beginning(min(tokens, max(FEWEST, affordable)))
         self.trials.append(Trial(method))
         sessions = method.model.model.sessions
@@ -129,8 +131,8 @@ class Search:
 
     def once(self, methods: Iterable[ChosenMethod]) -> None:
         """Measure methods once, while enough time is left to repeat the fastest (or half of the time)."""
-        whole = self.trials[0].seconds[0] * self.trials[0].tokens  # a run of the baseline
-        enough = max(self.until - (RUNS - 1 + self.captured) * 2 * whole, (clock() + self.until) / 2)
+        tokens = self.trials[0].tokens  # of a run
+        whole, half = self.trials[0].seconds[0] * tokens, (clock() + self.until) / 2
         for method in methods:
             self.begin(2 + self.captured)
             trial = Trial(method)
@@ -138,6 +140,8 @@ class Search:
             if method.drafter is None and 2 * method.method.width(self.request) > self.layout.length:
                 trial.note = f"not tried: trials of {self.layout.sampled_tokens} tokens are too short for it"
                 continue
+            best = min(other.seconds[0] for other in self.trials if other.seconds) * tokens
+            enough = max(self.until - (RUNS - 1 + self.captured) * (whole + best), half)
             if clock() >= enough:
                 trial.note = TIME_UP
                 continue
@@ -270,13 +274,15 @@ class FindFastest(io.ComfyNode):
         tried, layout = search(request, model, drafter, leak_budget, tokens, seconds)
         verdict = trials.judge(tried, leak_budget)
         setting = setting_text(request, layout)
-        chart = as_images([trials.chart(tried, verdict, setting)])
+        chart = trials.chart(tried, verdict, setting)
+        image = as_images([draw(chart)])
         shown = {
             "text": [trials.summary(tried, verdict, setting, leak_budget)],
             "specar": [trials.report(tried, verdict)],
+            "specar_chart": [json.dumps(asdict(chart))],
         }
         text = trials.in_words(tried, verdict, setting, leak_budget)
-        return io.NodeOutput(verdict.chosen.method, chart, text, ui=preview(chart, cls) | shown)
+        return io.NodeOutput(verdict.chosen.method, image, text, ui=preview(image, cls) | shown)
 
 
 def trial_seed_input() -> io.Input:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from ..samplers.methods.next_token import NextToken
 from .comfy_runtime import models, runs
 from .comfy_runtime.clip import prompts_of, text_of
 from .comfy_runtime.messages import notify
+from .comfy_runtime.status import finished
 from .latents import Latent, first_image, grid_of, kept, skippable, strength, tokens_of, unused, with_output
 from .rules import EXACT, ChosenRule
 from .schema import schema
@@ -143,7 +145,9 @@ def sample(
     output = generate(method, request, partial(runs.sampling, inputs.model, drafter))
     output.trace.settings |= origin(inputs, drafter) | ({"chosen": chosen} if chosen else {})
     tensors = {name: models.output(t) for name in ("tokens", "latent") if (t := getattr(output, name)) is not None}
-    return io.NodeOutput(with_output(inputs.latent_image, replace(output, **tensors), request), output.trace)
+    latent = with_output(inputs.latent_image, replace(output, **tensors), request)
+    run = json.dumps(finished(output.trace, inputs.model.model.pixels_per_token))
+    return io.NodeOutput(latent, output.trace, ui={"specar_run": [run]})
 
 
 def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[str, Any]:
@@ -167,6 +171,7 @@ class NextTokenSampler(io.ComfyNode):
             search=(*SAMPLER, "baseline", "sequential", *FAMILIES),
             inputs=[*common_inputs(), negative_input()],
             outputs=sampler_outputs(),
+            tells=True,
         )
 
     @classmethod
@@ -197,6 +202,7 @@ class SJDSampler(io.ComfyNode):
                 ),
             ],
             outputs=sampler_outputs(),
+            tells=True,
         )
 
     @classmethod

@@ -27,10 +27,12 @@ def schema(
     inputs: list[io.Input],
     outputs: list[io.Output],
     is_output_node: bool = False,
+    tells: bool = False,
 ) -> io.Schema:
     """The schema of a node of this pack. Raises KeyError where the node, a visible input or an output has no words.
 
     search: words by which ComfyUI's search finds the node besides its name, in versions that search in more than names.
+    tells: the node has UI output without being an output node; newer versions send it again when it is cached.
     """
     words = english()[node_id]
     for field in (field for field in inputs if not field.extra_dict.get("hidden")):
@@ -42,7 +44,8 @@ def schema(
     for index, output in enumerate(outputs):
         text = words["outputs"][str(index)]
         output.tooltip, output.display_name = text["tooltip"], text["name"]
-    searchable = any(field.name == "search_aliases" for field in fields(io.Schema))
+    newer = {"search_aliases": list(search), "has_intermediate_output": tells}
+    known = {field.name for field in fields(io.Schema)}
     return io.Schema(
         node_id=node_id,
         display_name=words["display_name"],
@@ -51,5 +54,5 @@ def schema(
         inputs=inputs,
         outputs=outputs,
         is_output_node=is_output_node,
-        **({"search_aliases": list(search)} if searchable else {}),
+        **{name: value for name, value in newer.items() if name in known},
     )

@@ -37,6 +37,7 @@ class SimpleSampler(io.ComfyNode):
                 negative_input(),
             ],
             outputs=sampler_outputs(),
+            tells=True,
         )
 
     @classmethod

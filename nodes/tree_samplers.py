@@ -103,6 +103,7 @@ class DraftTreeSampler(io.ComfyNode):
                 rule_input(),
             ],
             outputs=sampler_outputs(),
+            tells=True,
         )
 
     @classmethod
@@ -144,6 +145,7 @@ class LanternSampler(io.ComfyNode):
                 io.Combo.Input("structure", options=[AUTO, PAPER], default=AUTO, optional=True),
             ],
             outputs=sampler_outputs(),
+            tells=True,
         )
 
     @classmethod
@@ -187,6 +189,7 @@ class CoolSDSampler(io.ComfyNode):
                 where_input(),
             ],
             outputs=sampler_outputs(),
+            tells=True,
         )
 
     @classmethod
@@ -242,6 +245,7 @@ class ADTTreeSampler(io.ComfyNode):
                 advanced(io.Int.Input("base_width", default=ADTTree.base[1], min=0, max=64, optional=True)),
             ],
             outputs=sampler_outputs(),
+            tells=True,
         )
 
     @classmethod
@@ -315,6 +319,7 @@ class VVSSampler(io.ComfyNode):
                 ),
             ],
             outputs=sampler_outputs(),
+            tells=True,
         )
 
     @classmethod

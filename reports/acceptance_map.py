@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -17,6 +18,7 @@ from ..samplers.trace import Source, Trace
 from .images import Images, as_bytes, batch_size, check_images
 
 GREY = (150, 150, 150)
+PAPER, INK = 34, (221, 221, 221)  # of legends, which fit ComfyUI's dark palette
 AMOUNT = ((0, 32, 77), (58, 72, 107), (109, 110, 114), (163, 151, 116), (213, 194, 95), (255, 234, 70))
 RATIO = ((230, 97, 1), (253, 184, 99), (247, 247, 247), (146, 197, 222), (5, 90, 170))
 SOURCES = {  # Source -> (name in the legend, colour)
@@ -100,10 +102,12 @@ class TokenMap:
 class Maps:
     """The maps of all images of a run.
 
-    overlay [B, H', W', 3] (uint8): each over its image, enlarged, above its legend; map_size: (width, height) of what
-    is above the legend. colours [B, H, W, 3] (uint8) and strength [B, H, W] (fp32 in 0..1) have the images' size.
+    legends: for the page (see legend_records). overlay [B, H', W', 3] (uint8): each over its image, enlarged, above its
+    legend; map_size: (width, height) of what is above the legend. colours [B, H, W, 3] (uint8) and strength [B, H, W]
+    (fp32 in 0..1) have the images' size.
     """
 
+    legends: list[dict[str, Any]]
     overlay: np.ndarray
     map_size: tuple[int, int]
     colours: np.ndarray
@@ -137,7 +141,8 @@ def draw_maps(trace: Trace, image: Images | None, metric: str, opacity: float) -
     layers = [overlay(drawn, below, opacity) for drawn, below in zip(maps, images, strict=True)]
     tallest = max(len(layer) for layer in layers)  # legends may differ in length
     return Maps(
-        np.stack([np.pad(x, ((0, tallest - len(x)), (0, 0), (0, 0)), constant_values=255) for x in layers]),
+        [legend_records(drawn, 1.0 if image is None else opacity) for drawn in maps],
+        np.stack([np.pad(x, ((0, tallest - len(x)), (0, 0), (0, 0)), constant_values=PAPER) for x in layers]),
         (layers[0].shape[1], len(layers[0]) - legend_height(maps[0])),
         np.stack([enlarge(drawn.colours, height, width) for drawn in maps]),
         np.stack([enlarge(drawn.strength, height, width) for drawn in maps]),
@@ -368,24 +373,45 @@ def legend_height(token_map: TokenMap) -> int:
 
 
 def draw_legend(token_map: TokenMap, width: int, opacity: float = 1.0) -> np.ndarray:
-    """A white strip [n, width, 3] (uint8): title, then one line per swatch, or a colour bar with its ends. A swatch has
-    the colours that its tokens have over an image: over black on its left, over white on its right."""
-    strip = Image.new("RGB", (width, legend_height(token_map)), "white")
+    """A dark strip [n, width, 3] (uint8): title, then one line per swatch, or a colour bar with its ends."""
+    strip = Image.new("RGB", (width, legend_height(token_map)), (PAPER,) * 3)
     draw, bold, font = ImageDraw.Draw(strip), ImageFont.load_default(TITLE), ImageFont.load_default(TEXT)
-    draw.text((MARGIN, MARGIN), token_map.title, "black", bold)
+    draw.text((MARGIN, MARGIN), token_map.title, INK, bold)
     for i, item in enumerate(token_map.legend):
         top = MARGIN + (i + 1) * LINE + 2
         if isinstance(item, Swatch):
-            below = np.linspace(0, 255, SWATCH_WIDTH)[None, :, None]
-            shades = opacity * np.array(item.colour) + (1 - opacity) * below.repeat(SWATCH, 0)
-            strip.paste(Image.fromarray(shades.round().astype(np.uint8)), (MARGIN, top))
-            draw.rectangle((MARGIN, top, MARGIN + SWATCH_WIDTH - 1, top + SWATCH - 1), outline="black")
-            draw.text((MARGIN + 34, top - 1), item.text, "black", font)
+            strip.paste(_bar(shades(item.colour, opacity), SWATCH_WIDTH), (MARGIN, top))
+            draw.rectangle((MARGIN, top, MARGIN + SWATCH_WIDTH - 1, top + SWATCH - 1), outline=GREY)
+            draw.text((MARGIN + 34, top - 1), item.text, INK, font)
         else:
             end = width - MARGIN - int(draw.textlength(item.high, font)) - 8
             begin = MARGIN + int(draw.textlength(item.low, font)) + 8
-            draw.text((MARGIN, top - 1), item.low, "black", font)
-            draw.text((end + 8, top - 1), item.high, "black", font)
-            bar = gradient(np.linspace(0, 1, max(1, end - begin))[None].repeat(SWATCH, 0), item.colours)
-            strip.paste(Image.fromarray(bar.round().astype(np.uint8)), (begin, top))
+            draw.text((MARGIN, top - 1), item.low, INK, font)
+            draw.text((end + 8, top - 1), item.high, INK, font)
+            strip.paste(_bar(item.colours, max(1, end - begin)), (begin, top))
     return np.asarray(strip)
+
+
+def shades(colour: tuple[int, int, int], opacity: float) -> tuple[tuple[int, int, int], ...]:
+    """The colours that a map's colour has over an image: over black, and over white."""
+    return tuple(
+        tuple(round(opacity * channel + (1 - opacity) * below) for channel in colour)  # type: ignore[misc]
+        for below in (0, 255)
+    )
+
+
+def _bar(colours: tuple[tuple[int, int, int], ...], width: int) -> Image.Image:
+    bar = gradient(np.linspace(0, 1, width)[None].repeat(SWATCH, 0), colours)
+    return Image.fromarray(bar.round().astype(np.uint8))
+
+
+def legend_records(token_map: TokenMap, opacity: float) -> dict[str, Any]:
+    """Title and lines of the legend, JSON-ready: the page draws it in its own colours and language. A line has the
+    colours of its swatch or scale, from left to right, and its texts."""
+    lines = [
+        {"colours": shades(item.colour, opacity), "texts": [item.text]}
+        if isinstance(item, Swatch)
+        else {"colours": item.colours, "texts": [item.low, item.high]}
+        for item in token_map.legend
+    ]
+    return {"title": token_map.title, "lines": lines}

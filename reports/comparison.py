@@ -1,6 +1,7 @@
-"""Several runs beside each other: a table in text and a chart of bars. Pure PIL, no ComfyUI.
+"""Several runs beside each other: a table with every measure, and a chart with few. Pure PIL, no ComfyUI.
 
-``written_table`` and ``bars`` also show the trials of Find Fastest (trials.py).
+``written_table`` and ``Chart`` also show the trials of Find Fastest (trials.py). A chart is drawn here, in colours that
+fit ComfyUI's dark palette, and by the page (web/js/chart.js), in its own.
 
 Bars are Okabe and Ito's blue, or their purple, which acceptance maps have for tokens that a relaxed rule accepted. The
 two stay apart with every common colour-vision deficiency.
@@ -10,19 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..common.limits import QUOTED
+from ..common.limits import MESSAGE, QUOTED
 from ..common.printable import printable
 from ..samplers.trace import Source, Trace
 from .acceptance_map import SOURCES
 from .run_report import exact, labels
 
-EXACT, APPROXIMATE = (0, 114, 178), SOURCES[Source.RELAXED][1]
-INK, RULE, CHOSEN = (20, 20, 20), (205, 205, 205), (255, 243, 199)
-WIDTH, LABELS, ROW, HEAD, MARGIN, BAR = 1024, 340, 58, 78, 16, 16  # pixels
+EXACT, APPROXIMATE = (SOURCES[kind][1] for kind in (Source.ACCEPTED, Source.RELAXED))
+PAPER, INK, FAINT, RULE, CHOSEN = (34, 34, 34), (221, 221, 221), (160, 160, 160), (70, 70, 70), (58, 52, 30)
+WIDTH, LABELS, ROW, HEAD, MARGIN, BAR = 640, 290, 46, 56, 12, 10  # pixels
 
 
 @dataclass(frozen=True)
@@ -113,77 +115,111 @@ def written_table(head: list[str], rows: list[list[str]]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Bar:
+    """A measure of a run as it is written, and its share of the greatest (0..1)."""
+
+    text: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run: its two-line name, a bar per measure (None: not known), what is said of its exactness, whether it is
+    exact, and whether it was chosen."""
+
+    name: str
+    detail: str
+    bars: list[Bar | None]
+    fidelity: str
+    exact: bool
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """heads: name and unit of each measure, of which less is better; remark: a sentence below, or "". JSON-ready with
+    ``dataclasses.asdict``."""
+
+    heads: list[tuple[str, str]]
+    rows: list[Row]
+    remark: str = ""
+
+
+def bars(column: Column) -> list[Bar | None]:
+    """The bars of a measure."""
+    most = max((value for value in column.values if value is not None), default=0)
+    shares = [value / most if value and isfinite(value / most) else 0 for value in column.values]
+    return [None if value is None else Bar(column.written(run), shares[run]) for run, value in enumerate(column.values)]
+
+
+def comparison(traces: list[Trace]) -> Chart:
+    """Passes and, where they compare, seconds of each run, and whether it is exact."""
+    shown = [column for column in columns(traces) if column.name in ("model passes", "wall time")]
+    cells = zip(*map(bars, shown), strict=True)
+    rows = [
+        Row(*label, list(each), *_exactness(trace))
+        for trace, label, each in zip(traces, labels(traces), cells, strict=True)
+    ]
+    return Chart([(column.name, column.unit) for column in shown], rows, times_compare(traces))
+
+
+def _exactness(trace: Trace) -> tuple[str, bool]:
+    lossless = exact(trace)
+    return "exact" if lossless else "approximate", lossless
+
+
 def chart(traces: list[Trace]) -> np.ndarray:
-    """The same as an image [H, 1024, 3] (uint8): one row per run, one column of bars per measure."""
-    return bars(labels(traces), [exact(trace) for trace in traces], columns(traces), times_compare(traces))
+    """The same as an image [H, 640, 3] (uint8)."""
+    return draw(comparison(traces))
 
 
-def bars(
-    names: list[tuple[str, str]],
-    lossless: list[bool],
-    measures: list[Column],
-    remark: str,
-    notes: list[str] | None = None,
-    chosen: int | None = None,
-) -> np.ndarray:
-    """A chart [H, 1024, 3] (uint8): a row for each two-line name, coloured by whether it is lossless, and a column per
-    measure. notes: what to write in the rows that have no numbers; chosen: the row to mark."""
-    height = HEAD + ROW * len(names) + (84 if remark else 60)
-    image = Image.new("RGB", (WIDTH, height), "white")
-    draw, bold, font, small = ImageDraw.Draw(image), *(ImageFont.load_default(size) for size in (16, 15, 13))
-    step = (WIDTH - LABELS - MARGIN) / len(measures)
-    for number, column in enumerate(measures):
-        left = LABELS + number * step
-        draw.text((left, MARGIN), column.name, INK, bold)
-        draw.text((left, MARGIN + 22), column.unit, INK, small)
-        draw.text((left, MARGIN + 38), f"{column.better} is better", INK, small)
-    for run, (first, second) in enumerate(names):
-        top = HEAD + run * ROW
-        if run == chosen:
-            draw.rectangle((0, top - 6, WIDTH, top + ROW - 7), CHOSEN)
-            first += " (chosen)"
-        draw.line((MARGIN, top - 6, WIDTH - MARGIN, top - 6), RULE)
-        draw.text((MARGIN, top), _fitted(draw, first, bold, LABELS - 2 * MARGIN), INK, bold)
-        draw.text((MARGIN, top + 25), _fitted(draw, second, small, LABELS - 2 * MARGIN), INK, small)
-        if notes and all(column.values[run] is None for column in measures):
-            draw.text((LABELS, top + 12), _fitted(draw, notes[run], font, WIDTH - LABELS - MARGIN), INK, font)
-            continue
-        colour = EXACT if lossless[run] else APPROXIMATE
-        for number, column in enumerate(measures):
-            left = LABELS + number * step
-            draw.text((left, top), column.written(run), INK, font)
-            _bar(draw, column, run, left, step - MARGIN, top + 24, colour)
-    foot = HEAD + ROW * len(names) + 10
-    for colour, left, text in (
-        (EXACT, MARGIN, "exact: the model's own distribution"),
-        (APPROXIMATE, MARGIN + 330, "approximate: drifts from it"),
-    ):
-        draw.rectangle((left, foot, left + 24, foot + 15), colour)
-        draw.text((left + 34, foot - 1), text, INK, font)
-    draw.text((MARGIN, foot + 32), _fitted(draw, remark, small, WIDTH - 2 * MARGIN), INK, small)
+def draw(chart: Chart) -> np.ndarray:
+    """A chart as an image [H, 640, 3] (uint8): a row per run, a column per measure, and one for exactness."""
+    bold, font, small = (ImageFont.load_default(size) for size in (15, 14, 12))
+    remark = _lines(chart.remark, small, WIDTH - 2 * MARGIN)
+    image = Image.new("RGB", (WIDTH, HEAD + ROW * len(chart.rows) + 18 * len(remark) + MARGIN), PAPER)
+    pen = ImageDraw.Draw(image)
+    step = (WIDTH - LABELS) / (len(chart.heads) + 1)
+    lefts = [LABELS + number * step for number in range(len(chart.heads) + 1)]
+    for left, (name, unit) in zip(lefts, [*chart.heads, ("exact?", "")], strict=True):
+        pen.text((left, MARGIN), name, INK, font)
+        pen.text((left, MARGIN + 19), unit, FAINT, small)
+    for number, row in enumerate(chart.rows):
+        top = HEAD + number * ROW
+        if row.chosen:
+            pen.rectangle((0, top, WIDTH, top + ROW - 1), CHOSEN)
+        pen.line((0, top, WIDTH, top), RULE)
+        width = LABELS - 2 * MARGIN
+        pen.text((MARGIN, top + 5), _fitted(row.name + " (chosen)" * row.chosen, bold, width), INK, bold)
+        pen.text((MARGIN, top + 25), _fitted(row.detail, small, width), FAINT, small)
+        for left, bar in zip(lefts, row.bars, strict=False):
+            pen.text((left, top + 6), bar.text if bar else "-", INK, font)
+            if bar and (length := bar.share * (step - MARGIN)) >= 1:
+                colour = EXACT if row.exact else APPROXIMATE
+                pen.rectangle((left, top + 28, left + length, top + 28 + BAR), colour)
+        pen.text((lefts[-1], top + 6), row.fidelity, INK if row.exact else APPROXIMATE, font)
+    for number, line in enumerate(remark):
+        pen.text((MARGIN, HEAD + ROW * len(chart.rows) + 6 + 18 * number), line, FAINT, small)
     return np.asarray(image)
 
 
-def _bar(
-    draw: ImageDraw.ImageDraw, column: Column, run: int, left: float, width: float, top: int, colour: tuple[int, ...]
-) -> None:
-    """A number as a bar, the longest of its column ``width`` pixels wide, with a line from least to greatest."""
-    ends = [end for span in column.spans or [] if span for end in span]
-    most = max([v for v in column.values if v is not None] + ends, default=0)
-    length = (column.values[run] or 0) / most * width if most else 0
-    if length >= 1:
-        draw.rectangle((left, top, left + length, top + BAR), colour)
-    span = column.spans[run] if column.spans else None
-    if span and span[0] != span[1]:
-        low, high = (left + end / most * width for end in span)
-        draw.line((low, top + BAR + 4, high, top + BAR + 4), INK, 2)
+def _lines(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+    """The text in lines of at most ``width`` pixels, split at its spaces."""
+    lines: list[str] = []
+    for word in printable(text, MESSAGE).split():
+        if lines and font.getlength(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
 
 
-def _fitted(draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+def _fitted(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     """The text, cut with an ellipsis where it is wider than ``width`` pixels."""
     text = printable(text, QUOTED)  # PIL measures no line breaks
-    if draw.textlength(text, font) <= width:
+    if font.getlength(text) <= width:
         return text
-    while draw.textlength(text + " ...", font) > width:
+    while font.getlength(text + " ...") > width:
         text = text[:-1]
     return text + " ..."

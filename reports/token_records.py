@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 from ..samplers.trace import Trace
 from .acceptance_map import CONTINUOUS_NAMES, SOURCES
@@ -12,11 +13,12 @@ SCHEMA = "specar.tokens/2"
 DIGITS = 4  # significant ones that are kept of fractions
 
 
-def token_numbers(trace: Trace, image: int, map_size: tuple[int, int]) -> str:
+def token_numbers(trace: Trace, image: int, map_size: tuple[int, int], legend: dict[str, Any]) -> str:
     """Strict JSON (no NaN, no Infinity) of one image's records.
 
     map_size: (width, height) of the token grid in the image beside the file. ``fields`` has an array per record of
     the trace, row by row; records of nothing but zeros are left out. ``sources`` names the values of "source".
+    legend: of the map (see legend_records of acceptance_map.py).
     """
     names = {kind: name for kind, (name, _) in SOURCES.items()} | (CONTINUOUS_NAMES if trace.continuous else {})
     grids = {name: trace.grid(name)[image] for name in trace.positions}
@@ -30,6 +32,7 @@ def token_numbers(trace: Trace, image: int, map_size: tuple[int, int]) -> str:
             "continuous": trace.continuous,
             "sources": [names[kind] for kind in sorted(names)],
             "fields": fields,
+            "legend": legend,
         },
         allow_nan=False,
         separators=(",", ":"),

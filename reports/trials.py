@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
-from .comparison import Column, bars, written_table
+from .comparison import Chart, Column, Row, bars, written_table
 from .quality import Quality
 
 SCHEMA = "specar.trials/2"
@@ -237,18 +235,19 @@ def table(trials: list[Trial], verdict: Verdict) -> str:
     return written_table(head, lines)
 
 
-def chart(trials: list[Trial], verdict: Verdict, setting: str) -> np.ndarray:
-    """The same as an image [H, 1024, 3] (uint8); thin lines show the range of single runs."""
-    rows = ranked(trials)
-    names = [
-        (t.method.name, f"{t.method.acceptance}; {t.note}" if t.note and t.seconds else t.method.acceptance)
-        for t in rows
+def chart(trials: list[Trial], verdict: Verdict, setting: str) -> Chart:
+    """The trials that ran, the fastest first: passes, time, and the drift bound of those that are not exact."""
+    rows = [trial for trial in ranked(trials) if trial.seconds]
+    measures = [column for column in columns(rows, trials[0]) if column.name in ("model passes", "time")]
+    shown = [
+        Row(
+            trial.method.name,
+            f"{trial.method.acceptance}; {trial.note}" if trial.note else trial.method.acceptance,
+            list(cells),
+            "exact" if trial.method.exact else f"drift <= {trial.tv_bound_per_token:.3f}",
+            trial.method.exact,
+            trial is verdict.chosen,
+        )
+        for trial, cells in zip(rows, zip(*map(bars, measures), strict=True), strict=True)
     ]
-    return bars(
-        names,
-        [trial.method.exact for trial in rows],
-        columns(rows, trials[0]),
-        setting,
-        notes=[trial.note for trial in rows],
-        chosen=rows.index(verdict.chosen),
-    )
+    return Chart([(column.name, column.unit) for column in measures], shown, setting)

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -64,6 +65,7 @@ class ComfyServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
         try:
+            shutil.copy(self.comfyui / "input/example.png", self.base / "input")  # what Load Image has chosen at first
             self.start()
             if "(IMPORT FAILED)" in self.log.read_text(errors="replace", encoding="utf-8"):
                 raise ServerError(f"ComfyUI could not import this pack; see {self.log}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 from comfy_client import Run, run_prompt
 from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError, free_port
+from comfyui_specar.batch.maps import SAMPLER
 from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
 from comfyui_specar.batch.server import files_of, refusal
 from comfyui_specar.reports.run_report import drafting
@@ -33,6 +34,11 @@ def main() -> int:
         prompt = with_overrides(
             read_workflow(arguments.workflow), {name: value for name, value in given.items() if value is not None}
         )
+        for node in [key for key, content in prompt.items() if SAMPLER.fullmatch(content["class_type"])]:
+            prompt[f"{node}_trace"] = {
+                "class_type": "SpecARSaveTrace",
+                "inputs": {"trace": [node, 1], "filename_prefix": "specar/trace"},
+            }
         make_output()
         print("Starting ComfyUI ...", flush=True)
         with ComfyServer(arguments.comfyui, log, output=OUTPUT, port=port) as server:

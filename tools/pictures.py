@@ -135,12 +135,7 @@ SCENES = {
     ),
     "SpecARContinuePicture": Scene(
         "05 Continue an image",
-        {
-            PREVIEW: (0, 0, 300, 240),
-            "SpecARContinuePicture": (0, None, 300),
-            "RepeatLatentBatch": (0, None, 0),
-            SAVE: (COLUMN, 0, 360, 400),
-        },
+        {"LoadImage": (0, 0, 300, 330), "SpecARContinuePicture": (COLUMN, 0, 300), SAVE: (COLUMN, None, 300, 300)},
     ),
     "SpecARDecodeGLMImage": Scene(
         "33 GLM-Image (download)",
@@ -160,6 +155,16 @@ SCENES = {
             "LoadImage": (0, 220, 320, 110),
             "SpecARImagePrompt": (370, 0, 320, 330),
             SJD: (740, 0, 0),
+        },
+        run=False,
+    ),
+    "SpecARCaption": Scene(
+        "34 Describe an image (download)",
+        {
+            CHECKPOINT: (0, 0, 300),
+            "LoadImage": (0, 190, 300, 260),
+            "SpecARCaption": (COLUMN, 0, 330, 260),
+            "PreviewAny": (COLUMN, 310, 330, 140),
         },
         run=False,
     ),
@@ -209,13 +214,7 @@ SCENES = {
     "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
     "SpecARRuleCoolSD": Scene(
         "10 Exact inside a mask",
-        {
-            "MaskPreview": (0, 0, 300, 220),
-            "SpecARRuleCoolSD": (0, None, 300),
-            TREE: (0, None, 0),
-            SAVE: (0, 580, 300, 240),
-            MAP: (COLUMN, 0, 330, 700),
-        },
+        {"SpecARRuleCoolSD": (0, 0, 300), TREE: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 700)},
     ),
     "SpecAREntropyTemperature": Scene(
         "01 Text to image",
@@ -287,11 +286,11 @@ def draw_without_comfyui(names: list[str]) -> None:
         report(file)
 
 
-def draw(url: str, names: list[str]) -> None:
+def draw(url: str, inputs: Path, names: list[str]) -> None:
     """Runs on a server first, then in its page (whose event loop excludes that of a client)."""
     for name in names:
         if name not in SCENES and thumbnails.draws(name):
-            save(name, thumbnails.result(url, WORKFLOWS / f"{name}.json"))
+            save(name, thumbnails.result(url, WORKFLOWS / f"{name}.json", inputs))
     with Frontend(url) as page:
         for name in names:
             if name in SCENES:
@@ -328,7 +327,7 @@ def main() -> int:
             shutil.copy(PACK / "assets/default/vq.safetensors", vae / DECODER)
             (lora := server.base / "models/loras" / STYLE).mkdir(parents=True, exist_ok=True)
             (lora / "adapter_model.safetensors").touch()  # listed, never read
-            draw(server.url, names)
+            draw(server.url, server.base / "input", names)
     except (ServerError, FrontendError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Makes the screenshots of docs/getting-started.md in a real ComfyUI: its page as a person sees it.
+"""Makes the screenshots of the README and docs/getting-started.md in a real ComfyUI: its page as a person sees it.
 
 Run it again (with tools/screenshots.sh, COMFYUI_PATH naming the newest ComfyUI) when the front end, the nodes or the
 templates have changed.
@@ -7,6 +7,7 @@ templates have changed.
 import argparse
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,46 +21,51 @@ WORKFLOWS = PACK / "workflows"
 LOG = PACK / "output/screenshots.log"
 VIEW = {"width": 1400, "height": 860}
 QUALITY = 82
+SAME = "06 Same image, fewer passes"
 FIRST = min(path.stem for path in WORKFLOWS.glob("*.json"))
 NO_NEWS = "div:has(> div > i[class*=rocket]) { display: none }"  # a banner of the front end's own
-ZOOM = 0.7  # at which the letters of nodes can be read
-FROM_GROUP = """([title, zoom]) => {
-    const [x, y] = app.graph._groups.find(group => group.title === title).pos, { ds } = app.canvas;
-    ds.scale = zoom;
-    ds.offset = [80 / zoom - x, 130 / zoom - y];
+LOOK_AT = """([left, top, scale]) => {
+    Object.assign(app.canvas.ds, { scale, offset: [80 / scale - left, 130 / scale - top] });
     app.canvas.setDirty(true, true);
 }"""
+SHOWN = """() => app.graph._nodes.filter(node => node.type === 'SaveImage').every(node =>
+    node.imgs?.length && node.imgs.every(image => image.complete && image.naturalWidth > 0))"""
+CLIPS = {"canvas": {"x": 64, "y": 90, "width": 1127, "height": 768}}  # other parts of the page than the whole
 PLAIN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,  # nothing over the graph
+    "Comfy.Graph.CanvasMenu": False,
     "Comfy.OnboardingCoachmarks.Seen": ["appMode", "firstRun"],
 }
 HAS_APP_MODE = "() => app.extensionManager.command.commands.some(({ id }) => id === 'Comfy.ToggleLinear')"
 
 
 def browse(page: Frontend) -> None:
-    """The dialog of templates, at this pack's."""
+    """The dialog of templates, at this pack's in their order."""
     page.page.set_viewport_size(VIEW)
     page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates'); }")
     dialog = page.page.get_by_role("dialog")
     dialog.get_by_text(PACK_FOLDER).first.click()
+    dialog.get_by_text("Default", exact=True).locator("visible=true").click()
+    page.page.get_by_role("option").filter(has_text=re.compile("A.+Z")).first.click()
     dialog.get_by_text(FIRST, exact=True).first.wait_for()
     page.page.wait_for_timeout(3000)  # for thumbnails
 
 
-def after_run(workflow: str, group: str = "", zoom: float = ZOOM, **size: int) -> Callable[[Frontend], None]:
-    """A template after one run: as it opens, or from the left edge of a group on, large enough to read. size: other
-    widths and heights of the page than those of VIEW."""
+def after_run(workflow: str, place: tuple[float, float, float] | None = None) -> Callable[[Frontend], None]:
+    """A template after one run: as it opens, or from a place (x, y, zoom) on."""
 
     def draw(page: Frontend) -> None:
-        page.page.set_viewport_size(VIEW | size)
+        page.page.set_viewport_size(VIEW)
         page.load(json.loads((WORKFLOWS / f"{workflow}.json").read_text(encoding="utf-8")), workflow)
         page.run()
-        if group:
-            page.page.evaluate(FROM_GROUP, [group, zoom])
+        if place:
+            page.page.evaluate(LOOK_AT, place)
         else:
             page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
-        page.page.wait_for_timeout(1000)
+        page.page.wait_for_function(SHOWN)
+        page.page.get_by_text("0 active").wait_for()
+        page.page.wait_for_timeout(8000)  # until the message that it has run is gone
 
     return draw
 
@@ -76,9 +82,10 @@ def as_app(page: Frontend) -> None:
 
 
 SHOTS: dict[str, Callable[[Frontend], None]] = {
-    "first-image": after_run("01 Text to image"),
-    "same-image": after_run("06 Same image, fewer passes", "One token per pass", 0.68, width=1230, height=1060),
-    "acceptance-map": after_run("07 Acceptance map", "2 Prompt and size"),
+    "first-image": after_run(FIRST),
+    "same-image": after_run(SAME),
+    "acceptance-map": after_run("07 Acceptance map"),
+    "canvas": after_run(SAME, (490, 0, 1)),
     "templates": browse,  # its dialog stays open
     "app-mode": as_app,  # last: the page stays in it
 }
@@ -101,7 +108,7 @@ def main() -> int:
             for name in [name for name in SHOTS if name in (arguments.names or SHOTS)]:
                 SHOTS[name](page)
                 file = SCREENSHOTS / f"{name}.webp"
-                image = Image.open(io.BytesIO(page.page.screenshot())).convert("RGB")
+                image = Image.open(io.BytesIO(page.page.screenshot(clip=CLIPS.get(name)))).convert("RGB")
                 image.reduce(SHARPNESS).save(file, quality=QUALITY, method=6)
                 print(f"{file.relative_to(PACK)}: {file.stat().st_size // 1024} KB", flush=True)
     except (ServerError, FrontendError) as error:

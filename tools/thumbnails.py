@@ -1,132 +1,116 @@
-"""The templates' thumbnails: images that a workflow generates, or, if its model does not ship, its graph and files."""
+"""The templates' thumbnails, squares: what a workflow generates, or, if its model does not ship, the model's name."""
 
 import asyncio
-import base64
 import io
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 from comfy_client import Run, run_prompt, view
-from comfyui_specar.nodes.downloads import sources_of
-from comfyui_specar.tests.support.families import REFINED, WORKFLOWS
 from frontend import Frontend, FrontendError
-from PIL import Image, ImageSequence
+from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence
 
-GAP = 8  # white, between images
-ALONE, PAIR, QUAD, GRID = 512, 384, 256, 200  # side of an image, larger for fewer images
-CARD = (776, 388)
-WIDEST = 1800  # of a graph on a card; what is to the right of it is not shown
+SIDE = 512
+CARD = """<style>
+body {{ margin: 0; width: 512px; height: 512px; box-sizing: border-box; padding: 40px; display: flex; color: #fff;
+        flex-direction: column; justify-content: center; background: hsl({hue} 60% 30%); font-family: "DejaVu Sans"; }}
+b {{ font-size: {size}px; line-height: 1.1; }} p {{ font-size: 42px; margin: 36px 0 0; line-height: 1.35; }}
+</style><body><b>{name}</b><p>{width} x {height}<br>{weights} GB</p></body>"""
+WEIGHTS = re.compile(r"([\d.]+) GB of weights")  # in the template's note
+LOOK = ", 3d, on a purple background"
+WHOLE = (0, 0, 256, 256)
+INPUTS = {  # of templates that begin with Load Image: subject that is given, place of it, what is not kept, subject
+    "03 Inpaint your image": ("red heart", WHOLE, (32, 32, 224, 224), "blue heart"),
+    "04 Outpaint": ("smiley", (32, 32, 224, 224), (0, 0, 0, 0), "smiley"),
+    "05 Continue an image": ("cat", WHOLE, (0, 128, 256, 256), "cat"),
+    "19 Continuous tokens, inpaint": ("smiley", WHOLE, (128, 0, 256, 256), "skull"),
+}
 
-# The upper part of a card is the graph, the lower part lists the files to download.
-CARD_PAGE = """<style>
-body {{ margin: 0; width: {width}px; height: {height}px; background: #141414; color: #eee; font-family: "DejaVu Sans";
-        display: flex; flex-direction: column; }}
-img {{ width: 100%; flex: 1; min-height: 0; object-fit: cover; object-position: top left; }}
-p {{ margin: 0; padding: 10px 18px 14px; font-size: 24px; font-weight: bold; border-top: 4px solid #d55e00; }}
-small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; margin-top: 3px; }}
-</style><body><img src="data:image/png;base64,{graph}"><p>{title}<small>{needs}</small></p></body>"""
-TITLES = {name: workflow.title for name, workflow in WORKFLOWS.items()}  # of workflows whose models do not ship
-TITLES[REFINED] = "Janus-Pro 1B, refined with SDXL"
-WEIGHTS = re.compile(r"In bf16: ([\d.]+ GB) of weights")  # in the workflow's note
 
-
-def tiles(images: list[Image.Image], side: int, columns: int) -> Image.Image:
-    rows = -(-len(images) // columns)
-    size = (columns * (side + GAP) - GAP, rows * (side + GAP) - GAP)
-    sheet = Image.new("RGB", size, "white")
+def tiles(images: list[Image.Image], columns: int) -> Image.Image:
+    """Middles of images, which fill a square."""
+    rows = len(images) // columns
+    sheet = Image.new("RGB", (SIDE, SIDE))
     for i, image in enumerate(images):
-        place = (i % columns * (side + GAP), i // columns * (side + GAP))
-        sheet.paste(image.resize((side, side), Image.Resampling.BICUBIC), place)
+        left, right = (SIDE * (i % columns + k) // columns for k in (0, 1))
+        top, bottom = (SIDE * (i // columns + k) // rows for k in (0, 1))
+        sheet.paste(ImageOps.fit(image, (right - left, bottom - top), Image.Resampling.LANCZOS), (left, top))
     return sheet
 
 
-def layout(images: list[Image.Image]) -> Image.Image:
-    count = len(images)
-    if count == 1:
-        return tiles(images, ALONE, 1)
-    if count <= 3:
-        return tiles(images, PAIR, count)
-    return tiles(images, QUAD, 2) if count == 4 else tiles(images, GRID, 4)
+def halves(left: Image.Image, right: Image.Image) -> Image.Image:
+    """The left half of an image beside the right half of another one."""
+    sheet = tiles([left], 1)
+    sheet.paste(tiles([right], 1).crop((SIDE // 2, 0, SIDE, SIDE)), (SIDE // 2, 0))
+    return sheet
 
 
 def draws(name: str) -> bool:
     """Whether the workflow's model ships."""
-    return name not in TITLES
+    return not name.endswith(" (download)")
 
 
-def beside(chart: Image.Image, images: list[Image.Image]) -> Image.Image:
-    """A chart, and images in a column of the same height."""
-    side = (PAIR - GAP) // 2
-    chart = chart.resize((round(chart.width * PAIR / chart.height), PAIR), Image.Resampling.LANCZOS)
-    sheet = Image.new("RGB", (chart.width + GAP + side, PAIR), "white")
-    sheet.paste(chart, (0, 0))
-    sheet.paste(tiles(images[:2], side, 1), (chart.width + GAP, 0))
-    return sheet
+def run(url: str, file: Path, **inputs: str | int) -> tuple[Run, dict]:
+    """A workflow's run, and its nodes."""
+    prompt = json.loads((file.parent / "api" / file.name).read_text(encoding="utf-8"))
+    for node in prompt.values():
+        node["inputs"].update(
+            {name: value for name, value in inputs.items() if type(value) is type(node["inputs"].get(name))}
+        )
+    done = asyncio.run(run_prompt(url, prompt))
+    if done.outcome != "success":
+        raise FrontendError(f"{file.stem}: {done.message()}")
+    return done, prompt
 
 
-def place(key: str) -> list[int]:
-    """Of a node's id, in subgraphs "1:8", to sort by."""
-    return [int(part) for part in key.split(":")]
-
-
-def files(url: str, run: Run, prompt: dict, kind: str) -> list[Image.Image]:
-    """Outputs of the nodes of a class, in the order of their ids."""
-    keys = sorted((key for key in run.outputs if prompt[key]["class_type"] == kind), key=place)
-    made = [file for key in keys for file in run.outputs[key].get("images", [])]
+def images(url: str, done: Run, prompt: dict, kind: str) -> list[Image.Image]:
+    """What nodes of a class made, in the order of their ids."""
+    keys = sorted((key for key in done.outputs if prompt[key]["class_type"] == kind), key=int)
+    made = [file for key in keys for file in done.outputs[key].get("images", [])]
     return [Image.open(io.BytesIO(asyncio.run(view(url, file)))) for file in made]
 
 
-def result(url: str, file: Path) -> Image.Image:
-    """The images that a workflow saves; beside a single one its input image, or else its map without legend.
-
-    Two frames of a video; a chart as a whole.
-    """
-    prompt = json.loads((file.parent / "api" / file.name).read_text(encoding="utf-8"))
-    run = asyncio.run(run_prompt(url, prompt))
-    if run.outcome != "success":
-        raise FrontendError(f"{file.stem}: {run.message()}")
-    square = [image for image in files(url, run, prompt, "SaveImage") if image.width == image.height]
-    before = [image for image in files(url, run, prompt, "PreviewImage") if square and image.size == square[0].size]
-    maps = [image.crop((0, 0, image.width, image.width)) for image in files(url, run, prompt, "SpecARAcceptanceMap")]
-    if films := files(url, run, prompt, "SpecARTimeline"):
-        return layout([ImageSequence.all_frames(films[0])[i] for i in (films[0].n_frames // 2, -1)])
-    if charts := files(url, run, prompt, "SpecARFindFastest"):
-        return beside(charts[0], [*square, *maps])
-    return layout([*before[:1], *square, *([] if before else maps[:1])] if len(square) == 1 else square)
+def filled(url: str, file: Path, inputs: Path) -> Image.Image:
+    """Half of what Load Image gives (from the folder ``inputs``), grey where it is not kept, and half of the result."""
+    before, place, hole, text = INPUTS[file.stem]
+    [given] = images(url, *run(url, file.with_name("01 Text to image.json"), text=before + LOOK), "SaveImage")
+    canvas, mask = Image.new("RGB", given.size, "gray"), Image.new("L", given.size, 255)
+    mask.paste(0, hole)
+    canvas.paste(given.resize((place[2] - place[0], place[3] - place[1])), place)
+    canvas.paste("gray", WHOLE, mask.point(lambda kept: 0 if kept else 150))
+    given.putalpha(mask)
+    given.save(inputs / "given.png")
+    [made] = images(url, *run(url, file, text=text + LOOK, image="given.png"), "SaveImage")
+    return halves(canvas, made)
 
 
-def needed(graph: dict) -> list[str]:
-    """The files and folders that its models are downloaded as, the model first, and last those of core nodes."""
-    choices = [node["widgets_values"][0] for node in graph["nodes"] if node["type"].startswith("SpecARLoad")]
-    sources = [source for choice in choices for source in sources_of(choice)]
-    ours = {source.folder.partition("/")[0] for source in sources}
-    names = [source.folder.partition("/")[2] or source.files for source in sources]
-    names += [each["name"].removesuffix(".safetensors") for each in graph["models"] if each["directory"] not in ours]
-    return list(dict.fromkeys(names))
+def result(url: str, file: Path, inputs: Path) -> Image.Image:
+    """The images that a workflow saves; half of a single one beside half of its map or of its input."""
+    if file.stem in INPUTS:
+        return filled(url, file, inputs)
+    done, prompt = run(url, file, seconds=60)  # of Find Fastest
+    if films := images(url, done, prompt, "SpecARTimeline"):
+        return tiles([ImageSequence.all_frames(films[0])[films[0].n_frames // 2].convert("RGB")], 1)
+    saved = images(url, done, prompt, "SaveImage")
+    if maps := images(url, done, prompt, "SpecARAcceptanceMap"):
+        return halves(saved[0], maps[0].crop((0, 0, maps[0].width, maps[0].width)))  # without its legend
+    if charts := images(url, done, prompt, "SpecARFindFastest"):
+        return halves(saved[0], charts[0])
+    if len(saved) in (1, 4):
+        return tiles(saved, int(len(saved) ** 0.5))
+    sheet = halves(saved[0], saved[-1])
+    for left, text in ((30, "1 token\nper pass"), (SIDE // 2 + 30, "several\nper pass")):
+        ImageDraw.Draw(sheet).text((left, SIDE - 100), text, "black", ImageFont.load_default(40))
+    return sheet
 
 
 def card(page: Frontend, file: Path) -> Image.Image:
-    """The workflow's graph, or the left of a wide one, with its size and the names of its models' files under it."""
+    """The model's name, the size of its images and of its weights."""
     graph = json.loads(file.read_text(encoding="utf-8"))
     widgets = {node["type"]: node["widgets_values"] for node in graph["nodes"]}
-    size = widgets["ImageScale"][1:3] if "ImageScale" in widgets else widgets["SpecAREmptyLatent"]
-    stated = WEIGHTS.search(widgets["MarkdownNote"][0])
-    if stated is None:
-        raise FrontendError(f"{file.stem}: the note does not state the weights")
-    model, *others = needed(graph)
-    listed = ", ".join([f"{model} ({stated[1]} in bf16, calculated)", *others])
-    needs = f"needs {' and '.join(listed.rsplit(', ', 1)) if others else listed}, which you download"
-    page.load(graph)
-    counted: Counter[str] = Counter()
-    shown = {}
-    begins = min(node["pos"][0] for node in graph["nodes"])
-    for node in graph["nodes"]:
-        if node["pos"][0] + node["size"][0] - begins <= WIDEST:
-            shown[f"{node['type']}#{counted[node['type']]}"] = (*node["pos"], *node["size"])
-        counted[node["type"]] += 1
-    photo = base64.b64encode(page.photograph(shown)).decode()
-    title = f"{TITLES[file.stem]} · {size[0]} x {size[1]} pixels"
-    html = CARD_PAGE.format(width=CARD[0], height=CARD[1], graph=photo, title=title, needs=needs)
-    return Image.open(io.BytesIO(page.render(html, CARD))).convert("RGB")
+    width, height = widgets["ImageScale"][1:3] if "ImageScale" in widgets else widgets["SpecAREmptyLatent"][:2]
+    [weights] = WEIGHTS.findall(widgets["MarkdownNote"][0])
+    number, name = file.stem.removesuffix(" (download)").split(" ", 1)
+    size = 72 if len(name) < 20 else 54
+    html = CARD.format(hue=int(number) * 33 % 360, name=name, size=size, width=width, height=height, weights=weights)
+    return Image.open(io.BytesIO(page.render(html, (SIDE, SIDE)))).convert("RGB")

@@ -1,7 +1,7 @@
 """Janus-Pro (Chen et al., arXiv:2501.17811) as DeepSeek released it, and in transformers' naming.
 
-Only what generates images is read: the language model, and the embedding and the head of its image tokens. The vision
-encoder and the text head are not read; vq.py reads the image decoder.
+Only what generates images is read: the language model, and the embedding and the head of its image tokens. vq.py reads
+the image decoder and, when an image is to be described, janus_reading.py the vision encoder and the text head.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from ...models.positions import SequencePositions
 from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel
-from ..files.checkpoint import Checkpoint, read_settings
+from ..files.checkpoint import Checkpoint, read_settings, title
 from ..files.errors import CheckpointError
-from ..files.names import renamed
+from ..files.names import meaning, renamed
 from ..files.weights import load_weights
+from ..image_reader import ImageReader
 from ..registry import Family, ReleasedDecoder, Source
 from ..sizes import chosen_grid, legal_grid
 from ..text.language_model import (
@@ -36,6 +37,7 @@ from ..text.language_model import (
     text_settings,
 )
 from ..text.prompt_encoders import TextEncoder
+from .janus_reading import BEGIN, IMAGE, PLACEHOLDER, load_reader
 
 _RELEASED = {2048: ("Janus-Pro-1B", 16), 4096: ("Janus-Pro-7B", 32)}  # width -> folder, heads
 _ROOTS = ("language_model.model.", "model.language_model.")  # of the language model: original, transformers
@@ -67,8 +69,11 @@ _SKIPPED = (
     "model.vqmodel.",
     "lm_head.",
 )
-_BEGIN, _PAD, _IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
-_PLACEHOLDER = "<image_placeholder>"  # of an image that is read
+_PAD = "<｜▁pad▁｜>"
+_ROLES = ("<|User|>", "<|Assistant|>")
+_OTHER_ROLES = {
+    "t2ir1": ("User", "Assistant")
+}  # name of a fine-tune -> how its training called the two (T2I-R1's code)
 
 
 def recognise(tensors: Collection[str]) -> bool:
@@ -97,16 +102,7 @@ def load(
     inner = sizes["backbone.output.fc1.weight"][0]
     words = sizes["prefix.embedding.weight"][0]
     config = backbone_config(checkpoint, root, codes, {dim: heads for dim, (_, heads) in _RELEASED.items()}, 1e-6)
-    folder = _RELEASED.get(config.dim, ("Janus-Pro",))[0]
-    tokenizer = Tokenizer(
-        find_tokenizer(path, (folder,), search),
-        (
-            f"{folder} reads prompts through tokenizer.json, which was not found. Put that of deepseek-ai/{folder} "
-            f"into the folder {path.parent}."
-        ),
-        stated_ids(checkpoint),
-        words,
-    )
+    tokenizer = tokenizer_of(checkpoint, config.dim, words, search)
     with torch.device("meta"):
         backbone = Backbone(config, operations)
         backbone.tok_embeddings = CodeEmbedding(codes, code_dim, config.dim, operations)
@@ -118,13 +114,29 @@ def load(
         "janus-pro",
         own,
         SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
-        TextEncoder(partial(written, tokenizer), own),
+        TextEncoder(partial(written, tokenizer, meaning(title(path), _OTHER_ROLES) or _ROLES), own),
         meta.get("pixels_per_token", 16),
         positions=SequencePositions(rope_theta(settings)),
         longest=int(positive(settings, "max_position_embeddings", 16384)),
     )
     model.dtype = dtype
     return load_weights(model, named, checkpoint, dtype)
+
+
+def tokenizer_of(checkpoint: Checkpoint, dim: int, words: int, search: Sequence[Path]) -> Tokenizer:
+    """The tokenizer of a model of width ``dim`` with ``words`` rows for text."""
+    folder, path = _RELEASED.get(dim, ("Janus-Pro",))[0], checkpoint.path
+    missing = (
+        f"{folder} reads prompts through tokenizer.json, which was not found. Put that of deepseek-ai/{folder} "
+        f"into the folder {path.parent}."
+    )
+    return Tokenizer(find_tokenizer(path, (folder,), search), missing, stated_ids(checkpoint), words)
+
+
+def reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path], operations=nn) -> ImageReader:
+    """What of the files of ``model`` reads images. Raises CheckpointError as ``load`` does."""
+    words = model.backbone.config.dim, model.prefix.words
+    return load_reader(checkpoint, model, tokenizer_of(checkpoint, *words, search), operations)
 
 
 def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor, ...]], str]:
@@ -171,26 +183,28 @@ def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def stated_ids(checkpoint: Checkpoint) -> dict[str, int]:
-    """Special tokens -> ids by transformers' config.json and generation_config.json, as far as there are any."""
+    """Special tokens -> ids by transformers' config.json and generation_config.json, as far as there are any. In
+    DeepSeek's layout they state none: what a training saved there are Llama's."""
     settings = checkpoint.settings
-    beside = read_settings(checkpoint.path.parent / "generation_config.json") if settings else {}
+    own = settings.get("model_type") == "janus"
+    beside = read_settings(checkpoint.path.parent / "generation_config.json") if own else {}
     found = {
-        _PLACEHOLDER: settings.get("image_token_id"),
-        _BEGIN: beside.get("bos_token_id"),
+        PLACEHOLDER: settings.get("image_token_id"),
+        BEGIN: beside.get("bos_token_id"),
         _PAD: beside.get("pad_token_id"),
-        _IMAGE: (beside.get("generation_kwargs") or {}).get("boi_token_id"),
+        IMAGE: (beside.get("generation_kwargs") or {}).get("boi_token_id"),
     }
     return {token: id for token, id in found.items() if id is not None}
 
 
-def written(tokenizer: Tokenizer, text: str, _grid: tuple[int, int]) -> list[int]:
-    """A conversation in which the user asks for ``text`` and the assistant starts an image.
+def written(tokenizer: Tokenizer, roles: tuple[str, str], text: str, _grid: tuple[int, int]) -> list[int]:
+    """A conversation in which the user asks for ``text`` and the assistant starts an image. roles: their names.
 
     Raises CheckpointError for the tokenizer of another model.
     """
-    said = text.strip()
-    asked = f"<|User|>: {said}\n\n<|Assistant|>:" if said else "<|User|>:<|Assistant|>:"
-    return [tokenizer.id(_BEGIN), *tokenizer.ids(asked), tokenizer.id(_IMAGE)]
+    (user, assistant), said = roles, text.strip()
+    asked = f"{user}: {said}\n\n{assistant}:" if said else f"{user}:{assistant}:"
+    return [tokenizer.id(BEGIN), *tokenizer.ids(asked), tokenizer.id(IMAGE)]
 
 
 def without_words(tokenizer: Tokenizer, features: Tensor, _grid: tuple[int, int]) -> Tensor:
@@ -205,5 +219,6 @@ FAMILY = Family(
     {"janus-pro": ReleasedDecoder()},
     recognise,
     load,
+    reader=reader,
     releases={r"Janus-Pro-[17]B": (Source(r"deepseek-community/\g<0>", r"ar_models/\g<0>"),)},
 )

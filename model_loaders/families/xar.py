@@ -75,6 +75,9 @@ class CellModel(ContinuousBase):
             return torch.full_like(before, params.cfg, dtype=torch.float32)
         return 1 + (params.cfg - 1) * (before // self.group).float() / (self.backbone.config.cells - 1)
 
+    def no_prompt(self, empty: Tensor) -> Tensor:
+        return torch.tensor([[[float(self.backbone.config.classes)]]])  # the null class
+
     def start(
         self,
         conditioning: Conditioning,

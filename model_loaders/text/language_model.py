@@ -280,6 +280,12 @@ class Tokenizer:
         with readable(self._path):
             return opened.encode(text, add_special_tokens=False).ids
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens and ids that stand for nothing."""
+        opened = self._open()
+        with readable(self._path):
+            return opened.decode(list(ids), skip_special_tokens=True)
+
     def beyond(self, text: str, count: int) -> str:
         """The part of a string that lies beyond its first ``count`` tokens."""
         opened = self._open()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...common.limits import WORDS, FileError, legal_name
 from ..files.checkpoint import CheckpointError, open_checkpoint
+from .prompt_syntax import words_of
 
 Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a prompt
 SHOWN = 300  # characters of a prompt in a notice
@@ -84,7 +85,7 @@ class WordEncoder(PromptEncoder):
 
     def parse(self, text: str) -> tuple[list[str], list[str]]:
         """(known words in order, unknown words) of a prompt."""
-        text = " ".join(text.lower().split())  # the next line takes the square of a gap's length
+        text = " ".join(words_of(text).lower().split())  # the next line takes the square of a gap's length
         colours = "|".join(map(re.escape, self.backgrounds))
         text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
         known, unknown = [], []

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ...common.limits import PROMPT
 from ...models.placed import Placed
-from . import prompt_settings
+from . import prompt_settings, prompt_syntax
 from .prompt_encoders import ClassEncoder, ImagePrompts, Images, PromptEncoder, TextEncoder, WordEncoder, features_of
+
+EMPTY = "The prompt is empty, so nothing says what the image shows."
 
 # ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ..., "images": [...]}}]]
 Conditioning = list
@@ -48,6 +50,18 @@ def is_token_grid(grid: Tensor, codes: int) -> bool:
     )
 
 
+def checked_text(text: str, name: str) -> str:
+    """A text that a user wrote, as characters alone: JSON may contain lone surrogates.
+
+    name: in messages. Raises ValueError for one that is too long, TypeError for what is no text.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"The {name} is {text!r}, but must be a text.")
+    if len(text) > PROMPT:
+        raise ValueError(f"The {name} has {len(text)} characters; at most {PROMPT} are read. Shorten it.")
+    return text.encode("utf-8", "replace").decode()
+
+
 class Prompted(Placed):
     """Base class of models with prompts: encodes CONDITIONING and reads it."""
 
@@ -67,11 +81,7 @@ class Prompted(Placed):
 
         Raises ValueError with a remedy, also for images if the model cannot read any; TypeError for what is no text.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"The prompt is {text!r}, but must be a text.")
-        if len(text) > PROMPT:
-            raise ValueError(f"The prompt has {len(text)} characters; at most {PROMPT} are read. Shorten it.")
-        text = text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which are not characters
+        text = checked_text(text, "prompt")
         if not text and isinstance(self.prompt_encoder, WordEncoder | ClassEncoder):  # which have nothing to encode
             return self.encode_features(torch.zeros(1, 0, 1), text=text)
         if not images:
@@ -90,9 +100,17 @@ class Prompted(Placed):
         extra["ar"]["images"] = [grid.cpu() for grid in images]
         return [[features, extra]]
 
+    def no_prompt(self, empty: Tensor) -> Tensor:
+        """Features of the unconditional prompt, where an encoder makes ``empty`` ones [1, 0, 1] of an empty text."""
+        return empty
+
     def unknown_words(self, text: str) -> list[str]:
         """Words of a prompt that the model ignores, because it was not trained with them."""
         return self.prompt_encoder.parse(text)[1] if isinstance(self.prompt_encoder, WordEncoder) else []
+
+    def text_notices(self, text: str) -> list[str]:
+        """What the model does not use of a prompt's text, a sentence each."""
+        return [*prompt_syntax.notices(text), *self.prompt_encoder.notices(text)]
 
     def notices(
         self,
@@ -107,10 +125,10 @@ class Prompted(Placed):
             negative = None
         pixels = grid[0] * self.pixels_per_token, grid[1] * self.pixels_per_token
         prompts = {"positive": positive} | ({"negative": negative} if negative is not None and guided else {})
-        found = []
+        found = [EMPTY] * (prompt_text(positive) == "")
         for name, prompt in prompts.items():
             if text := prompt_text(prompt):
-                found += self.prompt_encoder.notices(text)
+                found += self.text_notices(text)
             count = (prompt.features if isinstance(prompt, EncodedPrompt) else prompt[0][0]).shape[1]
             if count > self.prompt_encoder.slots:
                 found.append(
@@ -180,7 +198,7 @@ class Prompted(Placed):
         if negative and text == "":
             return None
         if text == "" and not features.numel():
-            raise ValueError(f"The {name} prompt is empty. Enter a prompt.")
+            features = self.no_prompt(features)
         if features.shape[0] not in (1, batch):
             raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
         if text is not None and isinstance(self.prompt_encoder, TextEncoder):

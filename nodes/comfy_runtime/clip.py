@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...model_loaders.ar_model import Conditioning, DiscreteModel
@@ -45,13 +44,10 @@ class ARClip:
     ) -> Conditioning:
         """CONDITIONING of a prompt. Raises ValueError or FileNotFoundError with a remedy."""
         check_unused(add_dict or {})
-        text = str(tokens)
-        if not text.strip():
-            notify([])
-            return [[torch.zeros(1, 0, 1), {"ar": {"family": self._model.family, "text": ""}}]]
+        text = str(tokens) if tokens.strip() else ""
         try:
             conditioning = self._model.encode_prompt(text)
-            notify(self._model.prompt_encoder.notices(text))
+            notify(self._model.text_notices(text))
         except (ValueError, FileNotFoundError) as error:
             notify([str(error)])
             raise
@@ -78,11 +74,6 @@ def text_of(conditioning: Conditioning) -> str | None:
 
 
 def prompts_of(positive: Conditioning, negative: Conditioning | None) -> tuple[Conditioning, Conditioning | None]:
-    """Both prompts of a sampler, the negative one None where it is empty or zeroed (Conditioning Zero Out).
-
-    Raises ValueError for an empty positive.
-    """
-    if text_of(positive) == "":
-        raise ValueError("The positive prompt is empty. Enter a prompt in its CLIP Text Encode.")
+    """Both prompts of a sampler, the negative one None where it is empty or zeroed (Conditioning Zero Out)."""
     zeroed = negative and negative[0][0].shape[1] > 1 and not negative[0][0].any()  # a class label may be 0
     return positive, None if zeroed or (negative and text_of(negative) == "") else negative

@@ -9,18 +9,9 @@ from typing import Any
 from comfy_execution.utils import get_executing_context
 
 
-def show_text(text: str) -> None:
-    """Show a text on the node that is executing. ComfyUI draws it and decides how long it stays."""
-    if found := _page():
-        server, node_id = found
-        server.send_progress_text(text, node_id, server.client_id)
-
-
-def leave_text(text: str) -> None:
-    """Show a text that stays on the node that is executing: ComfyUI's own is gone when a run ends, and with some front
-    ends and renderers it is never seen."""
-    show_text(text)
-    send("specar.result", text=text)
+def show_run(run: dict[str, Any]) -> None:
+    """Show how far a run is (see status.py) on the node that is executing."""
+    send("specar.run", run=run)
 
 
 def notify(notices: Iterable[str]) -> None:

@@ -1,24 +1,35 @@
-"""The callback of a sampler after every pass: interruption, progress bar, previews, and a text on the node."""
+"""The callback of a sampler after every pass: interruption, progress bar, previews, and numbers on the node."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import comfy.model_management as mm
 import comfy.utils
 from PIL import Image
 
 from .memory import out_of_memory
-from .messages import leave_text, show_text
+from .messages import show_run
 from .previews import Previews
-from .status import Status
 
 log = logging.getLogger(__name__)
 SHARE = 0.01  # maximum fraction of a run's time for the bar: each update is a message to every client ...
 SECONDS = (0.05, 0.5)  # ... while the interval between updates stays within these bounds
 READING = 0.5  # seconds between two texts, so that they can be read
+
+
+class Status(Protocol):
+    """A run in words, for its node."""
+
+    def __call__(self, progress: Any) -> str:
+        """The text after a pass."""
+        ...
+
+    def finished(self, progress: Any) -> str:
+        """The text of a complete run."""
+        ...
 
 
 class Report:
@@ -45,14 +56,12 @@ class Report:
         preview = self._preview(self.last, finished=True)
         if preview or self.bar.current < self.length:
             self._tell(self.length, preview)
-        if self.status:
-            leave_text(self.status.finished(self.last))
 
     def _tell(self, done: int, preview: tuple[str, Image.Image, int] | None) -> None:
         began = time.perf_counter()
         self.bar.update_absolute(done, self.length, preview)
         if self.status and began >= self.text_due:
-            show_text(self.status(self.last))
+            show_run(self.status(self.last))
             self.text_due = began + READING
         now = time.perf_counter()
         shortest, longest = SECONDS

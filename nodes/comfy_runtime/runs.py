@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import comfy.model_management as mm
 import torch
@@ -15,6 +16,7 @@ from ...samplers.contract import Method
 from ...samplers.generate import AnyRequest
 from .memory import cast_room, fits, out_of_memory, total_memory
 from .models import LoadedDecoder, LoadedDrafter, LoadedModel
+from .patcher import Patcher
 from .previews import Previews, Sketcher, measure_palette, measured_tokens
 from .progress import Report
 from .status import Status
@@ -22,14 +24,21 @@ from .status import Status
 log = logging.getLogger(__name__)
 
 
+class Beside(Protocol):
+    """What a run needs on the compute device beside the model: a drafter, or what reads images."""
+
+    @property
+    def patcher(self) -> Patcher: ...
+
+
 class TooLargeError(ValueError):
     """A run needs more memory than the device has."""
 
 
 @contextmanager
-def placed(loaded: LoadedModel, drafter: LoadedDrafter | None, method: Method, request: AnyRequest) -> Iterator[None]:
-    """Model and drafter on the compute device, with memory for the run. Raises TooLargeError if it needs more memory
-    than there is: on a CPU, the system would kill the process."""
+def placed(loaded: LoadedModel, beside: Beside | None, method: Method, request: AnyRequest) -> Iterator[None]:
+    """Model and what it needs beside it on the compute device, with memory for the run. Raises TooLargeError if it
+    needs more memory than there is: on a CPU, the system would kill the process."""
     memory, session_key = method.run_bytes(request) + cast_room(loaded.model), method.session_key(request)
     there_is = total_memory(loaded.patcher.load_device)
     if memory > there_is:
@@ -37,7 +46,7 @@ def placed(loaded: LoadedModel, drafter: LoadedDrafter | None, method: Method, r
             f"This run needs {memory / 2**30:.1f} GiB of memory beside the model, more than the "
             f"{there_is / 2**30:.1f} GiB in total. Generate fewer images at once (batch_size), or smaller ones."
         )
-    together = [loaded.patcher] if drafter is None else [loaded.patcher, drafter.patcher]  # neither may evict the other
+    together = [loaded.patcher] if beside is None else [loaded.patcher, beside.patcher]  # neither may evict the other
     if not fits(together, missing(loaded, memory, session_key)):
         loaded.patcher.release()
     mm.load_models_gpu(together, memory_required=missing(loaded, memory, session_key))

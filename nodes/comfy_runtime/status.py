@@ -1,4 +1,7 @@
-"""A run in two lines, for its node: forward passes so far, what they save, and the time left."""
+"""A run in numbers, for the text on its node (web/js/result.js): forward passes, tokens, time, and what *auto* was.
+
+During a run and after it, a number means the same: passes are the model's forward passes, tokens those of one image.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,48 @@ from typing import Any
 
 import torch
 
+from ...reports.run_report import drafting, drawing
 from ...samplers.generate import AnyRequest
+from ...samplers.trace import Trace
+
+Run = dict[str, Any]
 
 
 class Status:
-    """Says of a run's progress how many forward passes of the model it took and how many tokens each decided.
-
-    Its passes are compared with those of next-token sampling. Seconds are not, as passes of other methods take longer.
-    """
+    """Says how far a run is."""
 
     def __init__(self, request: AnyRequest):
-        self.request, self.whole = request, torch.full((request.batch,), request.length)
-        self.total = request.sampled(self.whole)
-        self.began = time.perf_counter()
+        self.request = request
+        self.total = request.sampled(torch.full((request.batch,), request.length))
         self.first: tuple[float, float] | None = None  # time and tokens when first asked, after the prompt was read
 
-    def __call__(self, progress: Any) -> str:
-        """The text after a pass."""
+    def __call__(self, progress: Any) -> Run:
+        """After a pass, with the seconds that are left, once these are known."""
         now, done = time.perf_counter(), self.request.sampled(progress.committed)
         self.first = self.first or (now, done)
         began, before = self.first
+        run = numbers(self.request.batch, progress.passes, done, self.total)
         if done == before:
-            return self._text(progress.passes, progress.committed)
-        left = (now - began) * (self.total - done) / (done - before)
-        return self._text(progress.passes, progress.committed, f", about {duration(left)} left")
+            return run
+        return run | {"left": duration((now - began) * (self.total - done) / (done - before))}
 
-    def finished(self, progress: Any) -> str:
-        """The text of a complete run."""
-        return self._text(progress.passes, self.whole, f", {duration(time.perf_counter() - self.began)} in all")
 
-    def _text(self, passes: int, committed: torch.Tensor, seconds: str = "") -> str:
-        if not passes:
-            return "Reading the kept part of the image"
-        if not self.total:
-            return "The mask is empty: all of the image is kept"
-        plain, each = self.request.next_token_passes(committed), self.request.sampled(committed) / passes
-        count = f"{passes} forward pass{'es' if passes > 1 else ''}"
-        fewer = f" instead of {plain:.0f}" if round(plain) > passes else ""
-        together = f", {self.request.batch} images together" if self.request.batch > 1 else ""
-        return f"{count}{fewer}{together}\n{each:.1f} tokens per pass{seconds}"
+def finished(trace: Trace, pixels_per_token: int) -> Run:
+    """After a run: also the passes of next-token sampling (``plain``), the seconds that it took, the ``size`` (width,
+    height) of an image, and the settings that were ``used``."""
+    settings, totals = trace.settings, trace.totals
+    images, length = totals["images"], trace.positions["source"].shape[1]
+    tokens = totals["tokens"] / images
+    return numbers(images, totals["target_passes"], tokens, tokens) | {
+        "plain": round(length - totals["prefix_tokens"] / images),
+        "seconds": duration(totals["seconds"]),
+        "size": [trace.cols * pixels_per_token, trace.rows * pixels_per_token],
+        "used": f"{drafting(settings)}; {drawing(settings)}",
+    }
+
+
+def numbers(images: int, passes: int, done: float, total: float) -> Run:
+    return {"images": images, "passes": passes, "done": round(done), "total": round(total)}
 
 
 def duration(seconds: float) -> str:

@@ -72,14 +72,16 @@ def test_a_template_loads_and_equals_its_api_version(page, template):
     assert api_form(prompt, shipped) == api_form(shipped, shipped)
 
 
-DOWNLOADS = ("23 Janus-Pro", "26 LlamaGen, text", "33 GLM-Image")  # folders; single files; both
+REPORTS = """() => app.graph._nodes.filter(node => node.properties.download)
+    .map(node => node.widgets.find(widget => widget.name === 'report_text')?.value)"""
 
 
-@pytest.mark.parametrize(
-    "template", [ROOT / f"workflows/{name} (download).json" for name in DOWNLOADS], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("template", sorted((ROOT / "workflows").glob("* (download).json")), ids=lambda path: path.stem)
 def test_template_names_the_models_that_are_missing(page, template):
+    """The page what it can; the nodes all that is to be downloaded."""
     load(page, template, missing_models=True)
+    told = [node["properties"].get("download") for node in json.loads(template.read_text("utf-8"))["nodes"]]
+    assert page.evaluate(REPORTS) == [text.replace("; ", "\n") for text in told if text] != []
     expected = expected_missing(page, template)
     assert missing_models(page, template.stem, some=bool(expected)) == expected
 
@@ -105,7 +107,7 @@ def test_template_dialog_finds_a_template_and_opens_it(page):
     dialog.get_by_role("textbox").first.fill(DEFAULT)
     page.wait_for_function("before => document.querySelectorAll('[role=dialog] h3').length < before", arg=some)
     dialog.get_by_text(DEFAULT, exact=True).first.click()
-    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARCompareTraces')")
+    page.wait_for_function("() => app.graph._nodes.filter(node => node.type === 'SpecARSampler').length === 2")
 
 
 PREVIEW_EVERY_IMAGE = """() => {
@@ -248,12 +250,12 @@ def test_the_map_replaces_the_picture_that_an_earlier_graph_left_under_its_id(ow
         page.wait_for_timeout(500)  # for drawing it
         run(page)
     page.wait_for_function("""() => app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap')
-        .widgets.map(widget => widget.name).join() === 'metric,opacity,specar_map'""")
+        .widgets.map(widget => widget.name).join() === 'metric,opacity,specar_view'""")
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 def test_template_runs_and_shows_images_and_map(page, renderer):
-    load(page, ROOT / f"workflows/{DEFAULT}.json")
+    load(page, ROOT / "workflows/07 Acceptance map.json")
     page.evaluate(FIT)
     for batch in (1, 8, 64):  # a run shows previews if it takes more than a moment
         set_batch(page, batch)
@@ -268,7 +270,7 @@ def test_template_runs_and_shows_images_and_map(page, renderer):
     }}"""
     for kind in ("SaveImage", "SpecARAcceptanceMap"):
         page.wait_for_function(complete, arg=kind)
-    screenshot(page, f"{DEFAULT}-{renderer}")
+    screenshot(page, f"image_and_map-{renderer}")
 
 
 def test_help_page_of_a_node_opens_with_its_image(page):
@@ -296,12 +298,22 @@ def open_in_chinese(browser: Browser, comfy, without: str | None = None) -> tupl
     return opened
 
 
-def test_a_sampler_says_what_it_took_in_chinese(browser, comfy):
+def test_runs_charts_maps_and_notices_are_told_in_chinese(browser, comfy):
     page, problems = open_in_chinese(browser, comfy)
-    load(page, TEMPLATES[0])
+    load(page, ROOT / f"workflows/{DEFAULT}.json")
+    page.evaluate(ADD_TO_PROMPTS, " xyz")
+    page.evaluate(FIT)
     run(page)
-    page.wait_for_function("""() => app.graph._nodes.find(node => node.type === 'SpecARSampler')
-        .widgets.find(widget => widget.name === 'specar_result')?.element.textContent.includes('instead of 256')""")
+    for part, words in (
+        (".specar-result", "256 / 256 个 token"),
+        (".specar-chart", "模型前向次数"),
+        (".specar-legend", "接受的草稿"),
+        (".specar-text", "接受方式：精确"),
+    ):
+        page.locator(part, has_text=words).first.wait_for()
+    notices = "() => app.graph._nodes.flatMap(node => node.widgets ?? []).map(widget => String(widget.value))"
+    assert any("模型不认识并忽略这些词：xyz" in text for text in page.evaluate(notices))
+    screenshot(page, "chinese")
     assert not problems
     page.close()
 

@@ -23,7 +23,7 @@ def demo(comfyui: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def test_demo_leaves_images_map_and_traces_prints_the_passes_and_serves_until_it_is_ended(comfyui, tmp_path):
+def test_demo_leaves_images_and_traces_prints_the_passes_and_serves_until_it_is_ended(comfyui, tmp_path):
     command = [sys.executable, str(ROOT / "tools/demo.py"), "--comfyui", str(comfyui), "--serve"]
     run = subprocess.Popen(
         [*command, "--prompt", "yellow star", "--seed", "11"],
@@ -42,7 +42,7 @@ def test_demo_leaves_images_map_and_traces_prints_the_passes_and_serves_until_it
     files = [ROOT / "output" / line.strip() for line in said if "_0" in line]
     assert files and all(file.is_file() for file in files)
     names = " ".join(file.name for file in files)
-    for word in ("same_image", "next_token", "map", "trace"):
+    for word in ("same_image", "next_token", "trace"):
         assert word in names
     reports = [json.loads(file.read_text("utf-8")) for file in files if file.suffix == ".json"]
     assert {report["totals"]["seed"] for report in reports} == {11}
@@ -62,7 +62,9 @@ def test_a_port_that_is_in_use_is_named_before_anything_starts(comfy, comfyui):
 def test_a_server_of_others_is_not_taken_for_ones_own(comfy, tmp_path, monkeypatch):
     """One that took the port after it was found free, while ours still starts."""
     monkeypatch.setattr(comfy_server, "in_use", lambda _port: False)
-    (tmp_path / "comfy").mkdir()
+    for folder in ("comfy", "input"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "input/example.png").touch()
     (tmp_path / "comfy/cli_args.py").write_text("", encoding="utf-8")
     (tmp_path / "main.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
     server = comfy_server.ComfyServer(tmp_path, tmp_path / "server.log", port=comfy.port)

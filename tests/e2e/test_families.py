@@ -6,11 +6,12 @@ import shutil
 
 import numpy as np
 import pytest
+from comfyui_specar.batch.maps import SAMPLER
 from PIL import Image
 
 from tools.comfy_server import PACK
 
-from ..support.families import CHANGES, FAMILIES, REFINED, SMALL
+from ..support.families import CAPTIONED, CHANGES, FAMILIES, REFINED, SMALL
 from ..support.families import WORKFLOWS as ASKED
 
 WORKFLOWS = PACK / "workflows"
@@ -31,16 +32,21 @@ def images(comfy, run) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_workflow_generates(comfy, models, name):
     prompt = workflow(comfy, name, seed=5)
+    loader = comfy.node_id(prompt, "SpecARLoadCheckpoint")
+    [sampler] = [key for key, node in prompt.items() if SAMPLER.fullmatch(node["class_type"])]
+    prompt["info"] = {"class_type": "SpecARModelInfo", "inputs": {"model": [loader, 0]}}
+    prompt["trace"] = {"class_type": "SpecARSaveTrace", "inputs": {"trace": [sampler, 1], "filename_prefix": "trace"}}
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()
     [image] = images(comfy, run)
     assert image.std() > 5, "a flat colour"
-    [report] = run.outputs[comfy.node_id(prompt, "SpecARAcceptanceMap")]["specar"]
+    [report] = run.outputs["trace"]["specar"]
     assert report["totals"]["tokens"] == ASKED[name].tokens and report["settings"]["lossless"]
-    info = run.outputs[comfy.node_id(prompt, "SpecARModelInfo")]
-    [text], [facts] = info["text"], info["specar"]
-    loader = prompt[comfy.node_id(prompt, "SpecARLoadCheckpoint")]["inputs"]["model_name"]
-    assert text.startswith(f"{loader}: {facts['family']}, ") and "4 rows of 4 tokens of 32 codes" in text
+    [text], [facts] = run.outputs["info"]["text"], run.outputs["info"]["specar"]
+    assert (
+        text.startswith(f"{prompt[loader]['inputs']['model_name']}: {facts['family']}, ")
+        and "4 rows of 4 tokens of 32 codes" in text
+    )
     assert (image.shape[1], image.shape[0]) == tuple(facts["sizes"][0]) and facts["decoder"]
     assert ("anole_drafter" in facts["drafters"]) == (name == ANOLE)
 
@@ -67,13 +73,26 @@ def test_the_refining_workflow_is_accepted_and_generates_what_it_refines(comfy, 
     assert image.shape == (1024, 1024, 3) and image.std() > 5
 
 
+def test_an_image_is_described(comfy, models):
+    """A text for each image of a batch, by the tiny Janus-Pro of the other workflows."""
+    Image.new("RGB", (50, 30), "red").save(comfy.base / "input/example.png")
+    prompt = comfy.workflow(CAPTIONED, max_tokens=8)
+    [caption, shown] = (comfy.node_id(prompt, kind) for kind in ("SpecARCaption", "PreviewAny"))
+    prompt["twice"] = {"class_type": "RepeatImageBatch", "inputs": {"image": ["3", 0], "amount": 2}}
+    prompt[caption]["inputs"]["image"] = ["twice", 0]
+    run = comfy.run(prompt)
+    assert run.outcome == "success", run.message()
+    first, second = run.outputs[shown]["text"]
+    assert first == second and first
+
+
 def test_an_illegal_size_is_an_error_that_names_legal_ones(comfy, models):
     run = comfy.run(workflow(comfy, LUMINA, width=32, height=32))
     assert run.outcome == "error" and run.error["node_type"] == "SpecAREmptyLatent", run.message()
     assert "32 x 32 pixels" in run.message() and "nearest" in run.message()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, CAPTIONED])
 def test_the_files_that_a_workflow_lists_belong_to_it(name):
     graph = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
     listed = [model for node in graph["nodes"] for model in node["properties"].get("models", [])]
@@ -87,18 +106,11 @@ def test_the_files_that_a_workflow_lists_belong_to_it(name):
         assert model["directory"] != "ar_models" or model["name"].split("/")[0] in chosen
 
 
-def janus(comfy, sampler: str, **inputs) -> dict:
-    """The workflow with another sampler, whose inputs are among those of the one it has."""
-    prompt = workflow(comfy, JANUS, **inputs)
-    prompt[comfy.node_id(prompt, "SpecARSJDSampler")]["class_type"] = sampler
-    return prompt
-
-
-@pytest.mark.parametrize("sampler", ["SpecARSJDSampler", "SpecARNextTokenSampler"])
-def test_a_batch_through_the_api_is_the_single_images(comfy, models, sampler):
-    batch = images(comfy, comfy.run(janus(comfy, sampler, seed=20, batch_size=3)))
+@pytest.mark.parametrize("method", ["fast, exact", "next token"])
+def test_a_batch_through_the_api_is_the_single_images(comfy, models, method):
+    batch = images(comfy, comfy.run(workflow(comfy, JANUS, method=method, seed=20, batch_size=3)))
     assert len(batch) == 3 and (batch[0] != batch[1]).any()
-    [last] = images(comfy, comfy.run(janus(comfy, sampler, seed=22)))
+    [last] = images(comfy, comfy.run(workflow(comfy, JANUS, method=method, seed=22)))
     assert np.abs(last - batch[2]).max() <= 1  # the decoder rounds a batch in another order
 
 

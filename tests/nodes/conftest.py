@@ -346,10 +346,7 @@ class Page:
     """A server that collects what is sent to the page of a run: (node id, client, text) and (event, data, client)."""
 
     def __init__(self, client_id):
-        self.client_id, self.texts, self.events = client_id, [], []
-
-    def send_progress_text(self, text, node_id, sid=None):
-        self.texts.append((node_id, sid, text))
+        self.client_id, self.events = client_id, []
 
     def send_sync(self, event, data, sid=None):
         self.events.append((event, data, sid))

@@ -23,13 +23,17 @@ def runs(sample, rule) -> list[Trace]:
 def test_the_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
     out = run(nodes["SpecARCompareTraces"], **{f"trace_{i}": t for i, t in enumerate(runs, 1)})
     chart, table = out.result
-    assert chart.shape[0] == 1 and chart.shape[2] == 1024 and chart.min() >= 0 and chart.max() <= 1
+    assert chart.shape[0] == 1 and chart.shape[2] == comparison.WIDTH and chart.min() >= 0 and chart.max() <= 1
     assert [r["settings"]["method"] for r in out.ui["specar"]] == ["next_token", "sjd", "draft_tree", "draft_tree"]
     rows = [line.split("|")[1:-1] for line in table.splitlines()]
     assert [len(row) for row in rows] == [8] * 6  # run, distribution, five measures and the time; head, rule, four runs
     assert rows[2][0].strip() == "next token, exact" and float(rows[2][2]) == 16 and rows[2][5].strip() == "-"
     assert [row[1].strip() for row in rows[2:]] == ["exact", "exact", "exact", "approximate"]
     assert float(rows[5][6]) > 0  # drift bound
+    drawn = json.loads(out.ui["specar_chart"][0])
+    assert [name for name, _ in drawn["heads"]] == ["model passes", "wall time"] and len(drawn["rows"]) == 4
+    assert drawn["rows"][0]["bars"][0] == {"text": "16", "share": 1.0}
+    assert [row["fidelity"] for row in drawn["rows"]] == ["exact"] * 3 + ["approximate"]
     json.dumps(out.ui["specar"])
     chart, table = run(nodes["SpecARCompareTraces"], trace_1=runs[0], trace_5=runs[2]).result
     assert len(table.splitlines()) == 4 and chart.shape[1] == len(comparison.chart([runs[0], runs[2]]))
@@ -83,4 +87,4 @@ def test_continuous_runs_report_their_tolerance_and_their_distance(run, nodes, d
     mixed = [column.name for column in comparison.columns([plain, runs[0]])]
     assert "drift bound" in mixed and "distance" in mixed
     assert comparison.table([plain, block, runs[0]]).count("-") > 3
-    assert comparison.chart([plain, runs[0]]).shape[1] == 1024
+    assert comparison.chart([plain, runs[0]]).shape[1] == comparison.WIDTH

@@ -171,9 +171,15 @@ def test_illegal_inputs_are_named(inputs, message, draw_vectors):
         draw_vectors("", **inputs)
 
 
-def test_empty_prompt_and_negative_iterations_are_refused(draw_vectors, continuous):
-    with pytest.raises(ValueError, match="positive.*empty"):
-        draw_vectors("", positive=continuous[1].encode_from_tokens_scheduled(""))
+def test_an_empty_prompt_samples_what_the_model_knows(draw_vectors, continuous):
+    empty = continuous[1].encode_from_tokens_scheduled("  ")
+    latent, trace = draw_vectors("", positive=empty, cfg=3.0)
+    assert len(trace.notices) == 1 and "prompt is empty" in trace.notices[0]
+    alone, _ = draw_vectors("", positive=empty, cfg=1.0)
+    assert torch.allclose(latent["samples"], alone["samples"], atol=1e-4), "both branches of guidance are the same"
+
+
+def test_negative_iterations_are_refused(draw_vectors):
     with pytest.raises(ValueError, match="iterations.* -3"):
         draw_vectors("NextToken", iterations=-3)
 

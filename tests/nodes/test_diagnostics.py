@@ -214,7 +214,7 @@ def numbers_of(trace: Trace, image: int = 0) -> dict:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    return json.loads(token_records.token_numbers(trace, image, (8, 4)), parse_constant=refuse)
+    return json.loads(token_records.token_numbers(trace, image, (8, 4), {}), parse_constant=refuse)
 
 
 def assert_numbers_equal(data: dict, trace: Trace, image: int) -> None:

@@ -20,6 +20,10 @@ def test_a_template_reports_what_its_loaders_report(template):
     graph = json.loads(template.read_text(encoding="utf-8"))
     choices = [node["widgets_values"][0] for node in graph["nodes"] if node["type"].startswith("SpecARLoad")]
     instructions = "\n".join(map(where_to_get, choices))
+    for loader in (node for node in graph["nodes"] if node["type"] in ("SpecARLoadCheckpoint", "SpecARLoadDrafter")):
+        assert loader["properties"]["download"] == where_to_get(loader["widgets_values"][0]), (
+            "what web/js/downloads.js shows"
+        )
     [note] = [node["widgets_values"][0] for node in graph["nodes"] if node["type"] == "MarkdownNote"]
     repositories = set(REPOSITORY.findall(instructions))
     assert repositories and repositories <= set(REPOSITORY.findall(note))

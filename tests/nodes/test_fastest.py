@@ -9,6 +9,7 @@ import pytest
 import torch
 from comfyui_specar.nodes import candidates, fastest
 from comfyui_specar.reports import quality
+from comfyui_specar.reports.comparison import WIDTH
 from comfyui_specar.reports.run_report import labels
 from comfyui_specar.reports.trials import TIME_UP
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
@@ -97,7 +98,7 @@ def test_every_method_is_tried_and_the_result_is_all_of_a_piece(find, tiny, prog
         assert t["tokens"] == 16 * len(runs) and t["passes"] == 16 * sum(runs) <= t["tokens"] and not t["note"]
     assert trials(out)[0]["passes"] == trials(out)[0]["tokens"]
     assert method.name == EXACT[out.ui["specar"][0]["chosen"]] and f"| {method.name} (chosen) " in report
-    assert chart.shape[::2] == (1, 1024) and out.ui["images"] and out.ui["text"][0] in report
+    assert chart.shape[::2] == (1, WIDTH) and out.ui["images"] and out.ui["text"][0] in report
     assert "Trials sampled 16 tokens of an image on cpu, cfg 2, temperature 0.9" in report
     json.dumps(out.ui["specar"])
     values = [value for value, _, _ in progress]

@@ -172,3 +172,21 @@ def test_nothing_is_said_where_nobody_follows(page):
     server = page(None)
     notify(["a"])
     assert server.events == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a (red:1.2) apple", ["weights", "(red:1.2)"]), ("<lora:some style:0.8> a red apple", ["LoRA", "some style"])],
+)
+def test_weights_and_loras_have_a_sentence_of_their_own(text, words, tiny):
+    clip = tiny[1]
+    [notice] = clip._model.text_notices(text)
+    assert all(word in notice for word in words)
+    plain, other = (clip.encode_from_tokens_scheduled(each)[0][0] for each in ("a red apple", text))
+    assert torch.equal(plain, other)
+
+
+def test_an_empty_prompt_samples_what_the_model_knows(sample, tiny):
+    empty = tiny[1].encode_from_tokens_scheduled(" ")
+    latent, trace = sample("SJD", positive=empty)
+    assert len(trace.notices) == 1 and "prompt is empty" in trace.notices[0] and "ar_tokens" in latent

@@ -1,11 +1,12 @@
 """What a node says of its run while it runs: the words, when they are sent, and to whom."""
 
+import json
 import sys
 
 import pytest
 import torch
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress
-from comfyui_specar.nodes.comfy_runtime import status as nodes_status
+from comfyui_specar.nodes.comfy_runtime import status
 from comfyui_specar.nodes.comfy_runtime.progress import Report
 from comfyui_specar.nodes.comfy_runtime.status import Status
 from comfyui_specar.samplers.contract import Progress, Request
@@ -18,7 +19,7 @@ from .conftest import defaults
 def clock(monkeypatch):
     """The time in seconds, as a list of one number."""
     now = [100.0]
-    for module in (nodes_progress, nodes_status):
+    for module in (nodes_progress, status):
         monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     return now
 
@@ -33,27 +34,17 @@ def after(passes, *committed, length=16):
 
 
 def test_passes_tokens_and_the_time_left(clock):
-    status = Status(request())
-    assert status(after(1, 1)) == "1 forward pass\n1.0 tokens per pass"
+    said = Status(request())
+    assert said(after(1, 1)) == {"images": 1, "passes": 1, "done": 1, "total": 16}
     clock[0] += 2  # 8 tokens took 2 s, 7 are left
-    assert status(after(3, 9)) == "3 forward passes instead of 9\n3.0 tokens per pass, about 1.8 s left"
-    clock[0] += 1
-    assert status.finished(after(5, 16)) == "5 forward passes instead of 16\n3.2 tokens per pass, 3.0 s in all"
-
-
-def test_one_token_per_pass_saves_nothing(clock):
-    status = Status(request())
-    clock[0] += 20
-    assert status.finished(after(16, 16)) == "16 forward passes\n1.0 tokens per pass, 20 s in all"
+    assert said(after(3, 9)) == {"images": 1, "passes": 3, "done": 9, "total": 16, "left": "1.8 s"}
 
 
 def test_tokens_are_those_of_an_image_that_the_model_samples(clock):
     ruled = Status(request(TokenLayout.ruled(4, 4, (64,), (65,))))  # 21 positions, 16 of which are sampled
-    said = ruled.finished(after(8, 21, length=21))
-    assert said.startswith("8 forward passes instead of 21\n2.0 tokens per pass"), "next-token sampling spends 21"
-    assert "2.0 tokens per pass" in ruled(after(4, 10, length=21)), "two rows"
+    assert [ruled(after(4, 10, length=21))[name] for name in ("done", "total")] == [8, 16], "two rows"
     both = Status(request(batch=2))(after(2, 4, 8))
-    assert both == "2 forward passes instead of 6, 2 images together\n3.0 tokens per pass", "the mean over a batch"
+    assert (both["images"], both["done"], both["total"]) == (2, 6, 16), "the mean over a batch"
 
 
 def keeping(*indices) -> Status:
@@ -63,13 +54,9 @@ def keeping(*indices) -> Status:
 
 
 def test_kept_tokens_do_not_count(clock):
-    status = keeping(*range(8))
-    assert "kept" in status(after(0, 8)), "no pass counts yet"
-    assert "1.0 tokens per pass" in status(after(4, 12))
-    assert status.finished(after(4, 16)).startswith("4 forward passes instead of 8\n2.0 tokens per pass")
-    status = keeping(*range(8), 12, 13)  # two on the way, on which next-token sampling spends a pass each
-    assert status.finished(after(4, 16)).startswith("4 forward passes instead of 8\n1.5 tokens per pass")
-    assert keeping(*range(16)).finished(after(1, 16)) == "The mask is empty: all of the image is kept"
+    half = keeping(*range(8))
+    assert [half(after(4, 12))[name] for name in ("done", "total")] == [4, 8]
+    assert keeping(*range(16))(after(1, 16))["total"] == 0
 
 
 def test_kept_vectors_do_not_count(clock, continuous):
@@ -79,35 +66,48 @@ def test_kept_vectors_do_not_count(clock, continuous):
     wanted = model.request(
         continuous[1].encode_from_tokens_scheduled("red apple"), tokens=torch.zeros(1, 4, 4, model.channels), kept=keep
     )
-    assert "2.0 tokens per pass" in Status(wanted)(after(2, 12))
+    run = Status(wanted)(after(2, 12))
+    assert (run["done"], run["total"]) == (4, 8)
 
 
-def test_texts_go_to_the_node_and_the_page_of_the_run_twice_a_second(page, clock, progress):
+def test_numbers_go_to_the_node_and_the_page_of_the_run_twice_a_second(page, clock, progress):
     server, report = page(), Report(16, None, Status(request()))
     for passes in range(1, 1001):  # 10 s
         clock[0] += 0.01
         report(after(passes, min(15, passes)))
-    assert 18 <= len(server.texts) <= 21
-    report.finish()
-    assert {text[:2] for text in server.texts} == {("7", "a page")}
-    assert server.texts[-1][2].endswith("10 s in all")
-    assert server.events == [("specar.result", {"node": "7", "text": server.texts[-1][2]}, "a page")]
+    assert 18 <= len(server.events) <= 21
+    assert {(event, data["node"], client) for event, data, client in server.events} == {("specar.run", "7", "a page")}
 
 
 @pytest.mark.parametrize("method", ["SJD", "vectors"])
-def test_a_sampler_ends_with_its_passes(method, page, sample, draw_vectors):
-    server = page()
+def test_a_run_ends_with_what_it_took_and_what_auto_was(method, sample, draw_vectors):
     _, trace = draw_vectors("", batch=2) if method == "vectors" else sample(method, batch=2)
-    totals = trace.totals
-    each = totals["tokens"] / 2 / totals["target_passes"]
-    text = server.texts[-1][2]
-    assert text.startswith(f"{totals['target_passes']} forward passes") and f"{each:.1f} tokens per pass" in text
+    run = status.finished(trace, 16)
+    assert (run["images"], run["passes"]) == (2, trace.totals["target_passes"])
+    assert run["done"] == run["total"] == run["plain"] == 16 and run["size"] == [64, 64]
+    assert f"temperature {trace.settings['temperature']:g}" in run["used"] and "cfg" in run["used"]
+
+
+def test_a_sampler_leaves_its_run_for_the_page_also_when_it_is_cached(nodes, run, tiny, positive):
+    node = nodes["SpecARNextTokenSampler"]
+    latent = {"samples": torch.zeros(1, 8, 4, 4)}
+    out = run(node, **defaults(node) | {"model": tiny[0], "positive": positive, "latent_image": latent})
+    assert json.loads(out.ui["specar_run"][0])["passes"] == 16
+    assert getattr(node.GET_SCHEMA(), "has_intermediate_output", True)  # what newer versions resend
+
+
+def test_next_token_sampling_spends_a_pass_on_kept_tokens_between_sampled_ones(sample):
+    first, _ = sample("NextToken")
+    mask = torch.ones(1, 4, 4)
+    mask[:, :2] = mask[:, 3, :2] = 0
+    run = status.finished(sample("SJD", latent_image={**first, "noise_mask": mask})[1], 16)
+    assert (run["total"], run["plain"]) == (6, 8)
 
 
 def test_nobody_is_told_without_a_page(page, sample, monkeypatch):
     server = page(None)
     sample("SJD")
-    assert not server.texts
+    assert not server.events
     monkeypatch.delitem(sys.modules, "server")
     sample("SJD")
 
@@ -118,4 +118,4 @@ def test_find_fastest_shows_no_passes_of_its_trials(page, nodes, run, tiny, posi
     node = nodes["SpecARFindFastest"]
     inputs = {"model": tiny[0], "positive": positive, "latent_image": latent, "tokens": 16, "seconds": 1}
     run(node, **defaults(node) | inputs)
-    assert not server.texts
+    assert {event for event, *_ in server.events} <= {"specar.notices"}

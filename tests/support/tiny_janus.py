@@ -13,12 +13,14 @@ from comfyui_specar.models.vq import VQConfig, VQModel
 from tokenizers import processors
 from torch import Tensor
 
+from .tiny import fill
 from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 SIDE = 4  # tokens a side
 CODES, CODE_DIM, WORDS, FIRST = 32, 8, 288, 260  # image codes; rows of the text embedding, and the first special token
 HEADS = 4
+TOWER_LAYERS, TOWER_HEADS = 2, 16  # DeepSeek's config.json does not state the latter
 VQ = VQConfig(codebook_size=CODES, codebook_dim=CODE_DIM, ch_mult=(1, 1), base_channels=32, z_channels=32)
 SPECIALS = (
     "<｜begin▁of▁sentence｜>",
@@ -51,6 +53,11 @@ _NAMES = (  # transformers -> released
     (r"^model\.aligner\.fc1", "aligner.layers.0"),
     (r"^model\.aligner\.hidden_layers\.0", "aligner.layers.2"),
     (r"^model\.vision_model\.embeddings\.patch_embedding", "vision_model.vision_tower.patch_embed.proj"),
+    (r"^model\.vision_model\.embeddings\.position_embedding\.weight", "vision_model.vision_tower.pos_embed"),
+    (r"^model\.vision_model\.encoder\.layers\.", "vision_model.vision_tower.blocks."),
+    (r"^model\.vision_model\.post_layernorm", "vision_model.vision_tower.norm"),
+    (r"\.layer_norm(\d)", r".norm\1"),
+    (r"\.self_attn\.projection_layer", ".attn.proj"),
 )
 
 
@@ -62,8 +69,10 @@ def shapes(
     codes: int = CODES,
     words: int = WORDS,
     vq: VQConfig = VQ,
+    tower: int = TOWER_LAYERS,
+    patches: int = SIDE * SIDE,
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in transformers' layout, with a few of the vision tower's."""
+    """Names and shapes in transformers' layout."""
     lm = "model.language_model"
     found = {
         f"{lm}.embed_tokens.weight": (words, dim),
@@ -83,7 +92,23 @@ def shapes(
     ):
         found |= {f"model.{name}.weight": (outer, inner), f"model.{name}.bias": (outer,)}
     found |= layer_shapes(f"{lm}.", layers, dim, ffn)
-    return found | tokenizer_shapes(vq)
+    return found | tokenizer_shapes(vq) | tower_shapes(vision, tower, patches)
+
+
+def tower_shapes(dim: int, layers: int, patches: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the vision tower in transformers' layout, but for its first layer."""
+    root = "model.vision_model"
+    found: dict[str, tuple[int, ...]] = {f"{root}.embeddings.position_embedding.weight": (patches, dim)}
+    linears = {f"self_attn.{part}": (dim, dim) for part in ("q_proj", "k_proj", "v_proj", "projection_layer")}
+    linears |= {"mlp.fc1": (4 * dim, dim), "mlp.fc2": (dim, 4 * dim)}
+    norms = [f"encoder.layers.{layer}.layer_norm{number}" for layer in range(layers) for number in (1, 2)]
+    for layer in range(layers):
+        for name, shape in linears.items():
+            part = f"{root}.encoder.layers.{layer}.{name}"
+            found |= {f"{part}.weight": shape, f"{part}.bias": shape[:1]}
+    for norm in (*norms, "post_layernorm"):
+        found |= {f"{root}.{norm}.weight": (dim,), f"{root}.{norm}.bias": (dim,)}
+    return found
 
 
 @cache
@@ -97,6 +122,23 @@ def tokenizer_shapes(vq: VQConfig) -> dict[str, tuple[int, ...]]:
             name = re.sub(pattern, replacement, name)
         found[f"model.vqmodel.{name}"] = tuple(tensor.shape)
     return found
+
+
+def pool_shapes(dim: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of SigLIP's pooling in DeepSeek's layout, which nothing uses."""
+    root = "vision_model.vision_tower.attn_pool"
+    linears = {"q": (dim, dim), "kv": (2 * dim, dim), "proj": (dim, dim)}
+    linears |= {"mlp.fc1": (4 * dim, dim), "mlp.fc2": (dim, 4 * dim)}
+    found = {f"{root}.latent": (1, 1, dim), f"{root}.norm.weight": (dim,), f"{root}.norm.bias": (dim,)}
+    for name, shape in linears.items():
+        found |= {f"{root}.{name}.weight": shape, f"{root}.{name}.bias": shape[:1]}
+    return found
+
+
+def picture(height: int, width: int) -> Tensor:
+    """An image [height, width, 3] in 0..1 of 8 bits, that any program can rebuild."""
+    waves = fill(f"picture {height} {width} embedding", (height, width, 3)).tanh()
+    return ((waves / 2 + 0.5) * 255).round() / 255
 
 
 def weights(seed: int = 0, **sizes: int) -> dict[str, Tensor]:
@@ -113,15 +155,36 @@ def weights(seed: int = 0, **sizes: int) -> dict[str, Tensor]:
 
 
 def released(tensors: dict[str, Any]) -> dict[str, Any]:
-    """transformers' layout -> the one DeepSeek released, with the statistics that its tokenizer keeps."""
-    found = {"gen_vision_model.quantize.codebook_used": torch.zeros(65536)}
-    for name, tensor in tensors.items():
+    """transformers' layout -> the one DeepSeek released, with the statistics that its tokenizer keeps, and with a part
+    of SigLIP that Janus does not use. Of tensors, or of their shapes."""
+    first = tensors["model.vision_model.embeddings.patch_embedding.weight"]
+    unused = {"gen_vision_model.quantize.codebook_used": (65536,)} | pool_shapes(
+        tuple(getattr(first, "shape", first))[0]
+    )
+    found: dict[str, Any] = {name: torch.zeros(s) if isinstance(first, Tensor) else s for name, s in unused.items()}
+    for name, tensor in fused(tensors).items():
         if name.startswith("model.vqmodel."):
             for pattern, replacement in _VQ_NAMES:
                 name = re.sub(re.escape(replacement), pattern.replace("\\", ""), name)
         for pattern, replacement in _NAMES:
             name = re.sub(pattern, replacement, name)
         found[name] = tensor
+    return found
+
+
+def fused(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The projections of the vision tower as one, and its table of positions with a dimension for images."""
+    found = {}
+    for name, tensor in tensors.items():
+        if "vision_model" in name and "k_proj" not in name and "v_proj" not in name:
+            if "position_embedding" in name:
+                tensor = tensor[None] if isinstance(tensor, Tensor) else (1, *tensor)
+            if "q_proj" in name:
+                parts = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+                tensor = torch.cat(parts) if isinstance(tensor, Tensor) else (3 * tensor[0], *tensor[1:])
+            found[name.replace("self_attn.q_proj", "attn.qkv")] = tensor
+        elif "vision_model" not in name:
+            found[name] = tensor
     return found
 
 
@@ -155,8 +218,8 @@ def config(original: bool, dim: int = 64, layers: int = 2, ffn: int = 96, vision
             "hidden_size": vision,
             "image_size": 16 * SIDE,
             "model_type": "janus_vision_model",
-            "num_attention_heads": 2,
-            "num_hidden_layers": 1,
+            "num_attention_heads": TOWER_HEADS,
+            "num_hidden_layers": TOWER_LAYERS,
             "num_image_tokens": SIDE * SIDE,
             "patch_size": 16,
             "projection_dim": dim,

@@ -45,7 +45,7 @@ FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
     "kernels": {"torch", "triton"},
     "models": {"torch", "einops"},
     "samplers": {"torch"},
-    "model_loaders": {"torch", "einops", "safetensors", "transformers", "tokenizers", "torchvision"},
+    "model_loaders": {"torch", "einops", "safetensors", "transformers", "tokenizers", "torchvision", "PIL"},
     "api": {"torch"},
     "reports": {"torch", "numpy", "PIL"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,

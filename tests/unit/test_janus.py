@@ -5,13 +5,28 @@ import json
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_model
+from comfyui_specar.model_loaders.families import janus
 from comfyui_specar.model_loaders.files.checkpoint import weight_file
 from comfyui_specar.samplers.contract import SamplingParams
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from ..support.bad_files import refused
-from ..support.tiny_folder import byte_tokenizer, write_folder
-from ..support.tiny_janus import BEGIN, CODES, FIRST, IMAGE, SIDE, SPECIALS, WORDS, config, released, weights, write
+from ..support.tiny_folder import byte_tokenizer, edited, write_folder
+from ..support.tiny_janus import (
+    BEGIN,
+    CODES,
+    FIRST,
+    HEADS,
+    IMAGE,
+    SIDE,
+    SPECIALS,
+    WORDS,
+    config,
+    released,
+    weights,
+    write,
+)
 
 IMAGE_TOKENS = torch.arange(SIDE * SIDE).view(1, SIDE, SIDE) * 7 % CODES
 
@@ -44,6 +59,45 @@ def test_only_what_generates_is_read(tmp_path, model):
         settings = config(original) | {"vision_config": {"num_image_tokens": SIDE * SIDE}}
         folder = write_folder(tmp_path / f"{original}", tensors, settings)
         assert torch.equal(logits(load_model(folder)), logits(model))
+
+
+# Fine-tunes as they are released (Janus-4o, Janus-Pro-R1, Janus-FocusDiff, ReasonGen-R1, T2I-R1)
+
+
+def test_a_fine_tune_without_its_processor_takes_the_tokenizer_of_the_model_it_was_made_from(
+    tmp_path, model, monkeypatch
+):
+    """Saved by save_pretrained of a class of its own: DeepSeek's names in safetensors, Llama's ids, no processor."""
+    monkeypatch.setitem(janus._RELEASED, 64, ("Janus-Pro-7B", HEADS))
+    write(tmp_path / "Janus-Pro-7B")
+    folder = write_folder(tmp_path / "Janus-FocusDiff-7B", released(weights()), config(True), shards=3)
+    edited(folder, architectures=["JanusLLamaModel"])
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(ids), encoding="utf-8")
+    (folder / "processor_config.json").write_text(f'{{"num_image_tokens": {SIDE * SIDE}}}', encoding="utf-8")
+    found = load_model(folder)
+    assert torch.equal(logits(found), logits(model))
+    assert torch.equal(found.encode_prompt("a fox")[0][0], model.encode_prompt("a fox")[0][0])
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+def test_a_state_that_a_training_saved_alone(tmp_path, monkeypatch, prefix):
+    """Janus-Pro-R1's training writes iter_N.pth, which its inference loads into Janus-Pro-7B. Width tells the heads."""
+    monkeypatch.setitem(janus._RELEASED, 64, ("Janus-Pro-7B", HEADS))
+    write(tmp_path / "Janus-Pro-7B")
+    tensors = {f"{prefix}{name}": tensor for name, tensor in released(weights()).items()}
+    torch.save(tensors, tmp_path / "iter_999.pth")
+    found = load_model(tmp_path / "iter_999.pth")
+    assert found.grid == (24, 24) and found.backbone.config.heads == HEADS
+    assert found.encode_prompt("a fox")[0][0].shape[1] > 3
+
+
+def test_the_prompts_of_t2i_r1_name_the_two_as_its_training_did(tmp_path, model):
+    tokenizer = Tokenizer.from_file(str(write(tmp_path / "T2I-R1", original=True) / "tokenizer.json"))
+    wanted = tokenizer.encode("User: a fox\n\nAssistant:<begin_of_image>").ids  # it puts its first token in itself
+    found = load_model(tmp_path / "T2I-R1")
+    assert found.encode_prompt("a fox")[0][0].flatten().tolist() == wanted
+    assert model.encode_prompt("a fox")[0][0].flatten().tolist() != wanted
 
 
 # Prompts

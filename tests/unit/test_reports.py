@@ -7,7 +7,8 @@ import comfyui_specar as specar
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.reports.acceptance_map import GREY, TOKEN_PIXELS, draw_legend, draw_maps, enlarge, token_map
+from comfyui_specar.reports.acceptance_map import GREY, INK, TOKEN_PIXELS, draw_legend, draw_maps, enlarge, token_map
+from comfyui_specar.reports.comparison import WIDTH
 from comfyui_specar.reports.images import as_bytes
 from comfyui_specar.reports.timeline_frames import UNDRAWN
 from comfyui_specar.samplers.trace import Source
@@ -100,7 +101,7 @@ def test_a_metric_that_the_run_lacks_is_grey_and_says_why(example):
         trace = example[kind]["out"].trace
         pixels = specar.acceptance_map(trace, metric=metric, opacity=1.0)[0]
         height = len(pixels) - len(draw_legend(token_map(trace, metric, 0), pixels.shape[1]))
-        assert (pixels[:height] == GREY).all() and (pixels[height:] == 0).any(), "a sentence stands in the legend"
+        assert (pixels[:height] == GREY).all() and (pixels[height:] == INK).any(), "a sentence stands in the legend"
     with pytest.raises(ValueError, match="metric.*'magic'.*source"):
         specar.acceptance_map(trace, metric="magic")
 
@@ -124,7 +125,7 @@ def test_a_timeline_has_a_frame_per_pass_and_ends_with_the_image(example, kind):
 def test_runs_are_compared_and_reported(example):
     traces = [example[kind]["out"].trace for kind in KINDS]
     chart = specar.comparison_chart(traces)
-    assert chart.dtype == np.uint8 and chart.shape[1:] == (1024, 3)
+    assert chart.dtype == np.uint8 and chart.shape[1:] == (WIDTH, 3)
     assert specar.comparison_table(traces).count("\n| ") == 1 + len(traces)
     for trace in traces:
         assert f"{trace.totals['passes_per_image'][0]} passes for" in specar.run_report(trace)

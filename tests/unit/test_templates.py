@@ -1,5 +1,6 @@
 """Templates and blueprints, read from their files: subgraphs that every front end shows, and packs that exist."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -32,3 +33,15 @@ def test_nodes_name_no_pack_that_the_registry_does_not_have():
     """ComfyUI Manager offers to install the pack of that name."""
     for path in [*TEMPLATES, *BLUEPRINTS]:
         assert set(re.findall(r'"cnr_id": "([^"]*)"', path.read_text(encoding="utf-8"))) <= {"comfy-core"}
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_opens_large_enough_to_read_and_no_node_covers_another(path):
+    """The front end fits all nodes into three quarters of the page, here of 1400 x 860 pixels, and draws no text below
+    57 %. Above a node is its title."""
+    nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
+    boxes = [(x, y - 30, x + width, y + height) for (x, y), (width, height) in ((n["pos"], n["size"]) for n in nodes)]
+    lefts, tops, rights, bottoms = zip(*boxes, strict=True)
+    assert 1050 / (max(rights) - min(lefts) + 20) >= 0.6 and 645 / (max(bottoms) - min(tops) + 20) >= 0.6
+    for one, other in itertools.combinations(boxes, 2):
+        assert max(one[0], other[0]) >= min(one[2], other[2]) or max(one[1], other[1]) >= min(one[3], other[3])

@@ -222,11 +222,13 @@ def test_an_empty_prompt_is_written_for_every_grid(sources, family):
 
 
 @pytest.mark.parametrize("model", ["default", "classes"])
-def test_where_no_word_is_no_prompt_an_empty_one_is_named(sources, model):
+def test_where_no_word_is_no_prompt_an_empty_one_is_the_unconditional_prompt(sources, model):
     loaded = api.load_model(api.bundled("default") if model == "default" else sources["llamagen-c2i"][0])
     empty, prompt = loaded.encode_prompt(""), loaded.encode_prompt("star" if model == "default" else "3")
-    with pytest.raises(ValueError, match="positive prompt is empty"):
-        loaded.request(empty)
+    request = loaded.request(empty, cfg=3.0)
+    assert "prompt is empty" in request.notices[0] and len(request.notices) == 1
+    own = loaded.prefix(request.conditioning.features)
+    assert torch.equal(own, loaded.prefix.unconditional(request.conditioning.features, loaded.grid))
     assert not loaded.request(prompt, empty, cfg=1.0).notices  # nothing that was asked for is left out
     assert loaded.request(prompt, empty, cfg=3.0).negative is None
 

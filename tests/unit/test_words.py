@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from comfyui_specar.reports import acceptance_map
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,3 +97,14 @@ def test_translated_page_has_the_same_lists_and_code(node):
         assert len(re.findall(what, chinese, re.M)) == len(re.findall(what, english, re.M)), what
     assert set(code(chinese)) == set(code(english))
     assert CHINESE.search(chinese)
+
+
+def test_what_the_page_says_is_offered_to_translators():
+    """Texts of web/js and of legends and charts are keys of main.json, which the page looks them up by."""
+    known = locale("en", "main")["specar"]
+    assert all(key == text for key, text in known.items())
+    scripts = "".join(path.read_text("utf-8") for path in (ROOT / "web/js").glob("*.js"))
+    said = re.findall(r'\bsay\("([^"]+)"', scripts)
+    assert said and set(said) <= set(known)
+    legend = [name for name, _ in acceptance_map.SOURCES.values()] + [*acceptance_map.CONTINUOUS_NAMES.values()]
+    assert set(legend) <= set(known)

@@ -1,5 +1,6 @@
 // A read-only text on a node.
 import { app } from "/scripts/app.js";
+import { say } from "./words.js";
 
 const FIELD = "report_text";
 const BESIDE_IMAGES = 130; // pixels of a report at most, where the node also shows images (for the new renderer: specar.css)
@@ -10,7 +11,7 @@ export function widgetOf(node, name, make) {
 
 function reportField(node) {
   const { widget } = app.widgets.STRING(node, FIELD, ["STRING", { multiline: true }], app);
-  widget.label = "report";
+  widget.label = say("report");
   widget.serialize = false; // neither in the workflow ...
   widget.options = { ...widget.options, serialize: false, read_only: true }; // ... nor in the prompt
   const field = widget.element ?? widget.inputEl;

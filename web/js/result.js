@@ -1,27 +1,57 @@
-// What a run took, in two lines on its sampler. They stay, unlike ComfyUI's own text of a running node.
-const NAME = "specar_result";
-const RUNNING = "$$node-text-preview"; // ComfyUI's own text, which some front ends leave on the node
-const HEIGHT = 48; // of two lines, with their margins
+// What a run takes and took, on its sampler.
+import { made } from "./elements.js";
+import { say, translated } from "./words.js";
 
-const find = (node, name) => node?.widgets?.find((widget) => widget.name === name);
+const NAME = "specar_result";
+const KEPT = "specar.results"; // in the browser's storage: by workflow and node, for pages that are loaded again
+const MOST = 50; // workflows in it
+const MARGIN = 4;
+const PADDING = 4; // see specar.css
+
+const find = (node) => node?.widgets?.find((widget) => widget.name === NAME);
 
 /** Puts an empty text on a sampler. It is there from the start: front end 1.32.9 shows no later one of a node that ran. */
 export function addResult(node) {
-  const element = document.createElement("div");
-  element.className = "specar-result";
-  const height = () => (element.textContent ? HEIGHT : 0);
+  const element = made("div", "specar-result", null, { hidden: "" }), text = made("div", "", element);
+  const height = () => (text.textContent ? text.offsetHeight + 2 * (MARGIN + PADDING) : 0);
   const widget = node.addDOMWidget(NAME, NAME, element, {
-    serialize: false, hideOnZoom: false, hideInPanel: true, margin: 4, getMinHeight: height, getMaxHeight: height,
+    serialize: false, hideOnZoom: false, hideInPanel: true, margin: MARGIN, getMinHeight: height, getMaxHeight: height,
   });
   widget.serialize = false;
 }
 
-/** Shows a text in place of ComfyUI's; "": none. Other nodes than samplers have no place for it. */
-export function showResult(node, text) {
-  const widget = find(node, NAME);
+/** Shows a run (nodes/comfy_runtime/status.py). Other nodes than samplers have no place for it. */
+export function showResult(node, run) {
+  const widget = find(node);
   if (!widget) return;
-  widget.element.textContent = text;
-  const running = text && find(node, RUNNING);
-  if (running) node.removeWidget(running);
+  widget.element.firstChild.textContent = inWords(run);
+  widget.element.hidden = false;
   node.setDirtyCanvas?.(true, true);
+}
+
+const unbroken = (text) => text.replace(" ", "\u00a0");
+
+function inWords({ images, passes, done, total, plain, left, seconds, size, used }) {
+  if (!total) return say("The mask is empty: all of the image is kept. To paint one, right-click Load Image");
+  if (!passes) return say("Reading the kept part of the image");
+  const count = passes === 1 ? "{passes} pass" : plain > passes ? "{passes} passes instead of {plain}" : "{passes} passes";
+  const line = [
+    images > 1 && say("{number} images", { number: images }),
+    say(count, { passes, plain }),
+    say("{done} of {total} tokens", { done, total }),
+    left && say("~{left} left", { left: unbroken(left) }),
+    seconds && unbroken(translated(seconds)),
+  ].filter(Boolean).join(", ");
+  return used ? `${line}\n${say("{width} x {height} pixels", { width: size[0], height: size[1] })}; ${translated(used)}` : line;
+}
+
+const readKept = () => JSON.parse(localStorage.getItem(KEPT) ?? "{}");
+
+/** The results of a workflow, by node. */
+export const keptResults = (workflow) => readKept()[workflow] ?? {};
+
+export function keepResult(workflow, node, run) {
+  const { [workflow]: nodes, ...others } = readKept();
+  const newest = [...Object.entries(others).slice(1 - MOST), [workflow, { ...nodes, [node]: run }]];
+  localStorage.setItem(KEPT, JSON.stringify(Object.fromEntries(newest)));
 }

@@ -1,46 +1,68 @@
-// What SpecAR's output nodes show: the text of the report ("text" in their UI output) in a read-only field, and, on
-// Acceptance Map, the map itself with the numbers of every token. Without this file ComfyUI shows the map's picture.
-// On samplers, what a run took. On any node, what was asked for but not done (words that the model does not know, areas
-// of a prompt, ...).
+// What SpecAR's output nodes show: the text of the report ("text" in their UI output) in a read-only field, on Acceptance
+// Map the map with the numbers of every token, and on Compare Runs and Find Fastest the chart. Without this file ComfyUI
+// shows the pictures of these. On samplers, what a run took. On any node, what was asked for but not done (words that the
+// model does not know, areas of a prompt, ...).
 import { app } from "/scripts/app.js";
+import { ChartView } from "./chart.js";
 import { MapView } from "./map.js";
 import { showReport, widgetOf } from "./report.js";
-import { addResult, showResult } from "./result.js";
+import { addResult, keepResult, keptResults, showResult } from "./result.js";
+import { loadWords, translated } from "./words.js";
 
-const SAMPLED = "LATENT,AR_TRACE"; // what samplers give; their category is translated
-const MAP_NODE = "SpecARAcceptanceMap";
-const MAP = "specar_map";
-const MAP_WIDTH = 400; // at least, when it first appears
-const MAP_HEIGHT = 490;
+const isSampler = (data) => String(data?.output) === "LATENT,AR_TRACE"; // their category is translated
+const tells = (data) => data?.name.startsWith("SpecAR") && (data.output_node || isSampler(data));
+const MAP = "SpecARAcceptanceMap";
+const VIEWS = { [MAP]: MapView, SpecARCompareTraces: ChartView, SpecARFindFastest: ChartView }; // draw nodes' pictures
+const VIEW = "specar_view"; // the widget
+const VIEW_WIDTH = 400; // at least
+const COLOURS = { // of sockets of our types and their links
+  AR_MODEL: "#9d8cff", AR_DRAFTER: "#4fc3c7", AR_RULE: "#f08a5d", AR_TRACE: "#8fce5a", AR_METHOD: "#e0bd4c",
+};
 const NOTICE_SECONDS = 15;
 const PICTURE = "$$canvas-image-preview"; // ComfyUI's own, for results that an earlier graph left under the node's id
 
 document.head.append(Object.assign(document.createElement("link"), {
   rel: "stylesheet", href: new URL("./specar.css", import.meta.url).href,
 }));
+// The new renderer takes the colours of sockets from here, the canvas where setup() puts them.
+document.head.append(Object.assign(document.createElement("style"), {
+  textContent: Object.entries(COLOURS).map(([type, colour]) => `:root { --color-datatype-${type}: ${colour}; }`).join(""),
+}));
 
 const view = (file) => `/view?${new URLSearchParams(file)}`;
 
-function mapWidget(node) {
-  const picture = node.widgets.find((widget) => widget.name === PICTURE);
-  if (picture) node.widgets.splice(node.widgets.indexOf(picture), 1);
-  const map = new MapView({
-    fetchFile: (file) => app.api.fetchApi(view(file)),
-    addressOf: (file) => app.api.apiURL(view(file)),
+/** A palette that has no colour for a type of ours would take away the one it has. */
+function keepColour(colours, type, colour) {
+  Object.defineProperty(colours, type, {
+    enumerable: true, get: () => colour, set: (other) => { colour = other || colour; },
   });
-  const widget = node.addDOMWidget(MAP, "specar_map", map.element, {
-    serialize: false, hideOnZoom: false, hideInPanel: true, getMinHeight: () => MAP_HEIGHT,
+}
+
+const server = {
+  fetchFile: (file) => app.api.fetchApi(view(file)),
+  addressOf: (file) => app.api.apiURL(view(file)),
+};
+
+function viewWidget(node) {
+  const picture = node.widgets?.find((widget) => widget.name === PICTURE);
+  if (picture) node.widgets.splice(node.widgets.indexOf(picture), 1);
+  const shown = new VIEWS[node.type](server);
+  const widget = node.addDOMWidget(VIEW, VIEW, shown.element, {
+    serialize: false, hideOnZoom: false, hideInPanel: true, getMinHeight: () => shown.height,
   });
   widget.serialize = false;
-  widget.map = map;
-  leaveToCanvas(map.element);
-  const [width, height] = node.size;
-  const [leastWidth, leastHeight] = node.computeSize();
-  node.setSize([Math.max(width, leastWidth, MAP_WIDTH), Math.max(height, leastHeight)]);
+  widget.view = shown;
+  leaveToCanvas(shown.element);
   return widget;
 }
 
-/** On the canvas, zooming and panning also work above the map (the new renderer sees to it itself). */
+function draw(node, content) {
+  widgetOf(node, VIEW, viewWidget).view.show(content);
+  const [width, height] = node.size, least = node.computeSize();
+  node.setSize([Math.max(width, least[0], VIEW_WIDTH), Math.max(height, least[1])]);
+}
+
+/** On the canvas, zooming and panning also work above it (the new renderer sees to it itself). */
 function leaveToCanvas(element) {
   const pass = (handle) => (event) => !window.LiteGraph.vueNodesMode && handle(event);
   element.addEventListener("wheel", pass((event) => app.canvas.processMouseWheel(event)));
@@ -50,29 +72,34 @@ function leaveToCanvas(element) {
 }
 
 function show(node, output) {
-  if (!output?.text) return;
-  const report = output.text.join("\n");
-  if (node.type === MAP_NODE) {
-    const { map } = widgetOf(node, MAP, mapWidget);
-    map.show({ pictures: output.images ?? [], numbers: output.specar_tokens ?? [], report });
-    Object.assign(node, { images: output.images, imgs: [map.image], imageIndex: null, overIndex: 0 }); // for its menu
-    node.setDirtyCanvas?.(true, true);
-  } else {
-    showReport(node, report);
+  const report = output?.text && translated(output.text.join("\n"));
+  if (node.type === MAP && report) {
+    draw(node, { pictures: output.images ?? [], numbers: output.specar_tokens ?? [], report });
+    const imgs = [widgetOf(node, VIEW).view.image];
+    Object.assign(node, { images: output.images, imgs, imageIndex: null, overIndex: 0 }); // for its menu
+  } else if (report) showReport(node, report);
+  if (output?.specar_run) {
+    const run = JSON.parse(output.specar_run[0]);
+    showResult(node, run);
+    keepResult(rootGraph().id, locatorOf(node), run);
   }
+  if (output?.specar_chart) draw(node, JSON.parse(output.specar_chart[0]));
+  node.setDirtyCanvas?.(true, true);
 }
+
+const rootGraph = () => app.rootGraph ?? app.graph;
+const locatorOf = ({ graph, id }) => (graph === rootGraph() ? `${id}` : `${graph.id}:${id}`);
 
 /** The node that outputs belong to: "12", or "<id of a subgraph>:12". */
 function nodeAt(locator) {
-  const [id, subgraph] = locator.split(":").reverse();
-  const root = app.rootGraph ?? app.graph;
+  const [id, subgraph] = locator.split(":").reverse(), root = rootGraph();
   return (subgraph ? root.subgraphs?.get(subgraph) : root)?.getNodeById(id);
 }
 
 /** The node that is executing: "12", or the ids of subgraph nodes before it ("7:12"). */
 function executingNode(id) {
   const inside = String(id).split(":"), last = inside.pop();
-  const graph = inside.reduce((outer, each) => outer?.getNodeById(each)?.subgraph, app.rootGraph ?? app.graph);
+  const graph = inside.reduce((outer, each) => outer?.getNodeById(each)?.subgraph, rootGraph());
   return graph?.getNodeById(last);
 }
 
@@ -80,8 +107,8 @@ const told = new Set(); // notices of this run that were toasts: a sampler repea
 
 /** What a run does not do of what was asked for, on the node that says so (see nodes/comfy_runtime/messages.py), and as
  * toasts where that node is not visible: inside a subgraph, or in app mode. */
-function showNotices({ detail: { node, notices } }) {
-  const speaker = executingNode(node);
+function showNotices({ detail: { node, notices: english } }) {
+  const notices = english.map(translated), speaker = executingNode(node);
   if (speaker) showReport(speaker, notices.join("\n"));
   if (speaker?.graph === app.canvas.graph && app.canvas.canvas.getClientRects().length) return;
   for (const summary of notices.filter((notice) => !told.has(notice))) {
@@ -90,28 +117,20 @@ function showNotices({ detail: { node, notices } }) {
   }
 }
 
-const results = {}; // what runs took, by workflow and node: a tab that is opened again makes its nodes anew
-
-function resultsHere() {
-  return (results[app.extensionManager.workflow.activeWorkflow?.path] ??= {});
-}
-
-/** What a run took, on its sampler, until the next run of it tells of itself (see nodes/comfy_runtime/messages.py). */
-function listenToResults(api) {
-  const tell = (node, text) => {
-    resultsHere()[node] = text;
-    showResult(executingNode(node), text);
-  };
-  api.addEventListener("specar.result", ({ detail: { node, text } }) => tell(node, text));
-  api.addEventListener("progress_text", ({ detail: { nodeId } }) => tell(nodeId, ""));
-}
-
 app.registerExtension({
   name: "specar.report",
-  setup() {
+  async setup() {
     app.api.addEventListener("specar.notices", showNotices);
     app.api.addEventListener("execution_start", () => told.clear());
-    listenToResults(app.api);
+    app.api.addEventListener("specar.run", ({ detail: { node, run } }) => showResult(executingNode(node), run));
+    for (const colours of [app.canvas.default_connection_color_byType, app.canvas.constructor.link_type_colors]) {
+      Object.entries(COLOURS).forEach(([type, colour]) => keepColour(colours, type, colour));
+    }
+    await loadWords(app);
+  },
+  /** What runs took before the page was loaded again. */
+  afterConfigureGraph() {
+    for (const [locator, run] of Object.entries(keptResults(rootGraph().id))) showResult(nodeAt(locator), run);
   },
   nodeCreated(node) {
     if (node.comfyClass?.startsWith("SpecAR")) {
@@ -120,19 +139,19 @@ app.registerExtension({
         Object.assign(widget, { hidden: true, computeSize: () => [0, -4] }); // 4 pixels are between widgets
       }
     }
-    if (String(node.constructor.nodeData?.output) === SAMPLED) addResult(node);
+    if (isSampler(node.constructor.nodeData)) addResult(node);
   },
   async beforeRegisterNodeDef(nodeType, nodeData) {
-    if (!nodeData.name.startsWith("SpecAR") || !nodeData.output_node) return;
+    if (!tells(nodeData)) return;
     const { onExecuted, onDrawBackground, onNodeCreated } = nodeType.prototype;
     nodeType.prototype.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
       show(this, output);
     };
-    if (nodeData.name !== MAP_NODE) return;
-    // The map stands for the picture that ComfyUI would draw: on the canvas, and with the new renderer.
+    if (!(nodeData.name in VIEWS)) return;
+    // The view stands for the picture that ComfyUI would draw: on the canvas, and with the new renderer.
     nodeType.prototype.onDrawBackground = function () {
-      if (!this.widgets?.some((widget) => widget.name === MAP)) onDrawBackground?.apply(this, arguments);
+      if (!this.widgets?.some((widget) => widget.name === VIEW)) onDrawBackground?.apply(this, arguments);
     };
     nodeType.prototype.onNodeCreated = function () {
       onNodeCreated?.apply(this, arguments);
@@ -141,12 +160,9 @@ app.registerExtension({
   },
   /** Results that come back: another workflow's tab, or a run opened from the queue. */
   onNodeOutputsUpdated(outputs) {
-    if (Object.keys(outputs).length) {
-      for (const [node, text] of Object.entries(resultsHere())) showResult(executingNode(node), text);
-    }
     for (const [locator, output] of Object.entries(outputs)) {
       const node = nodeAt(locator);
-      if (node?.type?.startsWith("SpecAR") && node.constructor.nodeData?.output_node) show(node, output);
+      if (tells(node?.constructor.nodeData)) show(node, output);
     }
   },
 });

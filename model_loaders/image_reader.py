@@ -1,0 +1,129 @@
+"""Models that also read images: an image and a question in, text out.
+
+The language model that generates image tokens answers in words, so it is a model of token ids again: the same blocks
+with the embedding and the head of its words. Every sampling method for token ids runs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.prefix import GivenPrefix
+from ..models.siglip import Reading
+from ..samplers.contract import Callback, Request, SamplingParams
+from ..samplers.layout import TokenLayout
+from .ar_model import DiscreteModel
+from .text.language_model import Tokenizer
+from .text.prompts import EncodedPrompt, checked_text
+
+GREY = (127, 127, 127)  # beside an image that is not square: int(255 * mean) of the official processors
+SHORTEST = 14  # pixels of an image's shorter side
+
+
+class ImageReader:
+    """Reads images with a loaded model. ``reading``: the weights that only this needs.
+
+    write: (question, number of a picture's patches) -> ids of the conversation, and where the picture's begin. ``end``:
+    the id of the token that ends an answer. The reader shares the model's blocks and sessions, not the model.
+    """
+
+    def __init__(
+        self,
+        model: DiscreteModel,
+        reading: Reading,
+        tokenizer: Tokenizer,
+        write: Callable[[str, int], tuple[Sequence[int], int]],
+        end: str,
+    ):
+        assert model.words is not None, "only language models answer"
+        reading.words = model.words  # a module of both, wherever either of them was moved
+        self.reading, self.tokenizer, self._write, self._end = reading, tokenizer, write, end
+        vocab = reading.config.words
+        self.speaker = DiscreteModel(
+            model.backbone.speaking(reading.words, reading.head, vocab),
+            GivenPrefix(),
+            f"{model.family}, text",
+            (1, 1),
+            SamplingParams(),
+            model.prompt_encoder,
+            positions=model.positions,
+            longest=model.longest,
+            guidance=False,
+        )
+        self.speaker.dtype, self.speaker.int8_cache = model.dtype, model.int8_cache
+        self.speaker.sessions = model.sessions  # which are dropped with the weights that they refer to
+
+    @property
+    def side(self) -> int:
+        """Pixels a side of the squares that it reads."""
+        config = self.reading.config
+        return config.patch * int(config.patches**0.5)
+
+    @property
+    def end(self) -> int:
+        """Id of the token that ends an answer."""
+        return self.tokenizer.id(self._end)
+
+    def prompt(self, pixels: Tensor, question: str) -> EncodedPrompt:
+        """The conversation about each of the images, pixels [B, 3, side, side] in -1..1, as embeddings [B, n, width].
+
+        Raises ValueError for a question that is too long, FileNotFoundError or CheckpointError without a tokenizer.
+        """
+        ids, place = self._write(checked_text(question, "question"), self.reading.config.patches)
+        with torch.inference_mode():
+            seen = self.reading(pixels)
+            embedding = self.reading.words
+            words = embedding(torch.tensor(ids, device=embedding.weight.device)).to(seen)
+            before, after = words[:place], words[place + seen.shape[1] :]
+            parts = [before.expand(len(seen), -1, -1), seen, after.expand(len(seen), -1, -1)]
+        return EncodedPrompt(torch.cat(parts, dim=1), None)
+
+    def request(
+        self,
+        prompt: EncodedPrompt,
+        most: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        callback: Callback | None = None,
+    ) -> Request:
+        """The request for the answers to ``prompt``, of ``most`` tokens each; image i with seed + i.
+
+        A run does not end at the end of an answer by itself: see samplers/ending.py. Raises ValueError for more tokens
+        than the model reads.
+        """
+        batch, count = prompt.features.shape[:2]
+        longest = self.speaker.longest
+        if longest is not None and count + most > longest:
+            raise ValueError(
+                f"Image and question have {count} tokens and the answer may have {most}, but the model reads at most "
+                f"{longest}. Shorten the question, or allow fewer tokens."
+            )
+        self.speaker.device = self.reading.device
+        options: dict[str, Any] = {"seed": seed, "batch": batch, "callback": callback, "temperature": temperature}
+        return self.speaker.request(prompt, layout=TokenLayout.plain(1, most), **options)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of an answer's ids, without special tokens and the spaces around it."""
+        return self.tokenizer.text(ids).strip()
+
+
+def square(image: Tensor, side: int) -> Tensor:
+    """An image [H, W, 3] (0..1) as the official processor hands it to the tower: [3, side, side] (fp32, -1..1).
+
+    Its longer side becomes ``side`` (Pillow's bicubic filter, 8 bits), and grey fills the square. Source:
+    VLMImageProcessor of https://github.com/deepseek-ai/Janus, with the settings of Janus-Pro's files.
+    """
+    from PIL import Image
+
+    pixels = (255 * image.float().cpu()).round().clamp(0, 255).to(torch.uint8)
+    height, width = pixels.shape[:2]
+    size = [max(int(length / max(height, width) * side), SHORTEST) for length in (width, height)]
+    resized = Image.fromarray(pixels.numpy()).resize(size, Image.Resampling.BICUBIC)
+    canvas = Image.new("RGB", (max(size), max(size)), GREY)
+    canvas.paste(resized, ((max(size) - size[0]) // 2, (max(size) - size[1]) // 2))
+    levels = torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8).float()
+    return (levels / 255 * 2 - 1).view(max(size), max(size), 3).movedim(-1, 0)

@@ -1,0 +1,103 @@
+"""Describing images with a loaded model, under ComfyUI's memory management."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import comfy.model_management as mm
+import torch
+from torch import Tensor
+
+from ...model_loaders.detect import load_reader
+from ...model_loaders.image_reader import ImageReader, square
+from ...samplers.contract import Method
+from ...samplers.ending import generate_until, until
+from ...samplers.generate import AnyRequest
+from ...samplers.methods.next_token import NextToken
+from .folders import LORAS, MODELS, resolve, search_folders
+from .models import LoadedModel, patcher_of
+from .operations import Operations
+from .patcher import Patcher
+from .progress import Report
+from .runs import bring_the_rest, placed
+from .status import duration
+
+TOGETHER, TOKENS = 4, 2048  # most images that are described in one run, and most tokens of their answers
+SHOWN = 300  # characters at the end of an answer that the node shows while it is written
+
+
+@dataclass(frozen=True)
+class LoadedReader:
+    """What of a model reads images, under ComfyUI's memory management."""
+
+    reader: ImageReader
+    patcher: Patcher
+
+    def look(self, images: Tensor, question: str) -> Any:
+        """The prompt about images [B, H, W, 3]; the weights are on the compute device for it."""
+        reading = self.reader.reading
+        mm.load_models_gpu([self.patcher], memory_required=reading.activation_bytes(len(images)))
+        bring_the_rest(reading, reading.device)
+        return self.reader.prompt(torch.stack([square(image, self.reader.side) for image in images]), question)
+
+
+# As long as a model is loaded: its weights for reading images are read when the first image is.
+_readers: WeakKeyDictionary[torch.nn.Module, LoadedReader] = WeakKeyDictionary()
+
+
+def reader_of(loaded: LoadedModel) -> LoadedReader:
+    """What of a model's files reads images. Raises ValueError for a model that does not."""
+    if loaded.model not in _readers:
+        choice, _, _, loras = loaded.loaded_with
+        adapters = [(resolve(lora, LORAS), strength) for lora, strength in loras]
+        reader = load_reader(resolve(choice, MODELS), loaded.model, Operations, search_folders(), adapters)
+        _readers[loaded.model] = LoadedReader(reader, patcher_of(reader.reading, loaded.model))
+    return _readers[loaded.model]
+
+
+class Writing:
+    """The last words of the first answer, for its node. before: texts that are finished, of ``total``."""
+
+    def __init__(self, reader: ImageReader, before: int, total: int):
+        self.reader, self.before, self.total = reader, before, total
+        self.began = time.perf_counter()
+
+    def __call__(self, progress: Any) -> str:
+        """The text after a pass."""
+        ids = progress.tokens[:1, : int(progress.committed[0])].cpu()
+        return f"{self._place()}{self.reader.text(until(ids, self.reader.end)[0])[-SHOWN:]}"
+
+    def finished(self, progress: Any) -> str:
+        """The text of complete answers."""
+        count = int(progress.committed.max())
+        limit = " (max_tokens)" if count == progress.length else ""
+        return f"{self._place()}{count} tokens{limit}, {duration(time.perf_counter() - self.began)}"
+
+    def _place(self) -> str:
+        return f"{self.before + 1} of {self.total}\n" if self.total > 1 else ""
+
+
+def describe(loaded: LoadedModel, images: Tensor, question: str, most: int, temperature: float, seed: int) -> list[str]:
+    """An answer to the question about each of the images [B, H, W, 3] (0..1), of at most so many tokens.
+
+    Image i gets seed + i. Raises ValueError for a model that does not read images, and for a question that is too long.
+    """
+    held, texts, together = reader_of(loaded), [], max(1, min(TOGETHER, TOKENS // most))
+    for first in range(0, len(images), together):
+
+        @contextmanager
+        def reserve(method: Method, request: AnyRequest, first: int = first) -> Iterator[Report]:
+            with placed(loaded, held, method, request):
+                report = Report(request.length, None, Writing(held.reader, first, len(images)))
+                yield report
+                report.finish()
+
+        prompt = held.look(images[first : first + together, ..., :3], question)
+        request = held.reader.request(prompt, most, temperature, seed + first)
+        texts += map(held.reader.text, generate_until(NextToken(), request, held.reader.end, reserve))
+    return texts

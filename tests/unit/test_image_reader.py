@@ -1,0 +1,140 @@
+"""Reading images: conversations, where an answer ends, and files and requests that are refused."""
+
+import json
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import load_reader
+from comfyui_specar.model_loaders.image_reader import square
+from comfyui_specar.samplers.ending import generate_until
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+
+from ..support import tiny_llamagen, tiny_simplear
+from ..support.bad_files import refused
+from ..support.tiny_folder import edited, write_folder
+from ..support.tiny_janus import BEGIN, FIRST, IMAGE, SPECIALS, config, picture, released, weights, write
+
+END, SHOWN, STOP = FIRST + 1, FIRST + SPECIALS.index("<image_placeholder>"), FIRST + SPECIALS.index("<end_of_image>")
+NEVER = -2  # the id of no token
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return api.load_model(write(tmp_path_factory.mktemp("Janus-Pro-1B")))
+
+
+@pytest.fixture(scope="module")
+def reader(model, tmp_path_factory):
+    return load_reader(write(tmp_path_factory.mktemp("again")), model)
+
+
+@pytest.fixture(scope="module")
+def prompt(reader):
+    return reader.prompt(torch.stack([square(picture(20, 30), 64), square(picture(9, 9), 64)]), "What is it?")
+
+
+def answers(reader, prompt, method=NextToken(), end=NEVER, most=24, callback=None, **options):
+    return generate_until(method, reader.request(prompt, most, callback=callback, **options), end)
+
+
+# Conversations
+
+
+def test_only_our_own_placeholder_stands_for_the_image(reader):
+    ids, place = reader._write("Is <image_placeholder> a word?", 16)
+    assert ids[0] == BEGIN and ids[place - 1 : place + 17] == [IMAGE, *[SHOWN] * 16, STOP]
+    assert ids.count(SHOWN) == 17 and ids.count(IMAGE) == 1
+    assert reader._write("", 16)[0] == reader._write(" \n", 16)[0]
+
+
+def test_an_image_of_any_shape_becomes_a_square():
+    for height, width in ((1, 1), (3, 700), (700, 3), (384, 384)):
+        pixels = square(picture(height, width), 64)
+        assert pixels.shape == (3, 64, 64) and pixels.abs().max() <= 1
+    assert (square(torch.full((5, 5, 3), 7.0), 64) == 1).all(), "values above 1, as after some nodes"
+
+
+# Where an answer ends
+
+
+def test_a_run_stops_when_every_answer_has_ended(reader, prompt):
+    whole, seen = answers(reader, prompt), []
+    assert [len(row) for row in whole] == [24, 24]
+    end = next(token for token in whole[0] if token in whole[1])
+    places = [row.index(end) for row in whole]
+    found = answers(reader, prompt, end=end, callback=seen.append)
+    assert found == [row[:place] for row, place in zip(whole, places, strict=True)]
+    assert seen[-1].passes == max(places) + 1 and not reader.speaker.sessions
+
+
+def test_a_sampled_answer_is_the_same_alone_in_a_batch_and_with_jacobi_decoding(reader, prompt):
+    sampled = answers(reader, prompt, temperature=0.8, seed=5)
+    assert sampled != answers(reader, prompt, temperature=0.8, seed=6)
+    assert sampled == answers(reader, prompt, SJD(reuse="gumbel", window=4), temperature=0.8, seed=5)
+    second = type(prompt)(prompt.features[1:], None)
+    assert answers(reader, second, temperature=0.8, seed=6) == sampled[1:]
+
+
+def test_captured_steps_answer_the_same(reader, prompt, request):
+    """As on a GPU, where a word's embedding is looked up in the step, and the host learns late what was decided."""
+    whole = answers(reader, prompt)
+    end = whole[0][9]
+    cut = answers(reader, prompt, end=end)
+    made = request.getfixturevalue("on_tape")
+    assert answers(reader, prompt) == whole and made[-1].replayed > 15
+    assert answers(reader, prompt, end=end) == cut
+    reader.speaker.sessions.clear()
+
+
+def test_reading_leaves_the_model_as_it_was(model, reader, prompt):
+    image = torch.zeros(1, 4, 4, dtype=torch.int64)
+    before = model.teacher_forced(model.encode_prompt("a fox"), image)
+    answers(reader, prompt)
+    assert torch.equal(model.teacher_forced(model.encode_prompt("a fox"), image), before)
+    assert model.vocab == 32 and model.backbone.config.vocab == 32
+    shared = {id(p) for p in model.parameters()} & {id(p) for p in reader.speaker.parameters()}
+    assert len(shared) == len([*model.backbone.layers.parameters(), model.backbone.norm.weight, model.words.weight])
+
+
+# What is refused
+
+
+def test_a_request_beyond_what_the_model_reads(reader, prompt):
+    count = prompt.features.shape[1]
+    refused(prompt, f"{count} tokens", "16384", loader=lambda p: reader.request(p, 16384), error=ValueError)
+    refused("?" * 2**18, "question", "Shorten", loader=lambda q: reader.prompt(None, q), error=ValueError)
+
+
+@pytest.mark.parametrize("family", [tiny_llamagen, tiny_simplear])
+def test_models_that_do_not_read_images_say_which_do(family, tmp_path):
+    [written] = list(family.TINY.values())[:1]
+    path = written.write(tmp_path)
+    refused(path, "does not describe", "Janus-Pro", loader=lambda p: load_reader(p, api.load_model(p)))
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_files_without_what_reads(original, tmp_path, model):
+    tensors = released(weights()) if original else weights()
+    for part, says in (("vision_model.", "vision tower"), ("lm_head.", "head for words")):
+        kept = {name: tensor for name, tensor in tensors.items() if part not in name}
+        folder = write_folder(tmp_path / part, kept, config(original))
+        assert api.load_model(folder).family == "janus-pro", "which still generates"
+        refused(folder, says, "deepseek-community/Janus-Pro-1B", loader=lambda p: load_reader(p, model))
+
+
+def test_damaged_towers(tmp_path, model):
+    def refuse(*words, folder=None, **tensors):
+        changed = {name: tensor for name, tensor in (weights() | tensors).items() if tensor is not None}
+        folder = folder or write_folder(tmp_path / "damaged", changed, config(False))
+        refused(folder, *words, loader=lambda p: load_reader(p, model))
+
+    root = "model.vision_model"
+    refuse("q_norm", **{f"{root}.encoder.layers.0.self_attn.q_norm.weight": torch.ones(2)})
+    refuse("k_proj", **{f"{root}.encoder.layers.1.self_attn.k_proj.bias": None})
+    refuse("NaN", **{f"{root}.post_layernorm.weight": torch.full((32,), torch.nan)})
+    refuse("15 patches", **{f"{root}.embeddings.position_embedding.weight": torch.zeros(15, 32)})
+    for heads in (5, 0, "16"):
+        settings = json.loads(json.dumps(config(False)["vision_config"])) | {"num_attention_heads": heads}
+        refuse(f"{heads} heads", folder=edited(write(tmp_path / "heads"), vision_config=settings))
