@@ -24,7 +24,7 @@ from ..models.quantised import bytes_in, largest_matrix
 from ..models.vq import nearest_codes
 from ..samplers.contract import Callback, Request, SamplingParams, StepOut, check_both, check_grids, chosen_params
 from ..samplers.layout import TokenLayout
-from .branches import repeated, taken_over
+from .branches import PROMPT_PASS, prompt_passes, repeated, taken_over
 from .decoders.image_decoder import Autoencoder, ImageDecoder
 from .drafters import ModelDrafter, pair
 from .neighbours import neighbour_table
@@ -140,8 +140,7 @@ class DiscreteModel(Prompted):
         if asked.guided and not self.guidance:
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
         size = layout.rows, layout.cols
-        positive = self.read(conditioning, batch, "positive", size)
-        other = self.read(negative, batch, "negative", size)
+        positive, other = self.read_both(conditioning, negative, batch, size)
         return Request(
             self,
             positive,
@@ -303,8 +302,8 @@ class DiscreteModel(Prompted):
         Raises ValueError for a prompt of another model.
         """
         grid = layout.rows, layout.cols
-        features = self._features(conditioning, batch, "positive", grid)
-        other = self.read(negative, batch, "negative", grid) if guided else None
+        positive, other = self.read_both(conditioning, negative if guided else None, batch, grid)
+        features = positive.features
         count = features.shape[1] if other is None else other.features.shape[1]
         if guided and other is None and isinstance(self.prefix, TextPrefix):
             count = self.prefix.null(features, grid).shape[1]
@@ -313,16 +312,15 @@ class DiscreteModel(Prompted):
     def no_prompt(self, empty: Tensor) -> Tensor:
         return empty if isinstance(self.prefix, TextPrefix) else self.prefix.null_features()
 
-    def _features(self, prompt: Conditioning | EncodedPrompt, batch: int, name: str, grid: tuple[int, int]) -> Tensor:
-        """Features [1 or B, n, F] of a prompt that there must be."""
-        encoded = self.read(prompt, batch, name, grid)
-        assert encoded is not None, "only a negative prompt may be missing"
-        return encoded.features
-
-    def activation_bytes(self, rows: int, tokens: int) -> int:
-        """Rough bytes of the activations of a forward pass over ``tokens`` tokens in each of ``rows`` rows."""
-        config = self.backbone.config
-        return rows * tokens * (8 * config.dim + 4 * config.ffn_dim) * self.dtype.itemsize
+    def activation_bytes(self, rows: int, tokens: int, prompt: int = 0) -> int:
+        """Rough bytes of the activations of a forward pass over ``tokens`` tokens in each of ``rows`` rows, or of
+        reading a prompt of ``prompt`` tokens, if those are more. A long one is read in several passes, each with a
+        mask, between its embeddings and its hidden states."""
+        config, numbers = self.backbone.config, 0
+        wide = max(tokens, min(prompt, PROMPT_PASS))
+        if prompt > PROMPT_PASS:
+            numbers = prompt * (3 * config.dim + PROMPT_PASS * config.heads // config.cached_heads)
+        return rows * (numbers + wide * (8 * config.dim + 4 * config.ffn_dim)) * self.dtype.itemsize
 
     def weight_bytes(self, dtype: torch.dtype, storage: torch.dtype | None) -> int:
         """Bytes of the weights, were the model loaded in ``dtype`` and ``storage`` (see ``load_model``), without the
@@ -373,19 +371,17 @@ class DiscreteModel(Prompted):
         model or one that is too long.
         """
         grid = layout.rows, layout.cols
-        own = self._features(conditioning, batch, "positive", grid)
+        positive, other = self.read_both(conditioning, negative, batch, grid)
+        own = positive.features
         features: list[Tensor | None] = [own]
         branches = [self.prefix(own)]
         if guided:
-            other = self.read(negative, batch, "negative", grid)
             features.append(None if other is None else other.features)
             branches.append(self.prefix.unconditional(own, grid) if other is None else self.prefix(other.features))
         branches = [branch.expand(batch, -1, -1) for branch in branches]
         lengths = torch.tensor([b.shape[1] for b in branches], device=self.device).repeat_interleave(batch)
         longest = max(b.shape[1] for b in branches)
         self._check_length(longest, layout)
-        # A shorter branch is padded after its end: causal attention hides the padding, and the image tokens
-        # overwrite it.
         x = torch.cat([nn.functional.pad(b, (0, 0, 0, longest - b.shape[1])) for b in branches]).to(self.dtype)
 
         config, places = self.backbone.config, layout.length + slack
@@ -403,11 +399,9 @@ class DiscreteModel(Prompted):
             self.int8_cache,
         )
         table = Table.of(self.positions, places, lengths, grid, config.head_dim, into and into.table)
-        cache.set_attention_length(longest)
-        mask = cache.open(longest)
-        hidden = self.backbone(x, self.positions.prompt(longest, config.head_dim, self.device), cache, mask)
-        cache.commit(lengths)
-        cache.set_attention_length(cache.capacity)
+        rotation = self.positions.prompt(longest, config.head_dim, self.device)
+        passes = prompt_passes(rotation, lengths, cache)
+        hidden = torch.cat([self.backbone(x[:, part], turned, cache, mask) for part, turned, mask in passes], dim=1)
         last = hidden[torch.arange(len(x), device=self.device), lengths - 1][:, None]
         prefix_hidden = [h[:, : b.shape[1]] for h, b in zip(hidden.split(batch), branches, strict=True)]
         out = StepOut(self.backbone.logits(last), last)
@@ -464,5 +458,5 @@ class DiscreteModel(Prompted):
         if tokens.ndim == 3:
             tokens = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool)).forced
         grid = layout.rows, layout.cols
-        features = self._features(conditioning, len(tokens), "conditioning", grid)
+        features = self.read_both(conditioning, None, len(tokens), grid)[0].features
         return self(self.prefix(features).expand(len(tokens), -1, -1), tokens, grid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..samplers.contract import StepOut
 from ..samplers.layout import TokenLayout
 from .branches import repeated
 from .files.errors import CheckpointError
-from .text.prompts import Conditioning, EncodedPrompt, prompt_text
+from .text.prompts import Conditioning, EncodedPrompt, prompt_images, prompt_text
 
 
 @dataclass
@@ -76,7 +76,7 @@ class ModelDrafter:
 
     def _own(self, prompt: Conditioning | EncodedPrompt) -> Conditioning | EncodedPrompt:
         text = prompt_text(prompt) if self.own_words else None
-        return prompt if text is None else self.module.encode_prompt(text)
+        return prompt if text is None else self.module.encode_prompt(text, prompt_images(prompt))
 
     def observe(self, state: ModelState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
         """Feed the decided tokens and keep ``count``; where it is 0, the result of the row is meaningless."""
@@ -125,6 +125,8 @@ def pair(small: Any, target: Any, path: Path) -> ModelDrafter:
     except FileNotFoundError:  # the drafter's folder has no tokenizer
         small.prompt_encoder, small.prefix.null = target.prompt_encoder, target.prefix.null
         return ModelDrafter(small)
+    if target.image_prompts and not small.image_prompts:  # its drafts may be worse, but the images are right
+        small.prompt_encoder = replace(small.prompt_encoder, images=target.image_prompts)
     return ModelDrafter(small, own_words=True)
 
 

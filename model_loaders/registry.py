@@ -44,7 +44,8 @@ class Family:
     tensors by name -> whether they are of this family. load: (checkpoint, dtype, grid or None, search folders,
     operations) -> the model on the CPU. continuous: whether tokens are vectors. releases: regular expression for a
     loader's choice -> all files that it needs. reader: (checkpoint, model, search folders, operations) -> its
-    ImageReader on the CPU, if models of the family also answer questions about images.
+    ImageReader on the CPU, if models of the family also answer questions about images. image_readers: names
+    of those that read images with a prompt.
     """
 
     labels: tuple[str, ...]
@@ -53,6 +54,7 @@ class Family:
     load: Callable[..., Any]
     continuous: bool = False
     releases: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    image_readers: tuple[str, ...] = ()
     reader: Callable[..., Any] | None = None
 
 

@@ -107,13 +107,19 @@ class TextPrefix(nn.Module):
     """Token ids of a language model [B, n, 1] -> prefix embeddings [B, n, dim].
 
     null: (features [B, n, 1] of a prompt, grid (rows, cols)) -> features of the unconditional prompt that the model was
-    trained with.
+    trained with. The ids from ``words`` on, if there are any, are image codes (see ``read_images``).
     """
 
     def __init__(self, words: int, dim: int, null: Callable[[Tensor, tuple[int, int]], Tensor], operations=nn):
         super().__init__()
         self.words, self.null = words, null
         self.embedding = operations.Embedding(words, dim)
+        self.codes = 0
+
+    def read_images(self, embedding: nn.Module, codes: int) -> None:
+        """Let prompts hold image codes, too: the ids ``words`` to ``words + codes - 1``, whose vectors are the first of
+        a backbone's ``embedding``. That stays the backbone's, with its device and dtype."""
+        self.__dict__["images"], self.codes = embedding, codes
 
     @property
     def reads(self) -> str:
@@ -127,12 +133,18 @@ class TextPrefix(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Raises ValueError unless ``features`` are token ids."""
         ids = features[..., 0].long()
-        if not ids.numel() or not 0 <= ids.min() <= ids.max() < self.words or not torch.equal(ids, features[..., 0]):
+        count = self.words + self.codes
+        if not ids.numel() or not 0 <= ids.min() <= ids.max() < count or not torch.equal(ids, features[..., 0]):
             raise ValueError(
-                f"The prompt is not a list of ids of this model's {self.words} words: {ids.flatten()[:4].tolist()} ... "
-                "Image tokens cannot be part of it."
+                f"The prompt is not a list of ids of this model's {count} words: {ids.flatten()[:4].tolist()} ... "
+                "Other ids cannot be part of it."
             )
-        return self.embedding(ids.to(self.embedding.weight.device)).to(ids.device)  # the table may stay elsewhere
+        images = ids >= self.words
+        words = ids.masked_fill(images, 0).to(self.embedding.weight.device)  # the table may stay elsewhere
+        found = self.embedding(words).to(ids.device)
+        if not images.any():
+            return found
+        return torch.where(images[..., None], self.images((ids - self.words).clamp(min=0)), found)
 
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:
         """Prefix embeddings [B, m, dim] of the null prompt for the prompt ``features`` [B, n, 1]."""

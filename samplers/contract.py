@@ -95,8 +95,9 @@ class ARModel(Protocol):
         """Bytes of the KV cache of a run, for prompts of ``prompt`` tokens."""
         ...
 
-    def activation_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of the activations of a forward pass over [rows, tokens]."""
+    def activation_bytes(self, rows: int, tokens: int, prompt: int = 0) -> int:
+        """Bytes of the activations of a forward pass over [rows, tokens], or of reading a prompt of ``prompt``
+        tokens, if those are more."""
         ...
 
 

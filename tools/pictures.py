@@ -148,6 +148,16 @@ SCENES = {
         },
         run=False,
     ),
+    "SpecARImagePrompt": Scene(
+        "35 Emu3.5-Image, edit with references (download)",
+        {
+            CHECKPOINT: (0, 0, 320),
+            "LoadImage": (0, 220, 320, 110),
+            "SpecARImagePrompt": (370, 0, 320, 330),
+            SJD: (740, 0, 0),
+        },
+        run=False,
+    ),
     "SpecARCaption": Scene(
         "34 Describe an image (download)",
         {

@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...common.limits import LEVELS, bounded_int
+from ...models.vq import nearest_codes
 from ..files.checkpoint import Checkpoint
 from ..files.names import numbered
 from ..files.weights import Weights, load_weights
@@ -127,6 +128,10 @@ class ImageDecoder(Autoencoder):
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [B, H, W, 3] in 0..1 -> tokens [B, h, w]. Raises ValueError unless H and W are multiples of factor."""
         return self.module.encode(self.planes(pixels))
+
+    def tokens_of(self, vectors: Tensor) -> Tensor:
+        """Code vectors [B, C, h, w] -> tokens [B, h, w] (int64, CPU)."""
+        return nearest_codes(vectors.cpu(), self.codebook.detach().cpu())
 
     def encode_latent(self, pixels: Tensor) -> Tensor:
         """Pixels [B, H, W, 3] in 0..1 -> code vectors [B, C, h, w] of its tokens."""

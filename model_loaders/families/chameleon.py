@@ -25,6 +25,7 @@ from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
+from ..pictures import covering
 from ..registry import Family, ReleasedDecoder, Source
 from ..sizes import chosen_grid, legal_grid
 from ..text.chameleon_prompts import (
@@ -38,13 +39,14 @@ from ..text.chameleon_prompts import (
     anole_null,
     anole_prompt,
     lumina2_prompt,
+    lumina_image_prompt,
     lumina_opening,
     lumina_prompt,
     lumina_tokens,
     open_tokenizer,
 )
-from ..text.language_model import backbone_config, language_root, positive, rope_theta
-from ..text.prompt_encoders import TextEncoder, features_of
+from ..text.language_model import Tokenizer, backbone_config, language_root, positive, rope_theta
+from ..text.prompt_encoders import ImagePrompts, Images, TextEncoder, features_of
 from .language_models import Ids, Names, build
 
 _PATCH = 16  # side in pixels of a token of Chameleon's VQGAN
@@ -139,9 +141,20 @@ def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | No
         (side, side),
         grids,
         (words[ROW_END], words[END]),
-        TextEncoder(write, (side, side)),
+        TextEncoder(write, (side, side), images=omni(checkpoint.path, words, tokenizer, grids)),
         partial(lumina_opening, words),
     )
+
+
+def omni(path: Path, words: Vocabulary, tokenizer: Tokenizer, grids: Sequence[tuple[int, int]]) -> ImagePrompts | None:
+    """How the Lumina-mGPT that was trained on tasks with images, which only its name tells, reads one."""
+
+    def write(text: str, grid: tuple[int, int], images: Images) -> list[int]:
+        return lumina_image_prompt(words, tokenizer, text, grid, images)
+
+    if not meaning(title(path), {"omni": True}):
+        return None
+    return ImagePrompts(1, words.codes, partial(cropped, grids=grids), write)
 
 
 def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:
@@ -222,6 +235,19 @@ def size_table(side: int, patch: int = _PATCH) -> list[tuple[int, int]]:
     ]
 
 
+def cropped(image: Tensor, patch: int, grids: Sequence[tuple[int, int]]) -> Tensor:
+    """An image [H, W, 3] in 0..1, scaled and cropped to that of ``grids`` which has its proportions best. Of what is
+    too long the middle is kept; the authors' code, made for training, keeps a random part."""
+    height, width = image.shape[:2]
+
+    def fit(grid: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+        ratios = grid[1] * patch / width, grid[0] * patch / height
+        return min(ratios) / max(ratios), (grid[1], grid[0])
+
+    rows, cols = max(grids, key=fit)
+    return covering(image, rows * patch, cols * patch)
+
+
 def target_size(path: Path, metadata: Mapping[str, Any], grid: tuple[int, int] | None) -> int:
     """Pixels per side that a Lumina-mGPT checkpoint was trained for: by metadata, the model's name, or a square grid.
 
@@ -285,4 +311,5 @@ FAMILY = Family(
         r"Anole-7b-v0\.1-hf": (Source(r"leloy/\g<0>", r"ar_models/\g<0>"),),
         r"anole_drafter": (Source(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
     },
+    image_readers=("Lumina-mGPT-7B-768-Omni",),
 )

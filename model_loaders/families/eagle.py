@@ -25,7 +25,7 @@ from ...models.positions import Table, rotation_of
 from ...samplers.contract import StepOut
 from ...samplers.layout import TokenLayout
 from ..ar_model import Conditioning, DiscreteModel, State
-from ..branches import repeated, taken_over
+from ..branches import prompt_passes, repeated, taken_over
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.weights import load_weights
@@ -129,10 +129,8 @@ class EagleDrafter:
         )
         counts = torch.tensor(pairs, device=self.device).repeat_interleave(batch)
         table = Table.of(self.model.positions, places, counts, target_state.grid, config.head_dim, into and into.table)
-        if longest > 0:
-            mask = cache.open(longest)
-            self.module(hidden, ids, self._prompt_rotation(longest), cache, mask)
-            cache.commit(counts)
+        for part, rotation, mask in prompt_passes(self._prompt_rotation(longest), counts, cache):
+            self.module(hidden[:, part], ids[:, part], rotation, cache, mask)
         return taken_over(into, EagleState(target_state, cache, table, longest))
 
     def set_attention_length(self, state: EagleState, tokens: int | None) -> int:
@@ -146,8 +144,9 @@ class EagleDrafter:
         features = target_state.prefix_features[branch]
         if features is None:
             features = self.model.prefix.null(target_state.prefix_features[0], target_state.grid)
-        words = features[..., 0].long().to(self.device)
-        return (self.model.vocab_total + words).expand(len(hidden), -1)
+        ids, words = features[..., 0].long().to(self.device), self.model.prefix.words
+        own = torch.where(ids < words, self.model.vocab_total + ids, ids - words)  # image codes follow the words
+        return own.expand(len(hidden), -1)
 
     def _prompt_rotation(self, length: int) -> Rotation:
         return self.model.positions.prompt(length, self.module.config.head_dim, self.device)

@@ -34,7 +34,7 @@ from ..text.language_model import (
     rope_theta,
     text_settings,
 )
-from ..text.prompt_encoders import TextEncoder
+from ..text.prompt_encoders import ImagePrompts, TextEncoder
 from ..text.tiktoken_file import RankTokenizer
 from .language_models import Ids, Names, build
 
@@ -154,13 +154,14 @@ def assembled(
     params: Mapping[str, Any],
     longest: int,
     known_heads: Mapping[int, int],
+    images: ImagePrompts | None = None,
 ) -> DiscreteModel:
     """A model with Emu3's vocabulary.
 
     specials: the end of a row, then the tokens after the last row. templates: of a prompt and of a negative one, with
     {} for the user's words, and the default negative prompt. patch: pixels of a token along each side. params: the
     authors' SamplingParams; longest: maximum number of tokens, unless config.json tells it;
-    known_heads: see backbone_config.
+    known_heads: see backbone_config. images: how prompts with images are written.
     """
     text, names = text_settings(checkpoint), names_of(checkpoint)
     prompt, negative, null = templates
@@ -168,7 +169,7 @@ def assembled(
     def framed(template: str, text: str, size: Grid) -> list[int]:
         return prompt_ids(words, tokenizer, template.replace("{}", text, 1), size)
 
-    encoder = TextEncoder(partial(framed, prompt), default, write_negative=partial(framed, negative))
+    encoder = TextEncoder(partial(framed, prompt), default, partial(framed, negative), images)
     params = {**params, "top_k": min(params["top_k"], words.codes), **checkpoint.own_settings.get("defaults", {})}
     return build(
         checkpoint,
@@ -296,8 +297,12 @@ class Words:
 def prompt_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, text: str, grid: tuple[int, int]) -> list[int]:
     """Begin of text, text, begin of image, its size in tokens, image token. Raises CheckpointError for the tokenizer of
     another model."""
-    size = tokenizer.ids(f"{grid[0]}*{grid[1]}")
-    return [words.beginning, *tokenizer.ids(text), words.opening, *size, words.image]
+    return [words.beginning, *tokenizer.ids(text), *opening_ids(words, tokenizer, grid)]
+
+
+def opening_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, grid: tuple[int, int]) -> list[int]:
+    """The start of an image: begin of image, its size in tokens, image token."""
+    return [words.opening, *tokenizer.ids(f"{grid[0]}*{grid[1]}"), words.image]
 
 
 def open_tokenizer(

@@ -2,11 +2,16 @@
 
 Vocabulary, tokenizer and the size in front of an image are Emu3's. The layers are Qwen3's: heads get an RMSNorm, and
 all of them together are wider than the model. Emu3.5, which also writes text between images, has the same files.
+
+Images that are to be edited or combined stand in front of the user's words, in both branches of guidance (x2i in the
+official code).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -16,17 +21,24 @@ from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
+from ..pictures import resized
 from ..registry import Family, ReleasedDecoder, Source
-from ..sizes import chosen_grid, legal_grid
-from ..text.language_model import language_root
-from .emu3 import Words, assembled, names_of, open_tokenizer, ranked
+from ..sizes import Grid, chosen_grid, legal_grid
+from ..text.language_model import Tokenizer, language_root
+from ..text.prompt_encoders import ImagePrompts, Images
+from ..text.tiktoken_file import RankTokenizer
+from .emu3 import Words, assembled, names_of, open_tokenizer, opening_ids, ranked
 
 # What stands around a prompt in training, and around a negative one, which is empty by default. <|extra_100|> begins
 # the answer.
 PROMPT = "You are a helpful assistant for t2i task. USER: {} ASSISTANT: <|extra_100|>"
 NEGATIVE = "You are a helpful assistant. USER: {} ASSISTANT: <|extra_100|>"
+IMAGE_PROMPT = "You are a helpful assistant for x2i task. USER: <|image start|>{} ASSISTANT: <|extra_100|>"
+IMAGE_NEGATIVE = "You are a helpful assistant. USER: <|image start|>{} ASSISTANT: <|extra_100|>"
 # Grids (rows, columns) by the aspect ratios of the official code, the default first, and that of 512 x 512 pixels.
 SIZES = ((55, 73), (64, 64), (73, 55), (52, 78), (78, 52), (47, 85), (85, 47), (41, 97), (32, 32))
+_AREA = 64 * 64  # tokens of an image that is read
+_IMAGES, _ASPECT = 3, 4  # the most images of a prompt, and the widest and tallest of them
 _ROOT = "model."
 _CODES = 131072
 _IDS = 282926
@@ -60,7 +72,16 @@ def load(
     specials = ranked(_CODES)  # here: their names take 11 MB
     words = Words.of(checkpoint, specials)
     own = checkpoint.own_settings
-    grids = (legal_grid(own["grid"]),) if "grid" in own else SIZES
+    grids = (legal_grid(own["grid"]),) if "grid" in own else GRIDS
+    tokenizer = open_tokenizer(path, search, specials, f"BAAI/{_IMAGE}", words)
+    area = prod(grids[0]) if "grid" in own else _AREA
+
+    def framed(text: str, size: Grid, images: Images) -> list[int]:
+        return image_prompt_ids(words, tokenizer, IMAGE_PROMPT, text, size, images)
+
+    def framed_negative(text: str, size: Grid, images: Images) -> list[int]:
+        return image_prompt_ids(words, tokenizer, IMAGE_NEGATIVE, text, size, images)
+
     return assembled(
         checkpoint,
         dtype,
@@ -68,7 +89,7 @@ def load(
         "emu3.5",
         words,
         (words.row_end,),
-        open_tokenizer(path, search, specials, f"BAAI/{_IMAGE}", words),
+        tokenizer,
         (PROMPT, NEGATIVE, ""),
         chosen_grid(path, grid, grids[0], grids),
         grids,
@@ -76,7 +97,69 @@ def load(
         {"cfg": meaning(name, _CFG) or _CFG["emu35image"], "top_k": 5120},
         longest=32768,
         known_heads={},
+        images=ImagePrompts(_IMAGES, words.codes, partial(scaled, area=area), framed, framed_negative),
     )
+
+
+# Images in a prompt
+
+
+def scaled(image: Tensor, patch: int, area: int = _AREA) -> Tensor:
+    """An image [H, W, 3] in 0..1 in the size of its ``scaled_grid``."""
+    height, width = image.shape[:2]
+    rows, cols = scaled_grid(height, width, patch, area)
+    return resized(image, rows * patch, cols * patch)
+
+
+def scaled_grid(height: int, width: int, patch: int, area: int = _AREA) -> Grid:
+    """Grid of tokens to which an image of so many pixels is scaled before it is read: of about ``area`` tokens. The
+    official code's smart_resize(), with its order of rounding.
+
+    Raises ValueError for images that are wider or taller than the model is known to read.
+    """
+    if max(height, width) > _ASPECT * min(height, width):
+        raise ValueError(
+            f"The image is {width} x {height} pixels, but {_IMAGE} reads images of up to {_ASPECT}:1. Crop it."
+        )
+    ratio = width / height
+    tall = int((area * patch**2 / ratio) ** 0.5)
+    return ((tall + patch // 2) // patch, (int(tall * ratio) + patch // 2) // patch)
+
+
+def scaled_grids() -> set[Grid]:
+    """Every grid that ``scaled_grid`` gives of released models: for each height in pixels, all widths that ratios with
+    this height lead to."""
+    pixels, found = _AREA * _PATCH**2, set()
+    for tall in range(int((pixels / _ASPECT) ** 0.5), int((pixels * _ASPECT) ** 0.5) + 1):
+        wide = range(int(tall * pixels / (tall + 1) ** 2), int(pixels / tall) + 1)
+        found |= {((tall + _PATCH // 2) // _PATCH, (each + _PATCH // 2) // _PATCH) for each in wide}
+    return found
+
+
+# An edited image has the size of its source.
+GRIDS = tuple(dict.fromkeys((*SIZES, *sorted(scaled_grids()))))
+
+
+def image_prompt_ids(
+    words: Words, tokenizer: Tokenizer | RankTokenizer, template: str, text: str, grid: Grid, images: Images
+) -> list[int]:
+    """A prompt with images [h, w] (int64) where the template begins one, and the start of the new image of ``grid``.
+
+    Raises CheckpointError for the tokenizer of another model.
+    """
+    before, _, after = template.partition("<|image start|>")
+    ids = tokenizer.ids(f"{before}<|image start|>{after.replace('{}', text, 1)}")
+    place = ids.index(words.opening)
+    written = [id for image in images for id in image_ids(words, tokenizer, image)]
+    return [words.beginning, *ids[:place], *written, *ids[place + 1 :], *opening_ids(words, tokenizer, grid)]
+
+
+def image_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, image: Tensor) -> list[int]:
+    """A whole image [h, w] (int64): its start, the rows with a token between them, its end."""
+    rows, cols = image.shape
+    ends = image.new_full((rows, 1), words.row_end)
+    body = torch.cat((image + words.first, ends), dim=1).flatten()[:-1].tolist()
+    return [*opening_ids(words, tokenizer, (rows, cols)), *body, words.closing]
 
 
 FAMILY = Family(
@@ -90,4 +173,5 @@ FAMILY = Family(
             Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}", "model.safetensors and config.json"),
         )
     },
+    image_readers=(_IMAGE,),
 )

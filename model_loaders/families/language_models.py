@@ -86,6 +86,8 @@ def build(
         if tied:
             backbone.output = TiedHead(backbone.tok_embeddings)
         prefix = TextPrefix(ids.words, config.dim, null, operations)
+        if ids.codes.start == ids.words:  # other vocabularies have their image codes among the words
+            prefix.read_images(backbone.tok_embeddings, len(ids.codes))
     made = DiscreteModel(
         backbone,
         prefix,

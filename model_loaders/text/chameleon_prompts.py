@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..files.checkpoint import title
 from ..files.errors import CheckpointError
 from .language_model import Tokenizer, find_tokenizer
@@ -112,6 +115,24 @@ def lumina_opening(words: Vocabulary, grid: tuple[int, int]) -> list[int]:
 def lumina_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tuple[int, int]) -> list[int]:
     """The instruction that Lumina-mGPT was trained with, which states the size, and the start of the image."""
     return message_ids(words, tokenizer, _instruction(words, text, grid)) + lumina_opening(words, grid)
+
+
+def lumina_image_prompt(
+    words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tuple[int, int], images: Sequence[Tensor]
+) -> list[int]:
+    """A message with images [h, w] (int64) after its text, and the start of the new image of ``grid``. In training, a
+    message that is about images does not state the size."""
+    message = message_ids(words, tokenizer, f"{text} ")
+    shown = [id for image in images for id in lumina_image(words, image)]
+    return [*message[:-1], *shown, message[-1], *lumina_opening(words, grid)]
+
+
+def lumina_image(words: Vocabulary, image: Tensor) -> list[int]:
+    """A whole image [h, w] (int64): its start, its rows, each with its end, and its end."""
+    rows, cols = image.shape
+    ends = image.new_full((rows, 1), words[ROW_END])
+    body = torch.cat((image + words.first, ends), dim=1).flatten().tolist()
+    return [*lumina_opening(words, (rows, cols)), *body, words[END]]
 
 
 def lumina2_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tuple[int, int]) -> list[int]:

@@ -21,6 +21,7 @@ from ...common.limits import WORDS, FileError, legal_name
 from ..files.checkpoint import CheckpointError, open_checkpoint
 from .prompt_syntax import words_of
 
+Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a prompt
 SHOWN = 300  # characters of a prompt in a notice
 HINTS = 40  # unknown words in a notice
 
@@ -148,19 +149,47 @@ def features_of(ids: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class ImagePrompts:
+    """How a language model was trained to read images with a prompt.
+
+    most: images of a prompt. codes: different tokens of an image. scaled: (image [H, W, 3] in 0..1, pixels per token)
+    -> the image in the size in which it is encoded; raises ValueError for a shape that the model does not read. write:
+    (prompt, grid of the new image, token grids of the images) -> all ids before the first new image token.
+    write_negative: the same for the second branch of guidance, whose text is empty where there is none (None: that
+    branch reads no images).
+    """
+
+    most: int
+    codes: int
+    scaled: Callable[[Tensor, int], Tensor]
+    write: Callable[[str, tuple[int, int], Images], Sequence[int]]
+    write_negative: Callable[[str, tuple[int, int], Images], Sequence[int]] | None = None
+
+
+@dataclass(frozen=True)
 class TextEncoder(PromptEncoder):
     """The tokenizer of a language model, with the prompt template of its training.
 
     write: (prompt, grid (rows, cols) of the image) -> all ids before the first image token. grid: the default grid.
-    write_negative: the same for a negative prompt, if its template differs (None: the same).
+    write_negative: the same for a negative prompt, if its template differs (None: the same). images: how prompts with
+    images are written (None: the model cannot read images).
     """
 
     write: Callable[[str, tuple[int, int]], Sequence[int]]
     grid: tuple[int, int]
     write_negative: Callable[[str, tuple[int, int]], Sequence[int]] | None = None
+    images: ImagePrompts | None = None
 
-    def encode(self, text: str, grid: tuple[int, int] | None = None, negative: bool = False) -> Tensor:
-        """Ids [1, n, 1] (fp32) of a prompt. Raises FileNotFoundError or CheckpointError if there is no tokenizer."""
+    def encode(
+        self, text: str, grid: tuple[int, int] | None = None, negative: bool = False, images: Images = ()
+    ) -> Tensor:
+        """Ids [1, n, 1] (fp32) of a prompt, and of images [h, w] (int64) that it is about.
+
+        Raises FileNotFoundError or CheckpointError if there is no tokenizer.
+        """
+        if images and self.images:
+            write_both = self.images.write_negative if negative and self.images.write_negative else self.images.write
+            return features_of(write_both(text, grid or self.grid, images))
         write = self.write_negative if negative and self.write_negative else self.write
         return features_of(write(text, grid or self.grid))
 

@@ -11,19 +11,22 @@ from torch import Tensor
 from ...common.limits import PROMPT
 from ...models.placed import Placed
 from . import prompt_settings, prompt_syntax
-from .prompt_encoders import ClassEncoder, PromptEncoder, TextEncoder, WordEncoder, features_of
+from .prompt_encoders import ClassEncoder, ImagePrompts, Images, PromptEncoder, TextEncoder, WordEncoder, features_of
 
 EMPTY = "The prompt is empty, so nothing says what the image shows."
 
-Conditioning = list  # ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
+# ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ..., "images": [...]}}]]
+Conditioning = list
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Content of a CONDITIONING: features [1 or B, n, F], and the prompt they encode (None: it is unknown)."""
+    """Content of a CONDITIONING: features [1 or B, n, F], and the prompt they encode (None: it is unknown), which may
+    be about images: their token grids [h, w] (int64)."""
 
     features: Tensor
     text: str | None
+    images: Images = ()
 
 
 def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str | None:
@@ -31,6 +34,20 @@ def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str | None:
     if isinstance(prompt, EncodedPrompt):
         return prompt.text
     return prompt[0][1]["ar"].get("text") if prompt else None
+
+
+def prompt_images(prompt: Conditioning | EncodedPrompt | None) -> Images:
+    """The token grids of the images of a prompt."""
+    if isinstance(prompt, EncodedPrompt):
+        return prompt.images
+    return prompt[0][1]["ar"].get("images", ()) if prompt else ()
+
+
+def is_token_grid(grid: Tensor, codes: int) -> bool:
+    """Whether this is a grid [h, w] (int64) of tokens from 0 to codes - 1."""
+    return (
+        grid.ndim == 2 and grid.dtype == torch.int64 and grid.numel() > 0 and bool(((grid >= 0) & (grid < codes)).all())
+    )
 
 
 def checked_text(text: str, name: str) -> str:
@@ -52,16 +69,36 @@ class Prompted(Placed):
     prompt_encoder: PromptEncoder
     pixels_per_token: int
 
-    def encode_prompt(self, text: str) -> Conditioning:
-        """CONDITIONING of a prompt (or of a class name or number). As a negative prompt, an empty text is none: the
-        model's own unconditional prompt takes its place.
+    @property
+    def image_prompts(self) -> ImagePrompts | None:
+        """How the model reads images with a prompt; None if it cannot."""
+        return self.prompt_encoder.images if isinstance(self.prompt_encoder, TextEncoder) else None
 
-        Raises ValueError with a remedy, TypeError for what is no text.
+    def encode_prompt(self, text: str, images: Images = ()) -> Conditioning:
+        """CONDITIONING of a prompt (or of a class name or number). As a negative prompt, an empty text is none: the
+        model's own unconditional prompt takes its place. images: token grids [h, w] (int64) of images that the prompt
+        is about, such as those to be edited, in the order in which it numbers them.
+
+        Raises ValueError with a remedy, also for images if the model cannot read any; TypeError for what is no text.
         """
         text = checked_text(text, "prompt")
         if not text and isinstance(self.prompt_encoder, WordEncoder | ClassEncoder):  # which have nothing to encode
             return self.encode_features(torch.zeros(1, 0, 1), text=text)
-        return self.encode_features(self.prompt_encoder.encode(text), text=text)
+        if not images:
+            return self.encode_features(self.prompt_encoder.encode(text), text=text)
+        reads = self.image_prompts
+        if reads is None or not isinstance(self.prompt_encoder, TextEncoder):
+            raise ValueError(f"A model of the kind {self.family} cannot read images with its prompt. Leave them out.")
+        if len(images) > reads.most:
+            raise ValueError(f"The prompt has {len(images)} images; {self.family} reads at most {reads.most}.")
+        if not all(is_token_grid(grid, reads.codes) for grid in images):
+            raise ValueError(
+                f"images must be grids of tokens [h, w] (int64) from 0 to {reads.codes - 1}, as the model's image "
+                "decoder encodes them."
+            )
+        [[features, extra]] = self.encode_features(self.prompt_encoder.encode(text, images=images), text=text)
+        extra["ar"]["images"] = [grid.cpu() for grid in images]
+        return [[features, extra]]
 
     def no_prompt(self, empty: Tensor) -> Tensor:
         """Features of the unconditional prompt, where an encoder makes ``empty`` ones [1, 0, 1] of an empty text."""
@@ -157,7 +194,7 @@ class Prompted(Placed):
                 f"{name} comes with {brought}, which AR models cannot use. Connect CLIP Text Encode "
                 "directly, without the node that adds it."
             )
-        text = own.get("text")
+        text, images = own.get("text"), own.get("images", ())
         if negative and text == "":
             return None
         if text == "" and not features.numel():
@@ -165,11 +202,30 @@ class Prompted(Placed):
         if features.shape[0] not in (1, batch):
             raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
         if text is not None and isinstance(self.prompt_encoder, TextEncoder):
-            if not torch.equal(features.cpu(), self.prompt_encoder.encode(text)):
+            if not torch.equal(features.cpu(), self.prompt_encoder.encode(text, images=images)):
                 raise ValueError(
                     f"{name} was changed by another node (zeroed, joined, averaged ...), or encoded by another model's "
                     "CLIP. This model reads token ids: connect CLIP Text Encode with its CLIP directly. For no "
                     "negative prompt, leave its text empty."
                 )
-            features = self.prompt_encoder.encode(text, grid, negative)
-        return EncodedPrompt(features.to(self.device), text)
+            features = self.prompt_encoder.encode(text, grid, negative, images)
+        return EncodedPrompt(features.to(self.device), text, images)
+
+    def read_both(
+        self,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None,
+        batch: int,
+        grid: tuple[int, int],
+    ) -> tuple[EncodedPrompt, EncodedPrompt | None]:
+        """Both prompts of a run (see ``read``). Where the second branch reads the images of the prompt, too, one
+        without images gets them, also if there is no negative prompt."""
+        positive, other = self.read(conditioning, batch, "positive", grid), self.read(negative, batch, "negative", grid)
+        assert positive is not None, "only a negative prompt may be missing"
+        encoder, reads = self.prompt_encoder, self.image_prompts
+        if positive.images and not (other and other.images) and reads and reads.write_negative:
+            text = (other and other.text) or ""
+            assert isinstance(encoder, TextEncoder), "it has image prompts"
+            features = encoder.encode(text, grid, negative=True, images=positive.images)
+            other = EncodedPrompt(features.to(self.device), text, positive.images)
+        return positive, other

@@ -43,6 +43,20 @@ class ARVae:
         whole = self._in_batches(self._found.decoder.encode_latent, pixels, pixels.shape[1] * pixels.shape[2])
         return self.encode_tiled(pixels, TILE, TILE, TILE // 4) if whole is None else whole
 
+    def tokens(self, pixels: Tensor, codes: int) -> Tensor:
+        """Pixels [B, H, W, 3] in 0..1 -> tokens [B, h, w] (int64) of a model of so many ``codes``; in tiles if memory
+        runs out. Raises ValueError for the decoder of another model, and for a size that is no whole tokens."""
+        decoder = self._found.decoder
+        if not isinstance(decoder, ImageDecoder) or decoder.codes != codes:
+            raise ValueError(
+                f"The image decoder {decoder.name} has {decoder.codes or 'no'} codes, but the model has {codes}: they "
+                "do not belong together. Connect the VAE of Load AR Checkpoint of the same model."
+            )
+        whole = self._in_batches(decoder.encode, pixels, pixels.shape[1] * pixels.shape[2])
+        if whole is not None:
+            return whole
+        return decoder.tokens_of(self.encode_tiled(pixels, TILE, TILE, TILE // 4))
+
     def decode_tiled(
         self,
         latent: Tensor,

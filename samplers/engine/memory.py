@@ -41,4 +41,4 @@ def pass_bytes(model: Any, rows: int, width: int, prompt: int, prefix: int = 0) 
     """Bytes of probabilities and activations of the largest forward pass: over the ``prompt``, over ``prefix`` tokens,
     or over ``width`` tokens and the one before them, in each of ``rows`` rows."""
     numbers = rows * max(PROBABILITIES * (width + 1), LOGITS * prefix) * model.vocab_total
-    return 4 * numbers + model.activation_bytes(rows, max(prompt, width + 1, prefix))
+    return 4 * numbers + model.activation_bytes(rows, max(width + 1, prefix), prompt)

@@ -38,7 +38,7 @@ from comfyui_specar.nodes.comfy_runtime import previews  # noqa: E402
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress  # noqa: E402
 
 from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
-from ..support import tiny_glm_image  # noqa: E402
+from ..support import tiny_emu35, tiny_glm_image  # noqa: E402
 from ..support.families import Placed  # noqa: E402
 from ..support.fixtures import captures_work, on_tape  # noqa: E402, F401
 from ..support.lora import linear_layers, write_lora  # noqa: E402
@@ -241,6 +241,16 @@ def glm_image(models, load):
     placed = Placed(models.parent)
     tiny_glm_image.install(models.parent)
     yield load("GLM-Image/vision_language_encoder")
+    placed.remove()
+
+
+@pytest.fixture(scope="module")
+def emu35(models, load, continuous, drafters):
+    """(AR_MODEL, CLIP, VAE) of a tiny Emu3.5-Image, 4 x 4 tokens of 4 pixels a side, whose files are there while the
+    module's tests run. (Those of the session's fixtures must be there before, or they would go with them.)"""
+    placed = Placed(models.parent)
+    tiny_emu35.install(models.parent)
+    yield load("Emu3.5-Image")
     placed.remove()
 
 

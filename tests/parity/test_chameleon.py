@@ -10,6 +10,9 @@ chameleon.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT gave at comm
   sizes      generate_crop_size_list((target / 32)^2, 32): number of (width, height), and a SHA-256 of their lines
   decode     VQModel.decode of the tiny tokenizer's two 3 x 4 grids of codes (weights: tests/support/tiny_chameleon.py)
   released   tensors, numbers, and a SHA-256 of all names and shapes of VQModel as vqgan.yaml configures it
+  omni       prompt: FlexARItemProcessor.process_item() of "a red fox <|image|>", with the tiny tokenizer and an image
+             of these codes, before the opening of the new image; crops: width and height to which var_center_crop()
+             brings an image for 768 pixels
 
 lumina2.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT-2.0 gave at commit f44a4d7 on a CPU in fp64 (torch
 2.12), with the tiny weights and files of the same module: forced and sizes as above, and
@@ -104,6 +107,42 @@ def test_hidden_states_and_logits_of_both_branches(folders, models, references, 
 def test_greedy_guided_images(folders, models, references, kind, grid):
     cfg = models[kind].defaults.cfg
     assert_same_image(models[kind], references[kind], PROMPT, contexts(folders[kind], kind, grid), grid, cfg=cfg)
+
+
+# A prompt with an image
+
+SEEN = torch.tensor(OFFICIAL["omni"]["codes"])
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory):
+    """The same Lumina-mGPT under the name of the one that reads images."""
+    folder = write(tmp_path_factory.mktemp("model"), kind="lumina")
+    return api.load_model(folder.rename(folder.parent / "Lumina-mGPT-tiny-Omni"))
+
+
+def seen(grid):
+    """Ids of both branches: the second one has neither text nor image."""
+    opening = omni_ids("<racm3:break>", *(f"<reserved{8800 + side // 2:05}>" for side in grid))
+    return [OFFICIAL["omni"]["prompt"] + opening, opening]
+
+
+def omni_ids(*names):
+    ids = vocabulary(32)
+    return [ids[name] for name in names]
+
+
+def test_states_and_image_after_an_image(omni, references):
+    grid = (2, 6)
+    assert_same_states(omni, references["lumina"], PROMPT, seen(grid), grid, [SEEN])
+    assert_same_image(omni, references["lumina"], PROMPT, seen(grid), grid, cfg=3, images=[SEEN])
+
+
+def test_official_crops():
+    grids = chameleon.size_table(48)
+    for size, crop in OFFICIAL["omni"]["crops"].items():
+        width, height = map(int, size.split()[0].split("x"))
+        assert list(chameleon.cropped(torch.zeros(height, width, 3), 16, grids).shape[1::-1]) == crop
 
 
 @torch.inference_mode()

@@ -15,6 +15,8 @@ transformers 5.20), with the tiny weights and files of tests/support/tiny_emu35.
              no other) after the opening of an image and so many tokens, for grids of height x width tokens
   prompts    build_unc_and_template("t2i", False): both prompts, the question of the first empty
   sizes      of example_config_t2i.py, and its image_top_k and classifier_free_guidance
+  x2i        of example_config_x2i.py: build_unc_and_template("x2i", True); format_image_string() of the codes 3 1 4,
+             1 5 9; smart_resize() of images of width x height pixels, in tokens [rows, cols]
 """
 
 import json
@@ -61,11 +63,14 @@ def reference(folder):
     return made
 
 
-def contexts(grid):
+def contexts(grid, prompts=OFFICIAL["prompts"], images=""):
     """Ids of both branches' prompts, from the official ones."""
     return [
-        ids_of(f"{text.format(question=PROMPT)}<|image start|>{grid[0]}*{grid[1]}<|image token|>")
-        for text in reversed(OFFICIAL["prompts"])
+        ids_of(
+            f"{text.format(question=PROMPT).replace('<|IMAGE|>', images)}"
+            f"<|image start|>{grid[0]}*{grid[1]}<|image token|>"
+        )
+        for text in reversed(prompts)
     ]
 
 
@@ -73,7 +78,7 @@ def ids_of(text):
     """Ids of a tiny tokenizer: its printable letters count from the exclamation mark, and a space is 220."""
     found = []
     while text:
-        special = next((name for name in tiny.SPECIALS if text.startswith(name)), None)
+        special = next((name for name in IDS if text.startswith(name)), None)
         found.append(IDS[special] if special else 220 if text[0] == " " else ord(text[0]) - 33)
         text = text[len(special or text[0]) :]
     return found
@@ -91,6 +96,33 @@ def test_hidden_states_and_logits_of_both_branches(model, reference):
 
 def test_greedy_guided_images(model, reference):
     assert_same_image(model, reference, PROMPT, contexts(model.grid), model.grid, cfg=5)  # the model's own guidance
+
+
+# Prompts with images
+
+IMAGES = [torch.tensor([[3, 1, 4], [1, 5, 9]])] * 2
+READ = OFFICIAL["x2i"]["prompts"], 2 * OFFICIAL["x2i"]["image"]
+
+
+def test_official_prompts_with_images(model):
+    both = model.read_both(model.encode_prompt(PROMPT, IMAGES), None, 1, model.grid)
+    assert [each.features[0, :, 0].long().tolist() for each in both] == contexts(model.grid, *READ)
+
+
+def test_states_after_images(model, reference):
+    assert_same_states(model, reference, PROMPT, contexts(model.grid, *READ), model.grid, IMAGES)
+
+
+def test_greedy_guided_images_after_images(model, reference):
+    assert_same_image(model, reference, PROMPT, contexts(model.grid, *READ), model.grid, cfg=5, images=IMAGES)
+
+
+def test_official_sizes_of_images():
+    for pixels, grid in OFFICIAL["x2i"]["sizes"].items():
+        width, height = map(int, pixels.split("x"))
+        assert emu35.scaled_grid(height, width, 16) == tuple(grid) and tuple(grid) in emu35.GRIDS
+    with pytest.raises(ValueError, match="4096 x 1000.*4:1"):
+        emu35.scaled_grid(1000, 4096, 16)
 
 
 @torch.inference_mode()

@@ -73,13 +73,14 @@ def write_eagle(model: DiscreteModel, folder):
     return folder
 
 
-def make_family(name, folder, device="cpu"):
-    """The model of a family, with its drafters, from files that are written to a folder."""
+def make_family(name, folder, device="cpu", title=""):
+    """The model of a family, with its drafters, from files that are written to a folder. title: other than its own."""
     write = FAMILIES[name].write
     folders = [folder / part for part in ("target", "small", "eagle")]
     for each in folders:
         each.mkdir(exist_ok=True)
-    model = load_model(write(folders[0], layers=1), device, torch.float32)
+    target = write(folders[0], layers=1)
+    model = load_model(target.rename(target.with_name(title)) if title else target, device, torch.float32)
     small = load_drafter(write(folders[1], seed=1, layers=1), model)
     if model.codebook is None:
         model.attach_codebook(fill("codebook embedding", (model.vocab, 4)), 16)

@@ -28,10 +28,17 @@ def hidden_and_logits(reference: Any, ids: Sequence[int]) -> tuple[Tensor, Tenso
 
 
 @torch.inference_mode()
-def assert_same_states(model: DiscreteModel, reference: Any, text: str, prompts: Sequence[Sequence[int]], grid: Grid):
+def assert_same_states(
+    model: DiscreteModel,
+    reference: Any,
+    text: str,
+    prompts: Sequence[Sequence[int]],
+    grid: Grid,
+    images: Sequence[Tensor] = (),
+):
     """Ours are the reference's hidden states and logits, in one pass and in steps, in both branches of guidance.
 
-    prompts: ids before the image with the prompt ``text``, and with the model's own negative prompt.
+    prompts: ids before the image with the prompt ``text`` and its ``images``, and with the model's own negative prompt.
     """
     layout = model.layout(*grid)
     image = torch.arange(grid[0] * grid[1]).view(1, *grid) * 5 % model.vocab
@@ -41,7 +48,7 @@ def assert_same_states(model: DiscreteModel, reference: Any, text: str, prompts:
     first = [len(prompt) - 1 for prompt in prompts]
     hidden = torch.stack([states[n:-1] for n, (states, _) in zip(first, found, strict=True)])
     logits = torch.stack([scores[n:-1, words] for n, (_, scores) in zip(first, found, strict=True)])
-    conditioning = model.encode_prompt(text)
+    conditioning = model.encode_prompt(text, images)
     assert_as_exact(lambda: model.teacher_forced(conditioning, image), logits[:1])
     assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [hidden, logits])
 
@@ -54,6 +61,7 @@ def assert_same_image(
     prompts: Sequence[Sequence[int]],
     grid: Grid,
     cfg: float,
+    images: Sequence[Tensor] = (),
     **run: Any,
 ):
     """At temperature 0 our methods generate the image of a plain loop over the reference: guidance, then the tokens
@@ -67,7 +75,7 @@ def assert_same_image(
     wanted = words[: model.vocab] == torch.tensor(drawn)[:, None]
     wanted = layout.to_grid(wanted.int().argmax(1)[None])
     assert len(wanted.unique()) > 3
-    conditioning = model.encode_prompt(text)
+    conditioning = model.encode_prompt(text, images)
     for method in (NextToken(), SJD(window=5)):
 
         def compute(method=method):

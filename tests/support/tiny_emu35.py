@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from PIL import Image
 from torch import Tensor
 
 from .tiny import fill
@@ -99,6 +101,17 @@ def install(models: Path) -> None:
     write_decoder(models / "vae" / DECODER)
 
 
+def install_with_image(models: Path) -> None:
+    """Also the image that comes with ComfyUI, which the template loads."""
+    install(models)
+    (models.parent / "input").mkdir(exist_ok=True)
+    noise = torch.randint(0, 256, (24, 24, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    Image.fromarray(noise.numpy()).save(models.parent / "input/example.png")
+
+
 TINY = {"emu3.5": Tiny(write, specials=4)}
 FILES = {"Emu3.5-Image": Files(write)}
-WORKFLOWS = {"32 Emu3.5-Image (download)": Workflow("Emu3.5-Image 34B", install)}
+WORKFLOWS = {
+    "32 Emu3.5-Image (download)": Workflow("Emu3.5-Image 34B", install),
+    "35 Emu3.5-Image, edit with references (download)": Workflow("Emu3.5-Image 34B edits", install_with_image),
+}

@@ -27,8 +27,8 @@ class Bytes:
     def prompt_tokens(self, conditioning, negative, batch, layout, guided):
         return 30
 
-    def activation_bytes(self, rows, tokens):
-        return 10**6 * rows * tokens
+    def activation_bytes(self, rows, tokens, prompt=0):
+        return 10**6 * rows * max(tokens, prompt)
 
     def kv_bytes(self, batch, layout, slack, guided, prompt):
         return 10**12 * batch * (slack + prompt) * (1 + guided)
