@@ -15,7 +15,7 @@ CARD = """<style>
 body {{ margin: 0; width: 512px; height: 512px; box-sizing: border-box; padding: 40px; display: flex; color: #fff;
         flex-direction: column; justify-content: center; background: hsl({hue} 60% 30%); font-family: "DejaVu Sans"; }}
 b {{ font-size: {size}px; line-height: 1.1; }} p {{ font-size: 42px; margin: 36px 0 0; line-height: 1.35; }}
-</style><body><b>{name}</b><p>{width} x {height}<br>{weights} GB</p></body>"""
+</style><body><b>{name}</b><p>{pixels}{weights} GB</p></body>"""
 WEIGHTS = re.compile(r"([\d.]+) GB of weights")  # in the template's note
 LOOK = ", 3d, on a purple background"
 WHOLE = (0, 0, 256, 256)
@@ -105,12 +105,13 @@ def result(url: str, file: Path, inputs: Path) -> Image.Image:
 
 
 def card(page: Frontend, file: Path) -> Image.Image:
-    """The model's name, the size of its images and of its weights."""
+    """The model's name, the size of its images, where the template chooses it, and of its weights."""
     graph = json.loads(file.read_text(encoding="utf-8"))
     widgets = {node["type"]: node["widgets_values"] for node in graph["nodes"]}
-    width, height = widgets["ImageScale"][1:3] if "ImageScale" in widgets else widgets["SpecAREmptyLatent"][:2]
+    size = widgets["ImageScale"][1:3] if "ImageScale" in widgets else widgets.get("SpecAREmptyLatent", [])[:2]
+    pixels = f"{size[0]} x {size[1]}<br>" if size else ""
     [weights] = WEIGHTS.findall(widgets["MarkdownNote"][0])
     number, name = file.stem.removesuffix(" (download)").split(" ", 1)
-    size = 72 if len(name) < 20 else 54
-    html = CARD.format(hue=int(number) * 33 % 360, name=name, size=size, width=width, height=height, weights=weights)
+    letters = 72 if len(name) < 20 else 54
+    html = CARD.format(hue=int(number) * 33 % 360, name=name, size=letters, pixels=pixels, weights=weights)
     return Image.open(io.BytesIO(page.render(html, (SIDE, SIDE)))).convert("RGB")
