@@ -38,7 +38,7 @@ from comfyui_specar.nodes.comfy_runtime import previews  # noqa: E402
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress  # noqa: E402
 
 from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
-from ..support import tiny_emu35, tiny_glm_image  # noqa: E402
+from ..support import tiny_emu35, tiny_glm_image, tiny_janus  # noqa: E402
 from ..support.families import Placed  # noqa: E402
 from ..support.fixtures import captures_work, on_tape  # noqa: E402, F401
 from ..support.lora import linear_layers, write_lora  # noqa: E402
@@ -251,6 +251,15 @@ def emu35(models, load, continuous, drafters):
     placed = Placed(models.parent)
     tiny_emu35.install(models.parent)
     yield load("Emu3.5-Image")
+    placed.remove()
+
+
+@pytest.fixture(scope="module")
+def janus(models, load):
+    """(AR_MODEL, CLIP, VAE) of a tiny Janus-Pro, whose files are there while the module's tests run."""
+    placed = Placed(models.parent)
+    tiny_janus.write(models / "janus-to-caption", original=True)
+    yield load("janus-to-caption")
     placed.remove()
 
 

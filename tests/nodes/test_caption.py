@@ -1,16 +1,14 @@
 """AR Caption: its answers, what it costs who only generates images, memory, and interruption."""
 
 import gc
-from pathlib import Path
 
 import comfy.model_management as mm
-import folder_paths
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_model, load_reader
 from comfyui_specar.model_loaders.image_reader import ImageReader
-from comfyui_specar.nodes.comfy_runtime import captions, folders, runs
+from comfyui_specar.nodes.comfy_runtime import captions, runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
 from ..support.lora import write_lora
@@ -18,12 +16,6 @@ from ..support.simulated_gpu import CPU, GPU
 from ..support.tiny_janus import picture, write
 
 IMAGES = torch.stack([picture(30, 50) + step / 100 for step in range(5)]).clamp(0, 1)
-
-
-@pytest.fixture(scope="module")
-def janus(models, load):
-    write(Path(folder_paths.get_folder_paths("ar_models")[0]) / "janus-to-caption", original=True)
-    return load("janus-to-caption")
 
 
 @pytest.fixture
@@ -78,7 +70,7 @@ def test_a_lora_changes_what_reads_too(caption, janus, nodes, run, models):
     """One of the vision tower, which only AR Caption uses."""
     name = "vision_model.vision_tower.blocks.0.mlp.fc1"
     file = models / "janus-to-caption/model.safetensors"
-    write_lora(Path(folder_paths.get_folder_paths(folders.LORAS)[0]) / "eyes", file, [name])
+    write_lora(models.parent / "loras/eyes", file, [name])
     model = run(nodes["SpecARLoadLora"], model=janus[0], lora_name="eyes", strength=8.0).result[0]
     assert caption(model=model, temperature=0.5) != caption(temperature=0.5)
 

@@ -48,7 +48,7 @@ def traces(sample, draw_vectors):
 
 
 @pytest.fixture(scope="module")
-def sound(nodes, tiny, drafter, lora, continuous, small_vectors, glm_image, emu35, traces, run, save):
+def sound(nodes, tiny, drafter, lora, continuous, small_vectors, glm_image, janus, emu35, traces, run, save):
     """sound(name) -> legal inputs of a node: its defaults and something for every socket that must be connected."""
 
     def sound(name: str) -> dict:
@@ -71,6 +71,8 @@ def sound(nodes, tiny, drafter, lora, continuous, small_vectors, glm_image, emu3
         if name == "SpecARDecodeGLMImage":
             prompt = glm_image[1].encode_from_tokens_scheduled("a red cup")
             inputs |= {"samples": {"samples": torch.ones(1, 1, 2, 2)}, "vae": glm_image[2], "positive": prompt}
+        if name == "SpecARCaption":
+            inputs |= {"model": janus[0], "max_tokens": 4}
         if name == "SpecARImagePrompt":
             inputs |= {"model": emu35[0], "vae": emu35[2], "text": "red"}
         if name == "SpecARLoadTrace":
