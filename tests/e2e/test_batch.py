@@ -56,13 +56,9 @@ def mortal(comfyui, tmp_path_factory) -> Iterator[ComfyServer]:
 
 def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfy, mortal):
     """Then it generates what another one does."""
-    name, other = "10 Exact inside a mask", Comfy(mortal)
-
-    def workflow(**inputs):
-        return comfy.workflow(name, structure="chain", **inputs)  # the trees of "auto" depend on the server
-
-    prompt = workflow(seed=604)
-    sampler = comfy.node_id(prompt, "SpecARDraftTreeSampler")
+    name, other = "07 Acceptance map", Comfy(mortal)
+    prompt = comfy.workflow(name, seed=604)
+    sampler = comfy.node_id(prompt, "SpecARSJDSampler")
 
     async def kill(run, event, data):
         state = data.get("nodes", {}).get(sampler) if event == "progress_state" else None
@@ -71,14 +67,14 @@ def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfy, mort
 
     assert other.run(prompt).outcome == "success"
     with pytest.raises(aiohttp.ClientError):
-        other.run(workflow(seed=605, batch_size=16), kill)  # long enough to die during the run
+        other.run(comfy.workflow(name, seed=605, batch_size=16), kill)  # long enough to die during the run
     mortal.process.wait(PATIENCE)
     whole = files_are_whole(other.output)
     mortal.start()
     other = Comfy(mortal)
     options = other.get("/object_info/SpecARLoadTrace")["SpecARLoadTrace"]["input"]["required"]["trace_name"]
-    assert whole["traces"] == 1 and "face_trace_00001_" in str(options)
-    prompt = workflow(seed=605)
+    assert whole["traces"] == 1 and "trace_00001_" in str(options)
+    prompt = comfy.workflow(name, seed=605)
     assert all(np.array_equal(*both) for both in zip(other.drawn(prompt), comfy.drawn(prompt), strict=True))
     assert files_are_whole(other.output) == {"traces": 2, "images": whole["images"] + 1}
 
