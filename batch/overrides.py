@@ -20,8 +20,8 @@ SEEDS = ("seed", "noise_seed")
 # Inputs of this pack's nodes that are whole numbers. A workflow does not show it: ComfyUI's page saves 2.0 as 2.
 WHOLE = set(
     "base_depth base_width batch_size depth depth_max depth_min depth_step draft_length frames front_drafts head_steps "
-    "height hold interval iterations neighbours nodes picture seconds seed steps tokens top_k trial_seed width "
-    "width_max width_min width_step window".split()
+    "height hold interval iterations max_tokens neighbours nodes picture seconds seed steps tokens top_k trial_seed "
+    "width width_max width_min width_step window".split()
 )
 LONG = 1e11  # from here on spreadsheets show a whole number in scientific notation, and save what they show
 EXACT = 2**53  # below, every whole number is a float

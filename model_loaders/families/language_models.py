@@ -86,7 +86,7 @@ def build(
         if tied:
             backbone.output = TiedHead(backbone.tok_embeddings)
         prefix = TextPrefix(ids.words, config.dim, null, operations)
-        if ids.codes.start == ids.words:  # other vocabularies have their image codes among the words
+        if model["prompt_encoder"].images and ids.codes.start == ids.words:  # or they are among the words
             prefix.read_images(backbone.tok_embeddings, len(ids.codes))
     made = DiscreteModel(
         backbone,

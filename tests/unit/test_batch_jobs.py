@@ -335,7 +335,7 @@ def test_every_file_of_a_job_has_its_name(workflow):
 def test_the_example_fits_every_shipped_text_workflow():
     jobs = read_jobs(ROOT / "docs/jobs.csv")
     workflows = map(read_workflow, sorted((ROOT / "workflows/api").glob("*.json")))
-    fitting = [each for each in workflows if any("seed" in node["inputs"] for node in each.values())]
+    fitting = [each for each in workflows if any("latent_image" in node["inputs"] for node in each.values())]
     assert len(fitting) > 15 and all(len(prompts_of(workflow, jobs)) == 20 for workflow in fitting)
 
 
