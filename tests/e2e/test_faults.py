@@ -57,7 +57,7 @@ def test_inputs_spoiled_at_random(comfy, number):
 
 
 def test_a_trace_that_cannot_be_written_does_not_cost_the_image(comfy):
-    prompt = comfy.workflow("10 Exact inside a mask", seed=602)
+    prompt = comfy.workflow("07 Acceptance map", seed=602)
     saver = comfy.node_id(prompt, "SpecARSaveTrace")
     (comfy.output / "in_the_way").write_text("", encoding="utf-8")
     prompt[saver]["inputs"]["filename_prefix"] = "in_the_way/trace"
