@@ -11,7 +11,7 @@ from .prefill import CHUNK, prefix_length
 
 PROBABILITIES = 8  # rows of fp32 [V+] alive at once per token of a forward pass
 LOGITS = 4  # the same while prefix tokens are read
-WINDOW = 32  # tokens per forward pass of an image that is not asked for yet: SJD's automatic window on a GPU
+WINDOW = 32  # tokens per forward pass of an image that is not asked for yet: twice SJD's automatic window
 
 
 def run_bytes(request: Request, width: int, drafter: Drafter | None = None, draft_width: int = 0) -> int:

@@ -69,8 +69,7 @@ COMPARED = ("gumbel", "equality")  # the test is equality with a sample, without
 class SJD(DiscreteMethod):
     """Speculative Jacobi decoding.
 
-    window: tokens W per forward pass, the root included (2 to S). Default: 32 (16 on a CPU in fp32, where wider passes
-    cost more than they save), at most S.
+    window: tokens W per forward pass, the root included (2 to S). Default: 16, at most S.
     reuse: one of REUSE, see SJD.refine. All sample exactly from the model's distribution but "threshold_paper"
     (SJD++ as printed). initial: one of INITIAL, see first_guesses().
     threshold: SJD++'s tau (> 0). rule: how a guess is verified; its depth is its place in the window, from 1.
