@@ -64,6 +64,7 @@ export class MapView {
   open(page) {
     this.page = page;
     this.data = null;
+    this.hint = "";
     if (!this.shown.pictures.length) {
       this.image.removeAttribute("src");
       return this.close(UNWRITTEN);
@@ -92,7 +93,8 @@ export class MapView {
 
   close(reason = GONE) {
     this.data = null;
-    this.select(null, reason);
+    this.hint = reason; // stays when the pointer leaves
+    this.select(null);
   }
 
   /** The legend: what the colours mean. */
@@ -132,12 +134,12 @@ export class MapView {
   }
 
   /** Marks a token and tells its numbers; null: none, the report is told. */
-  select(token, hint = this.data ? HINT : "") {
+  select(token) {
     this.token = token;
     this.mark.style.display = token === null ? "none" : "";
     this.text.replaceChildren();
     if (token === null) {
-      made("div", "specar-hint", this.text).textContent = say(hint);
+      made("div", "specar-hint", this.text).textContent = say(this.data ? HINT : this.hint);
       made("div", "specar-report", this.text).textContent = this.report;
       return;
     }
