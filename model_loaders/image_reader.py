@@ -17,10 +17,11 @@ from ..models.siglip import Reading
 from ..samplers.contract import Callback, Request, SamplingParams
 from ..samplers.layout import TokenLayout
 from .ar_model import DiscreteModel
+from .pictures import resized
 from .text.language_model import Tokenizer
 from .text.prompts import EncodedPrompt, checked_text
 
-GREY = (127, 127, 127)  # beside an image that is not square: int(255 * mean) of the official processors
+GREY = 127  # of 255, beside an image that is not square: int(255 * mean) of the official processors
 SHORTEST = 14  # pixels of an image's shorter side
 
 
@@ -117,13 +118,10 @@ def square(image: Tensor, side: int) -> Tensor:
     Its longer side becomes ``side`` (Pillow's bicubic filter, 8 bits), and grey fills the square. Source:
     VLMImageProcessor of https://github.com/deepseek-ai/Janus, with the settings of Janus-Pro's files.
     """
-    from PIL import Image
-
-    pixels = (255 * image.float().cpu()).round().clamp(0, 255).to(torch.uint8)
-    height, width = pixels.shape[:2]
-    size = [max(int(length / max(height, width) * side), SHORTEST) for length in (width, height)]
-    resized = Image.fromarray(pixels.numpy()).resize(size, Image.Resampling.BICUBIC)
-    canvas = Image.new("RGB", (max(size), max(size)), GREY)
-    canvas.paste(resized, ((max(size) - size[0]) // 2, (max(size) - size[1]) // 2))
-    levels = torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8).float()
-    return (levels / 255 * 2 - 1).view(max(size), max(size), 3).movedim(-1, 0)
+    longest = max(image.shape[:2])
+    height, width = (max(int(length / longest * side), SHORTEST) for length in image.shape[:2])
+    edge = max(height, width)
+    top, left = (edge - height) // 2, (edge - width) // 2
+    canvas = torch.full((edge, edge, 3), GREY / 255)
+    canvas[top : top + height, left : left + width] = resized(image, height, width)
+    return (canvas * 2 - 1).movedim(-1, 0)

@@ -137,7 +137,7 @@ class TextPrefix(nn.Module):
         if not ids.numel() or not 0 <= ids.min() <= ids.max() < count or not torch.equal(ids, features[..., 0]):
             raise ValueError(
                 f"The prompt is not a list of ids of this model's {count} words: {ids.flatten()[:4].tolist()} ... "
-                "Other ids cannot be part of it."
+                f"{'Other ids' if self.codes else 'Image tokens'} cannot be part of it."
             )
         images = ids >= self.words
         words = ids.masked_fill(images, 0).to(self.embedding.weight.device)  # the table may stay elsewhere

@@ -70,7 +70,6 @@ class ContinuousNextTokenSampler(io.ComfyNode):
             search=(*SAMPLER, *CONTINUOUS, "next token", "baseline"),
             inputs=[*continuous_inputs(), io.Int.Input("iterations", default=0, min=0, max=4096), negative_input()],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod
@@ -110,7 +109,6 @@ class ContinuousSampler(io.ComfyNode):
                 negative_input(),
             ],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod

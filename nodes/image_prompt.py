@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from comfy_api.latest import io
 from torch import Tensor
 
@@ -117,9 +116,7 @@ def encoded(model: LoadedModel, vae: Any, reads: ImagePrompts, name: str, image:
 def negative_of(model: LoadedModel, text: str, images: list[Tensor] | tuple) -> Conditioning:
     """The negative prompt. An empty text is none: the model's own unconditional prompt, with the images, follows from
     the positive one."""
-    if text.strip():
-        return model.model.encode_prompt(text, images)
-    return [[torch.zeros(1, 0, 1), {"ar": {"family": model.model.family, "text": ""}}]]
+    return model.model.encode_prompt(text, images) if text.strip() else model.model.encode_prompt("")
 
 
 def size_of(model: LoadedModel, image: Tensor, tokens: Tensor) -> dict[str, Any]:

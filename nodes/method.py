@@ -82,7 +82,6 @@ class MethodSampler(io.ComfyNode):
             search=(*SAMPLER, "find fastest"),
             inputs=[*common_inputs(), ARMethod.Input("method"), negative_input()],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod

@@ -146,7 +146,7 @@ def sample(
     output.trace.settings |= origin(inputs, drafter) | ({"chosen": chosen} if chosen else {})
     tensors = {name: models.output(t) for name in ("tokens", "latent") if (t := getattr(output, name)) is not None}
     latent = with_output(inputs.latent_image, replace(output, **tensors), request)
-    run = json.dumps(finished(output.trace, inputs.model.model.pixels_per_token))
+    run = json.dumps(finished(request, output.trace, inputs.model.model.pixels_per_token))
     return io.NodeOutput(latent, output.trace, ui={"specar_run": [run]})
 
 
@@ -171,7 +171,6 @@ class NextTokenSampler(io.ComfyNode):
             search=(*SAMPLER, "baseline", "sequential", *FAMILIES),
             inputs=[*common_inputs(), negative_input()],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod
@@ -202,7 +201,6 @@ class SJDSampler(io.ComfyNode):
                 ),
             ],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod

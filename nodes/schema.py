@@ -27,12 +27,10 @@ def schema(
     inputs: list[io.Input],
     outputs: list[io.Output],
     is_output_node: bool = False,
-    tells: bool = False,
 ) -> io.Schema:
     """The schema of a node of this pack. Raises KeyError where the node, a visible input or an output has no words.
 
     search: words by which ComfyUI's search finds the node besides its name, in versions that search in more than names.
-    tells: the node has UI output without being an output node; newer versions send it again when it is cached.
     """
     words = english()[node_id]
     for field in (field for field in inputs if not field.extra_dict.get("hidden")):
@@ -44,7 +42,11 @@ def schema(
     for index, output in enumerate(outputs):
         text = words["outputs"][str(index)]
         output.tooltip, output.display_name = text["tooltip"], text["name"]
-    newer = {"search_aliases": list(search), "has_intermediate_output": tells}
+    samples = [output.io_type for output in outputs] == [
+        "LATENT",
+        "AR_TRACE",
+    ]  # what a run took is sent again if cached
+    newer = {"search_aliases": list(search), "has_intermediate_output": samples}
     known = {field.name for field in fields(io.Schema)}
     return io.Schema(
         node_id=node_id,

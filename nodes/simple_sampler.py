@@ -37,7 +37,6 @@ class SimpleSampler(io.ComfyNode):
                 negative_input(),
             ],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod

@@ -103,7 +103,6 @@ class DraftTreeSampler(io.ComfyNode):
                 rule_input(),
             ],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod
@@ -145,7 +144,6 @@ class LanternSampler(io.ComfyNode):
                 io.Combo.Input("structure", options=[AUTO, PAPER], default=AUTO, optional=True),
             ],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod
@@ -189,7 +187,6 @@ class CoolSDSampler(io.ComfyNode):
                 where_input(),
             ],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod
@@ -245,7 +242,6 @@ class ADTTreeSampler(io.ComfyNode):
                 advanced(io.Int.Input("base_width", default=ADTTree.base[1], min=0, max=64, optional=True)),
             ],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod
@@ -319,7 +315,6 @@ class VVSSampler(io.ComfyNode):
                 ),
             ],
             outputs=sampler_outputs(),
-            tells=True,
         )
 
     @classmethod

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from .contract import Method, Progress, Request
-from .engine.first_use import check_captured
-from .generate import Reserve, unmanaged
+from .contract import Callback, Method, Progress, Request
+from .generate import AnyRequest, Reserve, generate, unmanaged
 
 EVERY = 8  # passes between two looks at a GPU's tokens, which wait for it
 
 
 class _EndedError(Exception):
-    """Every sequence has ended."""
+    """Every sequence has ended: these are their tokens."""
 
 
 def until(tokens: Tensor, end: int) -> list[list[int]]:
@@ -30,22 +29,25 @@ def generate_until(method: Method, request: Request, end: int, reserve: Reserve 
     The distribution is the method's: what would follow the end is not sampled. reserve: see ``generate``. Raises
     ValueError for illegal settings.
     """
-    method.check(request)
     every = EVERY if request.model.device.type == "cuda" else 1
-    found: list[Tensor] = []
-    with torch.inference_mode(), reserve(method, request) as callback:
-        check_captured(method, request)
 
-        def see(progress: Progress) -> None:
-            if callback:
-                callback(progress)
-            if progress.passes % every == 0:
-                decided = torch.arange(progress.length) < progress.committed[:, None]
-                tokens = torch.where(decided, progress.tokens.cpu(), -1)
-                if (tokens == end).any(1).all():
-                    found.append(tokens)
-                    raise _EndedError
+    @contextmanager
+    def watched(method: Method, request: AnyRequest) -> Iterator[Callback]:
+        with reserve(method, request) as callback:
 
-        with suppress(_EndedError):
-            found.append(method.sample(replace(request, callback=see)).tokens)
-    return until(found[0], end)
+            def see(progress: Progress) -> None:
+                if callback:
+                    callback(progress)
+                if progress.passes % every == 0:
+                    decided = torch.arange(progress.length) < progress.committed[:, None]
+                    tokens = torch.where(decided, progress.tokens.cpu(), -1)
+                    if (tokens == end).any(1).all():
+                        raise _EndedError(tokens)
+
+            yield see
+
+    try:
+        tokens = generate(method, request, watched).tokens.flatten(1)
+    except _EndedError as ended:
+        [tokens] = ended.args
+    return until(tokens, end)

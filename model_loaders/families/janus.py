@@ -71,9 +71,7 @@ _SKIPPED = (
 )
 _PAD = "<｜▁pad▁｜>"
 _ROLES = ("<|User|>", "<|Assistant|>")
-_OTHER_ROLES = {
-    "t2ir1": ("User", "Assistant")
-}  # name of a fine-tune -> how its training called the two (T2I-R1's code)
+_OTHER_ROLES = {"t2ir1": ("User", "Assistant")}  # name of a fine-tune -> how its code calls the two
 
 
 def recognise(tensors: Collection[str]) -> bool:

@@ -119,9 +119,9 @@ def asked(tokenizer: Tokenizer, question: str, patches: int) -> tuple[list[int],
     As VLChatProcessor of https://github.com/deepseek-ai/Janus writes it. Raises CheckpointError for the tokenizer of
     another model.
     """
-    said = f"{PLACEHOLDER}\n{question}".strip()
-    ids = [tokenizer.id(BEGIN), *tokenizer.ids(f"{SYSTEM}\n\n<|User|>: {said}\n\n<|Assistant|>:")]
-    shown = tokenizer.id(PLACEHOLDER)
-    place = ids.index(shown)  # the question comes after it
-    image: Sequence[int] = [tokenizer.id(IMAGE), *[shown] * patches, tokenizer.id(IMAGE_END)]
+    message = f"{PLACEHOLDER}\n{question}".strip()
+    ids = [tokenizer.id(BEGIN), *tokenizer.ids(f"{SYSTEM}\n\n<|User|>: {message}\n\n<|Assistant|>:")]
+    patch = tokenizer.id(PLACEHOLDER)
+    place = ids.index(patch)  # the question comes after it
+    image: Sequence[int] = [tokenizer.id(IMAGE), *[patch] * patches, tokenizer.id(IMAGE_END)]
     return [*ids[:place], *image, *ids[place + 1 :]], place + 1

@@ -54,12 +54,9 @@ def with_adapter(checkpoint: Checkpoint, path: Path, strength: float) -> Checkpo
                 f"{file} changes {module} by a matrix of the shape {[len(up), down.shape[1]]}, which is "
                 f"{[*base.shape]} in {checkpoint.path.name}: it was trained for another model."
             )
-        scale = (
-            strength * _alpha(module, settings, file) / (sqrt(len(down)) if settings.get("use_rslora") else len(down))
-        )
-        tensors[names[0]] = LazyMatrix(
-            (base, scale * up.float()), Format(down.shape[1], partial(_merged, down.float()))
-        )
+        rank = sqrt(len(down)) if settings.get("use_rslora") else len(down)
+        scaled = strength * _alpha(module, settings, file) / rank * up.float()
+        tensors[names[0]] = LazyMatrix((base, scaled), Format(down.shape[1], partial(_merged, down.float())))
     if unknown:
         raise CheckpointError(
             f"{file} changes {len(unknown)} layers that {checkpoint.path.name} does not have, for example "

@@ -14,7 +14,7 @@ of the error by that of the numbers, measured by tests/unit/test_quantised_files
 
 Reading adds nothing to that (2e-7 where a rotation is undone in fp32), and being kept in 4 bits 0.2 % (0.5 % if
 zero points differ), because steps and minima become bf16. What is widened and then rounded to int8 gains the 0.8 % of
-that (root of the sum of squares); rounded anew to 4 bits, nf4 becomes 13 %, GPTQ 15 %.
+that (root of the sum of squares); rounded again to 4 bits, nf4 becomes 13 %, GPTQ 15 %.
 """
 
 from __future__ import annotations

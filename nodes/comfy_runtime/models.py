@@ -74,8 +74,8 @@ class LoadedModel:
     """An AR model under ComfyUI's memory management, its image decoder if one was found, and its name.
 
     source: equal for models loaded from the same files with the same options. loaded_with: these options, as of
-    open_model. sampling: sampling parameters that a node
-    before the sampler chose. choice: which storage dtype "auto" chose by memory, and why; empty if it had no choice.
+    open_model. sampling: sampling parameters that a node before the sampler chose. choice: which storage dtype "auto"
+    chose by memory, and why; empty if it had no choice.
     """
 
     model: DiscreteModel | ContinuousBase

@@ -41,17 +41,16 @@ class Status:
         return run | {"left": duration((now - began) * (self.total - done) / (done - before))}
 
 
-def finished(trace: Trace, pixels_per_token: int) -> Run:
+def finished(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
     """After a run: also the passes of next-token sampling (``plain``), the seconds that it took, the ``size`` (width,
     height) of an image, and the settings that were ``used``."""
-    settings, totals = trace.settings, trace.totals
-    images, length = totals["images"], trace.positions["source"].shape[1]
-    tokens = totals["tokens"] / images
-    return numbers(images, totals["target_passes"], tokens, tokens) | {
-        "plain": round(length - totals["prefix_tokens"] / images),
-        "seconds": duration(totals["seconds"]),
+    whole = torch.full((request.batch,), request.length)
+    tokens = request.sampled(whole)
+    return numbers(request.batch, trace.totals["target_passes"], tokens, tokens) | {
+        "plain": round(request.next_token_passes(whole)),
+        "seconds": duration(trace.totals["seconds"]),
         "size": [trace.cols * pixels_per_token, trace.rows * pixels_per_token],
-        "used": f"{drafting(settings)}; {drawing(settings)}",
+        "used": f"{drafting(trace.settings)}; {drawing(trace.settings)}",
     }
 
 

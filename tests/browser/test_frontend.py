@@ -80,8 +80,8 @@ REPORTS = """() => app.graph._nodes.filter(node => node.properties.download)
 def test_template_names_the_models_that_are_missing(page, template):
     """The page what it can; the nodes all that is to be downloaded."""
     load(page, template, missing_models=True)
-    told = [node["properties"].get("download") for node in json.loads(template.read_text("utf-8"))["nodes"]]
-    assert page.evaluate(REPORTS) == [text.replace("; ", "\n") for text in told if text] != []
+    downloads = [node["properties"].get("download") for node in json.loads(template.read_text("utf-8"))["nodes"]]
+    assert page.evaluate(REPORTS) == [text.replace("; ", "\n") for text in downloads if text] != []
     expected = expected_missing(page, template)
     assert missing_models(page, template.stem, some=bool(expected)) == expected
 

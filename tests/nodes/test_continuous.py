@@ -176,7 +176,9 @@ def test_an_empty_prompt_samples_what_the_model_knows(draw_vectors, continuous):
     latent, trace = draw_vectors("", positive=empty, cfg=3.0)
     assert len(trace.notices) == 1 and "prompt is empty" in trace.notices[0]
     alone, _ = draw_vectors("", positive=empty, cfg=1.0)
-    assert torch.allclose(latent["samples"], alone["samples"], atol=1e-4), "both branches of guidance are the same"
+    guided, plain = (draw_vectors("", cfg=cfg)[0] for cfg in (3.0, 1.0))
+    changes = [(a["samples"] - b["samples"]).abs().max() for a, b in ((latent, alone), (guided, plain))]
+    assert 1000 * changes[0] < changes[1], "both branches of guidance are the same"
 
 
 def test_negative_iterations_are_refused(draw_vectors):

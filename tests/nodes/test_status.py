@@ -80,9 +80,11 @@ def test_numbers_go_to_the_node_and_the_page_of_the_run_twice_a_second(page, clo
 
 
 @pytest.mark.parametrize("method", ["SJD", "vectors"])
-def test_a_run_ends_with_what_it_took_and_what_auto_was(method, sample, draw_vectors):
-    _, trace = draw_vectors("", batch=2) if method == "vectors" else sample(method, batch=2)
-    run = status.finished(trace, 16)
+def test_a_run_ends_with_what_it_took_and_what_auto_was(method, sample, draw_vectors, tiny, continuous):
+    (loaded, clip, _), draw = (continuous, draw_vectors) if method == "vectors" else (tiny, sample)
+    _, trace = draw("" if method == "vectors" else method, batch=2)
+    asked = loaded.model.request(clip.encode_from_tokens_scheduled("red apple"), batch=2)
+    run = status.finished(asked, trace, 16)
     assert (run["images"], run["passes"]) == (2, trace.totals["target_passes"])
     assert run["done"] == run["total"] == run["plain"] == 16 and run["size"] == [64, 64]
     assert f"temperature {trace.settings['temperature']:g}" in run["used"] and "cfg" in run["used"]
@@ -96,11 +98,13 @@ def test_a_sampler_leaves_its_run_for_the_page_also_when_it_is_cached(nodes, run
     assert getattr(node.GET_SCHEMA(), "has_intermediate_output", True)  # what newer versions resend
 
 
-def test_next_token_sampling_spends_a_pass_on_kept_tokens_between_sampled_ones(sample):
+def test_next_token_sampling_spends_a_pass_on_kept_tokens_between_sampled_ones(sample, tiny, positive):
     first, _ = sample("NextToken")
     mask = torch.ones(1, 4, 4)
     mask[:, :2] = mask[:, 3, :2] = 0
-    run = status.finished(sample("SJD", latent_image={**first, "noise_mask": mask})[1], 16)
+    _, trace = sample("SJD", latent_image={**first, "noise_mask": mask})
+    kept = TokenLayout.plain(4, 4).keeping(torch.zeros(1, 4, 4, dtype=torch.int64), mask == 0)
+    run = status.finished(tiny[0].model.request(positive, layout=kept), trace, 16)
     assert (run["total"], run["plain"]) == (6, 8)
 
 

@@ -60,7 +60,9 @@ def pixels():
 
 def test_images_are_as_the_official_processor_makes_them(reader, pixels):
     assert reader.side == 64
-    assert torch.allclose(pixels[:, :, ::16, ::12], torch.tensor(OFFICIAL["pixels"]), atol=1e-6)
+    official = torch.tensor(OFFICIAL["pixels"])
+    off = (pixels[:, :, ::16, ::12] - official).abs().max()
+    assert off <= 0.5e-6 + torch.finfo(torch.float32).eps, "recorded with six decimals"
     assert (pixels[0, :, 0] == 2 * torch.tensor(127.0) / 255 - 1).all(), "above the wide one"
 
 

@@ -12,7 +12,7 @@ from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from safetensors.torch import save_file
 from torch import Tensor
 
-RANK = 3
+RANK = 4
 
 
 def linear_layers(file: Path) -> list[str]:
@@ -23,10 +23,10 @@ def linear_layers(file: Path) -> list[str]:
 
 
 def factors(module: str, shape: Sequence[int], rank: int = RANK) -> tuple[Tensor, Tensor]:
-    """A [r, K] and B [N, r] of a module, the same in every run."""
+    """A [r, K] and B [N, r] of a module, the same in every run: eighths, whose products fp32 holds exactly."""
     generator = torch.Generator().manual_seed(len(module))
-    a, b = (torch.randn(size, generator=generator) for size in ((rank, shape[1]), (shape[0], rank)))
-    return a / 8, b / 8
+    a, b = (torch.randint(-3, 4, size, generator=generator) / 8 for size in ((rank, shape[1]), (shape[0], rank)))
+    return a, b
 
 
 def write_lora(folder: Path, file: Path, modules: Sequence[str], names: Mapping[str, str] = {}, **config: Any) -> Path:  # noqa: B006

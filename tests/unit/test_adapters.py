@@ -9,12 +9,13 @@ from comfyui_specar.model_loaders.detect import load_model, model_file
 from comfyui_specar.model_loaders.files.adapters import with_adapter
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.model_loaders.files.errors import CheckpointError
+from comfyui_specar.model_loaders.files.quantised import LazyMatrix
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ..support.lora import RANK, factors, linear_layers, merged, write_lora
 from ..support.tiny_family import declared
-from ..support.tiny_simplear import write
+from ..support.tiny_simplear import write, write_quantised
 
 Q = "model.layers.1.self_attn.q_proj"
 
@@ -37,7 +38,7 @@ def test_a_lora_changes_the_matrices_of_every_family(tmp_path):
         by_hand = load_model(file, dtype=torch.float32).state_dict()
         assert adapted.keys() == by_hand.keys()
         for key, tensor in by_hand.items():
-            assert torch.allclose(adapted[key], tensor, atol=1e-6), (name, key)
+            assert torch.equal(adapted[key], tensor), (name, key)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,19 @@ def test_the_scale_is_that_of_the_adapters_config(tmp_path, simplear, config, sc
     checkpoint = open_checkpoint(simplear)
     a, b = factors(Q, checkpoint.tensors[f"{Q}.weight"].shape)
     wanted = checkpoint.tensors[f"{Q}.weight"] + scale * (b @ a)
-    assert torch.allclose(with_adapter(checkpoint, lora, 1.0).tensors[f"{Q}.weight"].float(), wanted, atol=1e-6)
+    assert torch.equal(with_adapter(checkpoint, lora, 1.0).tensors[f"{Q}.weight"].float(), wanted)
+
+
+def test_a_quantised_matrix_takes_a_lora(tmp_path):
+    (tmp_path / "model").mkdir()
+    write_quantised(tmp_path / "model")
+    checkpoint = open_checkpoint(file := model_file(tmp_path / "model"))
+    lora, base = write_lora(tmp_path / "lora", file, [Q]), checkpoint.tensors[f"{Q}.weight"]
+    a, b = factors(Q, base.shape)
+    assert type(base) is LazyMatrix
+    found = with_adapter(checkpoint, lora, 1.0).tensors[f"{Q}.weight"]
+    assert torch.equal(found.float(), base.float() + 6 / RANK * (b @ a))
+    assert torch.equal(found[8:24].float(), found.float()[8:24]), "its rows are lazy, too"
 
 
 @pytest.mark.parametrize("name", [Q, "layers.1.self_attn.q_proj", f"vl_gpt.language_model.{Q}"])
@@ -66,9 +79,11 @@ def test_a_layer_is_found_under_the_name_that_it_was_trained_with(tmp_path, simp
 
 def test_several_adapters_add_up_and_matrices_are_stored_in_few_bits(tmp_path, simplear):
     loras = [(write_lora(tmp_path / f"{i}", simplear, [Q]), strength) for i, strength in enumerate((1.0, -0.75))]
-    twice = load_model(simplear, dtype=torch.float32, adapters=loras).state_dict()
-    once = load_model(simplear, dtype=torch.float32, adapters=[(loras[0][0], 0.25)]).state_dict()
-    assert all(torch.allclose(twice[key], tensor, atol=1e-6) for key, tensor in once.items())
+    plain = twice = open_checkpoint(simplear)
+    for lora, strength in loras:
+        twice = with_adapter(twice, lora, strength)
+    by_hand = merged(merged(plain.tensors, [Q], 6 / RANK), [Q], -0.75 * 6 / RANK)
+    assert torch.equal(twice.tensors[f"{Q}.weight"].float(), by_hand[f"{Q}.weight"])
     narrow = load_model(simplear, dtype=torch.float32, storage=torch.int8, adapters=loras)
     assert narrow.backbone.layers[1].attention.wqkv.weight.dtype == torch.int8
 

@@ -198,7 +198,7 @@ def test_ids_that_are_no_words_are_refused(models, family, ids):
 
 
 def test_image_tokens_written_into_a_prompt_are_refused(models):
-    with pytest.raises(ValueError, match="Other ids"):
+    with pytest.raises(ValueError, match="Image tokens"):
         start(models["emu3"], models["emu3"].encode_prompt("a <|visual token 000001|> b"))
 
 

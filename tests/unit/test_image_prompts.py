@@ -58,11 +58,10 @@ def test_same_image_by_every_drafter_and_in_shorter_passes(family, monkeypatch):
             assert torch.equal(method.sample(greedy).tokens, image)
 
 
+@pytest.mark.parametrize("family", ["emu3.5"], indirect=True)
 def test_both_branches_read_them(family):
     """Where the model was trained so, also after a negative prompt of CLIP Text Encode, which has none."""
     model, grid = family.model, family.model.grid
-    if model.image_prompts.write_negative is None:
-        pytest.skip("its second branch reads no images")
     prompts = [None, model.encode_prompt("2"), model.encode_prompt("2", IMAGES)]
     none, without, with_images = (model.read_both(family.prompt, each, 1, grid)[1].features for each in prompts)
     assert torch.equal(without, with_images) and not torch.equal(none, with_images)

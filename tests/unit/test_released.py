@@ -545,25 +545,8 @@ def fits(tmp_path, monkeypatch) -> Callable[[Released], None]:
     return assert_fits
 
 
-def each(table: list[Released]):
-    return pytest.mark.parametrize("released", table, ids=lambda released: released.name)
-
-
-@each(LLAMAGEN)
-def test_llamagen_fits(fits, released):
-    fits(released)
-
-
-@each(OF_VECTORS)
-def test_models_of_vectors_fit(fits, released):
-    fits(released)
-
-
-@each(LANGUAGE_MODELS)
-def test_language_models_and_their_drafters_fit(fits, released):
-    fits(released)
-
-
-@each(DECODERS)
-def test_image_decoders_fit(fits, released):
+@pytest.mark.parametrize(
+    "released", [*LLAMAGEN, *OF_VECTORS, *LANGUAGE_MODELS, *DECODERS], ids=lambda released: released.name
+)
+def test_every_released_file_fits(fits, released):
     fits(released)
