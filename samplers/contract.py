@@ -349,10 +349,9 @@ class Request:
         return float(counts.expand(self.batch, -1).gather(1, committed[:, None]).float().mean())
 
     def next_token_passes(self, committed: Tensor) -> float:
-        """Forward passes that next-token sampling takes for the first ``committed`` [B] (int64, on the CPU) tokens: one
-        for each, forced ones too, but for those at the start of an image, which are read together. Mean over images."""
-        at_start = (self.layout.forced >= 0).cumprod(1).sum(1).cpu()
-        return float((committed - at_start).clamp(min=0).float().mean())
+        """Forward passes that next-token sampling needs for the first ``committed`` [B] (int64, on the CPU) tokens: one
+        for each that it samples. Mean over images."""
+        return self.sampled(committed)
 
     def sketch(self, progress: Progress) -> Sketch:
         """The first image as far as it is decided, and the drafts after that. Kept tokens are known from the start."""

@@ -44,6 +44,14 @@ class TokenLayout:
         return self.forced.shape[1]
 
     @property
+    def end(self) -> Tensor:
+        """[1 or B] (int64): the position after the last token that the model samples. What follows is forced, and needs
+        no forward pass. S where all tokens are forced, since the last of them is left to the sampler."""
+        place = torch.arange(1, self.length + 1, device=self.forced.device)
+        last = torch.where(self.forced < 0, place, 0).amax(1)
+        return torch.where(last > 0, last, self.length)
+
+    @property
     def forces(self) -> bool:
         """Is any token forced? Reads the device."""
         return bool((self.forced >= 0).any())

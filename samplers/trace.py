@@ -133,7 +133,7 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
 
     They are computed once, when the run ends, and stored with it. Sums are exact and rounded once, so they depend
     neither on the number of threads nor on how the records lie in memory. prefix_tokens: tokens that stood before the
-    first one was sampled; no pass was spent on them. acceptance_rate: of the positions at which a draft was tested, the
+    first one was sampled; no pass was spent on them, nor on those after the last one. acceptance_rate: of the positions at which a draft was tested, the
     fraction decided by an accepted one; of a chain this is the alpha of Leviathan et al. (section 3.1), and siblings of
     a tree that are tested at a position count once. tv_bound: the sum of the position field over all images. draft_tv:
     the mean of that field over the positions at which a draft was tested (Cool-SD, assumption 2 and table 3).
@@ -254,13 +254,15 @@ class Record:
         """Target probabilities of the tokens so far [B, S]."""
         return self.positions[:, :-1, self.fields.index("p")]
 
-    def begin(self, tokens: Tensor, count: Tensor) -> None:
+    def begin(self, tokens: Tensor, count: Tensor, layout: TokenLayout) -> None:
         """Forget everything; the first ``count`` [B] of tokens [B, S + 1] were read with the prompt, to whose pass,
-        the first, they count."""
+        the first, they count, as do those after the layout's end."""
         certain = {"finalised_at": 0.0, "source": float(Source.FORCED), "p": 1.0, "top1": 1.0}
         row = torch.tensor([certain.get(name, 0.0) for name in self.fields], device=self.positions.device)
-        given = torch.arange(self.positions.shape[1], device=count.device) < count[:, None]
-        self.tokens.copy_(tokens)
+        place = torch.arange(self.positions.shape[1], device=count.device)
+        after = (place >= layout.end[:, None]) & (place < layout.length)
+        given = (place < count[:, None]) | after
+        self.tokens.copy_(torch.where(after, torch.nn.functional.pad(layout.forced, (0, 1)), tokens))
         self.positions.copy_(given[..., None] * row)
         self.rounds.zero_()
         self.count.zero_()
@@ -315,7 +317,7 @@ class Record:
         positions["source"] = torch.where(layout.forced.cpu() >= 0, Source.FORCED, positions["source"])
         if "p" in positions:
             check_predicted(positions["p"])
-        rounds = self._rounds() if self.round_fields else rounds_of(positions, width)
+        rounds = self._rounds() if self.round_fields else rounds_of(positions, width, layout.end.cpu())
         count = len(rounds["width"])
         rounds |= {name: torch.tensor(list(numbers)[:count]) for name, numbers in host.items()}
         verified = rounds["committed"] > 0
@@ -342,9 +344,9 @@ class Record:
         return rounds | {"width": rounds["width"][:, 0]}
 
 
-def rounds_of(positions: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+def rounds_of(positions: dict[str, Tensor], width: int, end: Tensor) -> dict[str, Tensor]:
     """The rounds of a run in which every pass decides tokens of all images that are not complete, and after the
-    prompt's is fed ``width`` tokens: what each decided stands at the positions."""
+    prompt's is fed ``width`` tokens: what each decided stands at the positions before ``end`` [1 or B]."""
     fixed, source = positions["finalised_at"].long(), positions["source"]
     passes = int(fixed.max()) + 1
     accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
@@ -352,8 +354,9 @@ def rounds_of(positions: dict[str, Tensor], width: int) -> dict[str, Tensor]:
     def counted(these: Tensor) -> Tensor:
         return torch.zeros((len(fixed), passes), dtype=torch.int64).scatter_add(1, fixed, these.long()).t().contiguous()
 
+    decided = (torch.arange(fixed.shape[1]) < end[:, None]).expand_as(fixed)
     widths = torch.tensor([1] + [width] * (passes - 1))
-    return {"accepted": counted(accepted), "committed": counted(torch.ones_like(fixed)), "width": widths}
+    return {"accepted": counted(accepted), "committed": counted(decided), "width": widths}
 
 
 def check_predicted(p: Tensor) -> None:

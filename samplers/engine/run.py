@@ -130,10 +130,10 @@ class DiscreteMethod(Method):
 
 @dataclass(frozen=True)
 class Run:
-    """What steps share. stream, layout, strength and skippable are inputs of captured steps; the rest is constant.
+    """What steps share. stream, layout, end, strength and skippable are inputs of captured steps; the rest is constant.
 
     cache: the target's state; memory: the drafter's, or without one what the method itself remembers; forcing: does the
-    layout force any token; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request; codebook [V, C];
+    layout force any token; end [B] (int64): of each image, see TokenLayout; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request; codebook [V, C];
     pads: see Graphs; ends: by kind of call, when each of its calls ended (see ``call``).
     """
 
@@ -149,6 +149,7 @@ class Run:
     forcing: bool
     stream: Stream
     layout: TokenLayout
+    end: Tensor
     strength: Tensor | None
     skippable: Tensor | None
     ends: dict[str, list[float]] = field(default_factory=dict)
@@ -173,7 +174,7 @@ class Run:
         """
         columns, device = accepted.shape[1], accepted.device
         last, number = (numbers(values, device, torch.int64) for values in ((columns,), tuple(range(1, columns + 1))))
-        return torch.where(accepted, last, number).amin(-1).minimum(self.layout.length - committed)
+        return torch.where(accepted, last, number).amin(-1).minimum(self.end - committed)
 
     def strength_at(self, position: Tensor) -> Tensor:
         """How far a relaxed rule may go at positions [B, T]."""
@@ -194,6 +195,7 @@ class StepInputs:
 
     stream: Stream
     layout: TokenLayout
+    end: Tensor
     strength: Tensor | None
     skippable: Tensor | None
     state: Any
@@ -230,10 +232,11 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, 
         layout.forces,
         Stream.of(request.seed, batch, device),
         layout,
+        layout.end.expand(batch),
         strength,
         skippable,
     )
-    session.record.begin(start.tokens, start.committed)
+    session.record.begin(start.tokens, start.committed, layout)
     run = replace(run, method=method.fitted(run, start.committed, start.out, session.graphs, request))
     return run, run.method.begin(run, start.committed, start.out), start.prefix_length + 1
 
@@ -244,9 +247,9 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
     known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
     run. On a GPU one step more than necessary is launched.
     """
-    method, model, length, extent = run.method, run.model, run.layout.length, ()
+    method, model, length, extent, end = run.method, run.model, run.layout.length, (), run.end.cpu()
     width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
-    inputs = StepInputs(run.stream, run.layout, run.strength, run.skippable, state)
+    inputs = StepInputs(run.stream, run.layout, run.end, run.strength, run.skippable, state)
     poll, extents, ends = Poll(model.device, request.batch), [], [time.perf_counter()]
     while True:
         state = inputs.state
@@ -255,7 +258,7 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
             passes = len(ends) - poll.lag - len(run.ends.get("skip", ()))
             image, p = run.record.image, run.record.p
             request.callback(Progress(image, known, length, passes, state.draft, state.committed, p))
-        if int(known.min()) >= length:
+        if (known >= end).all():
             break
         if state.extent is not None and len(extents) % method.extent_lasts == 0:
             extent = tuple(state.extent.tolist())  # waits for a GPU
@@ -288,7 +291,7 @@ def step_of(run: Run, extent: Extent = ()) -> Callable[[StepInputs], StepInputs]
     """A step of the run from its inputs alone."""
 
     def step(given: StepInputs) -> StepInputs:
-        inputs = {name: getattr(given, name) for name in ("stream", "layout", "strength", "skippable")}
+        inputs = {name: getattr(given, name) for name in ("stream", "layout", "end", "strength", "skippable")}
         return replace(given, state=run.method.step(replace(run, **inputs), given.state, extent))
 
     return step

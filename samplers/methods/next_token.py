@@ -61,10 +61,10 @@ class NextToken(DiscreteMethod):
         first = committed[:, None]
         last = Last(committed, torch.zeros_like(first), torch.zeros_like(first[:1]))
         p = run.probs(out.logits[:, -1:], first - 1)
-        return self.sample_next(run, last, p, committed < run.layout.length, Source.PREFILL)
+        return self.sample_next(run, last, p, committed < run.end, Source.PREFILL)
 
     def step(self, run: Run, last: Last, extent: Extent = ()) -> Last:
-        more = last.committed < run.layout.length
+        more = last.committed < run.end
         p = run.predict(last.token, last.committed[:, None] - 1)
         run.keep(more)
         return self.sample_next(run, last, p, more, Source.BONUS)

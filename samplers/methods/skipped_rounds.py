@@ -91,11 +91,10 @@ def begin(method: DraftTree, state: Round, token: Tensor, p: Tensor, hidden: Ten
 def verify_or_skip(method: DraftTree, run: Run, state: SkippingRound, tree: Tree) -> Round:
     """Verify the trees of some images and take those of the others as they are. Waits for a GPU to learn which."""
     assert method.skipping is not None
-    length = run.layout.length
-    active = state.committed < length
+    active = state.committed < run.end
     alike = None if run.codebook is None else skipping.similarity(tree, run.codebook, method.skipping.decay)
     skip = active & skipping.decide(
-        method.skipping, tree, alike, state.index, state.committed, length, state.skipped, run.skippable
+        method.skipping, tree, alike, state.index, state.committed, run.end, state.skipped, run.skippable
     )
     verifies, skips = torch.stack(((active & ~skip).any(), skip.any())).tolist()
     kind = "verify" if verifies or not skips else "skip"
@@ -118,7 +117,7 @@ def commit(
     are there images of either kind. Complete images stay as they are.
     """
     before, uncached, plan = state.committed, state.uncached, state.plan
-    verifying, accepted = (before < run.layout.length) & ~skip, torch.zeros_like(before)
+    verifying, accepted = (before < run.end) & ~skip, torch.zeros_like(before)
     decided, verified, q, width = None, None, tree.probability, 0
     if verifies:
         width = uncached.token.shape[1] + tree.token.shape[1] - 1
@@ -149,7 +148,7 @@ def verify(
     recorded, and their true key/value states are cached.
     """
     assert method.skipping is not None
-    uncached, length = state.uncached, run.layout.length
+    uncached = state.uncached
     width, count, slots = uncached.token.shape[1], uncached.count[:, None], tree.token.shape[1]
     offset = torch.cat((counting(width, count.device) - count, tree.depth[:, 1:] - 1), dim=1)
     position = (state.committed[:, None] + offset).clamp(min=0)
@@ -165,7 +164,7 @@ def verify(
     refresh = method.skipping.refresh and width > 1
     if refresh:
         method.drafter.rewind(run.memory, torch.where(verifying, uncached.count - 1, 0))
-    decided = after_verification(uncached, verified, out.hidden, path, state.committed, length, verifying, refresh)
+    decided = after_verification(uncached, verified, out.hidden, path, state.committed, run.end, verifying, refresh)
     if not method.skipping.fresh:
         decided = replace(decided, observed=aged(method.skipping, state, decided))
     method.record(run, state, tree, verified, decided.count, probs_after, similarity=column(alike))
@@ -285,7 +284,7 @@ def after_verification(
     hidden: Tensor,
     path: Tensor,
     committed: Tensor,
-    length: int,
+    end: Tensor,
     verifying: Tensor,
     refresh: bool,
 ) -> Decided:
@@ -296,7 +295,7 @@ def after_verification(
     with stale hidden states, and now gets the true ones.
     """
     width, levels = uncached.token.shape[1], verified.path.shape[1]
-    count = torch.where(verifying, torch.minimum(verified.accepted + 1, length - committed), 0)
+    count = torch.where(verifying, torch.minimum(verified.accepted + 1, end - committed), 0)
     again = uncached.count - 1 if refresh else torch.zeros_like(uncached.count)  # tokens observed once more
     index = counting(width + levels, path.device)
     old = uncached.token.gather(1, (index + 1).expand(len(path), -1).clamp(max=width - 1))

@@ -126,23 +126,23 @@ def decide(
     alike: Tensor | None,
     round_index: int | Tensor,
     committed: Tensor,
-    length: int,
+    end: Tensor,
     last_skipped: Tensor,
     skippable: Tensor | None = None,
 ) -> Tensor:
     """Which images take their tree unverified [B] (bool).
 
     alike [B]: similarity(), which the dynamic schedule needs. round_index (or [B]) is from 1; committed [B] of
-    ``length`` tokens are decided; last_skipped [B] (bool). Never twice in a row, on an empty tree, early in the image
+    ``end`` [B] tokens are decided; last_skipped [B] (bool). Never twice in a row, on an empty tree, early in the image
     (``guard``), if the longest path that could be taken leaves no token after it, or if a position of that path is not
-    ``skippable`` [B, length] (bool; None: all are).
+    ``skippable`` [B, S] (bool; None: all are).
     """
     lengths = _lengths(tree, tree.leaves())
     path_length = _mean_length(tree) if settings.truncate else lengths.amax(1)
-    allowed = ~last_skipped & (path_length > 0) & (committed > settings.guard) & (committed + path_length < length)
+    allowed = ~last_skipped & (path_length > 0) & (committed > settings.guard) & (committed + path_length < end)
     if skippable is not None:
         step = torch.arange(tree.levels, device=path_length.device)
-        here = skippable.gather(1, (committed[:, None] + step).clamp(max=length - 1))
+        here = skippable.gather(1, (committed[:, None] + step).clamp(max=skippable.shape[1] - 1))
         allowed = allowed & (here | (step >= path_length[:, None])).all(1)
     if settings.schedule == "uniform":
         return allowed & (round_index % settings.interval == 0)

@@ -135,8 +135,8 @@ class DraftTree(DiscreteMethod):
         out = run.model.step(run.cache, tree.token, position, tree.tree_mask())
         verified, probs_after = self.accept(run, state, tree, out.logits, position)
 
-        active = state.committed < run.layout.length
-        count = torch.where(active, torch.minimum(verified.accepted + 1, run.layout.length - state.committed), 0)
+        active = state.committed < run.end
+        count = torch.where(active, torch.minimum(verified.accepted + 1, run.end - state.committed), 0)
         path = torch.nn.functional.pad(verified.path, (1, 0))
         run.keep(torch.where(active, verified.accepted + 1, 0), path)
         accepted = torch.where(active, verified.accepted, 0)

@@ -22,11 +22,12 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     record = Record.empty(layout.length, 2, model.device, round_fields=())
     codebook = None if model.codebook is None else model.codebook.to(model.device)
     stream = Stream.of(3, 2, model.device)
+    end = layout.end.expand(2)
     run = Run(
-        method, model, cache, None, memory, params, codebook, None, record, forcing, stream, layout, strength, None
+        method, model, cache, None, memory, params, codebook, None, record, forcing, stream, layout, end, strength, None
     )
     nothing = torch.zeros((2, layout.length + 1), dtype=torch.int64, device=model.device)
-    record.begin(nothing, nothing[:, 0])
+    record.begin(nothing, nothing[:, 0], layout)
     return run, method.begin(run, nothing[:, 0], cache.prefill)
 
 

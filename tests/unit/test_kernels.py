@@ -7,6 +7,7 @@ from comfyui_specar.kernels import continuous, guesses, sampling
 from comfyui_specar.kernels.attention import FEW, additive
 from comfyui_specar.kernels.gating import gated
 from comfyui_specar.kernels.rotation import factors_of, rotate
+from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.rng import Purpose, Stream
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.lantern import Lantern
@@ -278,8 +279,8 @@ def test_what_is_decided_is_written_down_and_nothing_else(vocab, token, probs):
 
 
 def test_a_record_is_written_by_name():
-    record = Record.empty(3, 1, torch.device("cpu"))
-    record.begin(torch.tensor([[2, 0, 0, 0]]), torch.tensor([1]))
+    record, layout = Record.empty(3, 1, torch.device("cpu")), TokenLayout.plain(1, 3)
+    record.begin(torch.tensor([[2, 0, 0, 0]]), torch.tensor([1]), layout)
     p = torch.tensor([[[0.5, 0.25, 0.25], [1, 0, 0]]])
     record.write(
         torch.tensor([[1, 2]]),
@@ -297,7 +298,7 @@ def test_a_record_is_written_by_name():
     assert found["p"] == [1, 0.25, 0, 0] and found["top1"] == [1, 0.5, 0, 0]
     assert found["entropy"] == pytest.approx([0, 1.5 * torch.tensor(2.0).log().item(), 0, 0])
     assert found["ratio"] == [0, 2, 0, 0] and found["q"] == [0, 0.125, 0, 0]
-    record.begin(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0]))
+    record.begin(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0]), layout)
     assert not record.positions.any() and not record.tokens.any()
 
 

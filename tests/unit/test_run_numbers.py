@@ -122,16 +122,17 @@ def test_drafting_has_its_share_of_the_milliseconds(monkeypatch):
 
 
 def test_rounds_are_counted_from_what_stands_at_the_positions():
-    fixed = torch.tensor([[0, 1, 1, 3], [0, 1, 2, 2]])
+    """The last token of the second image is forced."""
+    fixed = torch.tensor([[0, 1, 1, 3], [0, 1, 2, 0]])
     source = torch.tensor(
         [
             [Source.PREFILL, Source.ACCEPTED, Source.RESIDUAL, Source.RELAXED],
-            [Source.FORCED, Source.RESIDUAL, Source.ACCEPTED, Source.RESIDUAL],
+            [Source.FORCED, Source.RESIDUAL, Source.ACCEPTED, Source.FORCED],
         ]
     )
-    rounds = rounds_of({"finalised_at": fixed, "source": source}, 5)
+    rounds = rounds_of({"finalised_at": fixed, "source": source}, 5, torch.tensor([4, 3]))
     assert rounds["accepted"].tolist() == [[0, 0], [1, 0], [0, 1], [1, 0]]
-    assert rounds["committed"].tolist() == [[1, 1], [2, 1], [0, 2], [1, 0]]
+    assert rounds["committed"].tolist() == [[1, 1], [2, 1], [0, 1], [1, 0]]
     assert rounds["width"].tolist() == [1, 5, 5, 5]
 
 

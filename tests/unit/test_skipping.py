@@ -115,7 +115,7 @@ def run_of(skipping: Skipping, tree, rounds: int, codebook=None) -> list[list[bo
     committed, last, seen = torch.ones(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.bool), []
     for number in range(1, rounds + 1):
         alike = None if codebook is None else similarity(tree, codebook, skipping.decay)
-        last = decide(skipping, tree, alike, number, committed, 10**6, last)
+        last = decide(skipping, tree, alike, number, committed, torch.tensor(10**6), last)
         committed = committed + 2
         seen.append(last.tolist())
     return [list(image) for image in zip(*seen, strict=True)]
@@ -151,7 +151,7 @@ def test_limits_by_hand(seed, truncate, guard, length):
     last, number = torch.rand((2, len(committed)), generator=generator) < 0.3
     mask = torch.rand((len(committed), length), generator=generator) < 0.8
     chosen = Skipping(interval=2, truncate=truncate, guard=guard)
-    skip, masked = (decide(chosen, tree, None, 4 + number, committed, length, last, each) for each in (None, mask))
+    skip, masked = (decide(chosen, tree, None, 4 + number, committed, torch.tensor(length), last, each) for each in (None, mask))
     for b in range(len(skip)):
         lengths = [len(path) for path in leaf_paths(tree, b)]
         most = (sum(lengths) // len(lengths) if truncate else max(lengths)) if lengths else 0
@@ -287,7 +287,7 @@ def test_what_the_drafter_gets_of_every_round(features, refresh):
 
 # Whole runs.
 
-LAYOUT = with_line_ends(2, 2)
+LAYOUT = with_line_ends(2, 3)
 MODEL = ToyModel(LAYOUT, 2)
 DRAFTER = ToyDrafter(MODEL, stale=True)
 STRUCTURES = {"static": Static(((0,), (1,), (2,), (0, 0))), "dynamic": Dynamic(2, 3, 5), "chain": Chain(2)}

@@ -170,7 +170,7 @@ def test_sampled_trees_that_decide_themselves_have_no_bound():
     sampled, skipped = {(x,): 0.0 for x in range(4)}, []
     for tree, chance in trees:
         tokens = tree.token[0, 1:].tolist()
-        if decide(chosen, tree, similarity(tree, codes, chosen.decay), 1, one, 9, no):
+        if decide(chosen, tree, similarity(tree, codes, chosen.decay), 1, one, 9 * one, no):
             skipped.append((tree, chance))
             taken = [tokens.count(x) / 3 for x in range(4)]
         else:

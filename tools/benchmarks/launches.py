@@ -165,7 +165,7 @@ class Case:
             patch.object(type(self.layout), "forces", self.forcing),
         ):
             run, state, _ = engine.begin(method.bound(self.request), self.request, session)
-        inputs, step = engine.StepInputs(run.stream, run.layout, None, None, state), engine.step_of(run)
+        inputs, step = engine.StepInputs(run.stream, run.layout, run.end, None, None, state), engine.step_of(run)
         while True:
             yield
             inputs = self.graphs("step", step, inputs)
