@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...reports.run_report import drafting, drawing
+from ...reports.run_report import drawing, named
 from ...samplers.generate import AnyRequest
 from ...samplers.trace import Trace
 from .messages import show_run
@@ -50,7 +50,7 @@ def finished(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
         "plain": round(request.next_token_passes(whole)),
         "seconds": duration(trace.totals["seconds"]),
         "size": [trace.cols * pixels_per_token, trace.rows * pixels_per_token],
-        "used": f"{drafting(trace.settings)}; {drawing(trace.settings)}",
+        "used": f"{': '.join(filter(None, named(trace.settings)))}; {drawing(trace.settings)}",
     }
 
 

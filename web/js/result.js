@@ -1,4 +1,4 @@
-// What a run takes and took, on its sampler.
+// What a run takes and took, and what it did not do of what was asked for, on its sampler.
 import { made } from "./elements.js";
 import { say, translated } from "./words.js";
 
@@ -13,6 +13,8 @@ const find = (node) => node?.widgets?.find((widget) => widget.name === NAME);
 /** Puts an empty text on a sampler. It is there from the start: front end 1.32.9 shows no later one of a node that ran. */
 export function addResult(node) {
   const element = made("div", "specar-result", null, { hidden: "" }), text = made("div", "", element);
+  made("div", "", text);
+  made("div", "specar-notices", text);
   const height = () => (text.textContent ? text.offsetHeight + 2 * (MARGIN + PADDING) : 0);
   const widget = node.addDOMWidget(NAME, NAME, element, {
     serialize: false, hideOnZoom: false, hideInPanel: true, margin: MARGIN, getMinHeight: height, getMaxHeight: height,
@@ -21,12 +23,19 @@ export function addResult(node) {
 }
 
 /** Shows a run (nodes/comfy_runtime/status.py). Other nodes than samplers have no place for it. */
-export function showResult(node, run) {
+export const showResult = (node, run) => write(node, 0, inWords(run));
+
+/** Shows notices; none: takes them away. Returns false for other nodes than samplers. */
+export const noticed = (node, notices) => write(node, 1, notices);
+
+function write(node, place, words) {
   const widget = find(node);
-  if (!widget) return;
-  widget.element.firstChild.textContent = inWords(run);
-  widget.element.hidden = false;
+  if (!widget) return false;
+  const text = widget.element.firstChild;
+  text.children[place].textContent = words;
+  widget.element.hidden = !text.textContent;
   node.setDirtyCanvas?.(true, true);
+  return true;
 }
 
 const unbroken = (text) => text.replace(" ", "\u00a0");

@@ -6,7 +6,7 @@ import { app } from "/scripts/app.js";
 import { ChartView } from "./chart.js";
 import { MapView } from "./map.js";
 import { showReport, widgetOf } from "./report.js";
-import { addResult, keepResult, keptResults, showResult } from "./result.js";
+import { addResult, keepResult, keptResults, noticed, showResult } from "./result.js";
 import { loadWords, translated } from "./words.js";
 
 const isSampler = (data) => String(data?.output) === "LATENT,AR_TRACE"; // their category is translated
@@ -109,7 +109,7 @@ const told = new Set(); // notices of this run that were toasts: a sampler repea
  * toasts where that node is not visible: inside a subgraph, or in app mode. */
 function showNotices({ detail: { node, notices: english } }) {
   const notices = english.map(translated), speaker = executingNode(node);
-  if (speaker) showReport(speaker, notices.join("\n"));
+  if (speaker && !noticed(speaker, notices.join("\n"))) showReport(speaker, notices.join("\n"));
   if (speaker?.graph === app.canvas.graph && app.canvas.canvas.getClientRects().length) return;
   for (const summary of notices.filter((notice) => !told.has(notice))) {
     told.add(summary);

@@ -2,7 +2,7 @@
 // those of NUMBERS for digits, {verbatim} for what is not translated.
 let patterns = [];
 
-const LISTS = ["\n", "; ", ", ", ": "]; // a text that is not a key may be a list of keys
+const LISTS = ["\n", "; ", ": ", ", "]; // a text that is not a key may be a list of keys
 
 const NUMBERS = ["number", "passes", "plain", "done", "total"];
 
