@@ -132,11 +132,12 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
     """Numbers of a whole run that follow from its records and from what it counted, forced tokens excluded.
 
     They are computed once, when the run ends, and stored with it. Sums are exact and rounded once, so they depend
-    neither on the number of threads nor on how the records lie in memory. prefix_tokens: tokens that stood before the
-    first one was sampled; no pass was spent on them, nor on those after the last one. acceptance_rate: of the positions at which a draft was tested, the
-    fraction decided by an accepted one; of a chain this is the alpha of Leviathan et al. (section 3.1), and siblings of
-    a tree that are tested at a position count once. tv_bound: the sum of the position field over all images. draft_tv:
-    the mean of that field over the positions at which a draft was tested (Cool-SD, assumption 2 and table 3).
+    neither on the number of threads nor on how the records lie in memory. prefix_tokens: tokens before the first one
+    and after the last one that was sampled, on which no pass was spent. acceptance_rate: of the positions at which a
+    draft was tested, the fraction decided by an accepted one; of a chain this is the alpha of Leviathan et al. (section
+    3.1), and siblings of a tree that are tested at a position count once. tv_bound: the sum of the position field over
+    all images. draft_tv: the mean of that field over the positions at which a draft was tested (Cool-SD, assumption 2
+    and table 3).
     """
     source = positions["source"]
     free = source != Source.FORCED

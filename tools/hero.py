@@ -1,8 +1,5 @@
 """The README's first image, an animation: one prompt and seed, sampled token by token and by speculative Jacobi
-decoding side by side, at the relative speed of the real runs, and the map of accepted draft tokens.
-
-The caption in both READMEs repeats its passes and how much faster the second run is.
-"""
+decoding side by side, at the relative speed of the real runs, and the map of accepted draft tokens."""
 
 import time
 from dataclasses import dataclass
@@ -20,12 +17,15 @@ from PIL import Image, ImageDraw, ImageFont
 
 MOST_BYTES = 2_000_000
 PROMPT, SEED = "red car, 3d, on a teal background", 3
-METHODS = {"Next token": specar.methods.NextToken(), "SJD, same seed": specar.methods.SJD(window=32, reuse="gumbel")}
+METHODS = {  # by their names on AR Sampler
+    "next token": specar.methods.NextToken(),
+    "same image as next token": specar.methods.SJD(reuse="gumbel"),
+}
 RUNS = 5  # of each method, in turns; the fastest one is shown: the one that other programs disturbed least
 LENGTH, HOLD, FPS = 8.0, 4.0, 12.5  # seconds of the slowest run and of the finished images after it, frames per second
 TINT = 0.6
 MARGIN, HEAD, FOOT = 24, 76, 88  # pixels beside, above and below the images
-INK, QUIET, BAR = (25, 25, 25), (95, 95, 95), (225, 225, 225)
+GROUND, INK, QUIET, BAR = (24, 24, 24), (230, 230, 230), (150, 150, 150), (60, 60, 60)
 ACCEPTED = maps.SOURCES[Source.ACCEPTED][1]
 
 
@@ -104,7 +104,7 @@ def draw(file: Path) -> None:
     sheets = []
     for seconds, *images in zip([*clock, clock[-1]], *animations, strict=True):
         height, width = picture.shape[:2]
-        canvas = Image.new("RGB", (3 * width + 4 * MARGIN, HEAD + height + FOOT), "white")
+        canvas = Image.new("RGB", (3 * width + 4 * MARGIN, HEAD + height + FOOT), GROUND)
         write = ImageDraw.Draw(canvas).text
         write((MARGIN, 10), f"“{PROMPT}”, seed {SEED}", INK, ImageFont.load_default(19))
         write((MARGIN, HEAD + height + 66), measured, QUIET, ImageFont.load_default(13))

@@ -30,7 +30,7 @@ LOOK_AT = """([left, top, scale]) => {
 }"""
 SHOWN = """() => app.graph._nodes.filter(node => node.type === 'SaveImage').every(node =>
     node.imgs?.length && node.imgs.every(image => image.complete && image.naturalWidth > 0))"""
-CLIPS = {"canvas": {"x": 64, "y": 90, "width": 1020, "height": 768}}  # other parts of the page than the whole
+CLIPS = {"canvas": {"x": 64, "y": 90, "width": 1000, "height": 620}}  # other parts of the page than the whole
 PLAIN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,  # nothing over the graph
@@ -85,7 +85,7 @@ SHOTS: dict[str, Callable[[Frontend], None]] = {
     "first-image": after_run(FIRST),
     "same-image": after_run(SAME),
     "acceptance-map": after_run("07 Acceptance map"),
-    "canvas": after_run(SAME, (490, 0, 0.9)),
+    "canvas": after_run(SAME, (240, 0, 0.9)),
     "templates": browse,  # its dialog stays open
     "app-mode": as_app,  # last: the page stays in it
 }
@@ -100,8 +100,7 @@ def main() -> int:
         parser.error(f"no screenshot is called {', '.join(sorted(unknown))}")
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     try:
-        # Without previews: the last one would stay on a sampler.
-        with ComfyServer(arguments.comfyui, LOG, previews="none") as server, Frontend(server.url) as page:
+        with ComfyServer(arguments.comfyui, LOG) as server, Frontend(server.url) as page:
             for setting, value in PLAIN.items():
                 page.page.evaluate("setting => app.extensionManager.setting.set(...setting)", [setting, value])
             page.page.add_style_tag(content=NO_NEWS)

@@ -133,8 +133,8 @@ class Run:
     """What steps share. stream, layout, end, strength and skippable are inputs of captured steps; the rest is constant.
 
     cache: the target's state; memory: the drafter's, or without one what the method itself remembers; forcing: does the
-    layout force any token; end [B] (int64): of each image, see TokenLayout; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request; codebook [V, C];
-    pads: see Graphs; ends: by kind of call, when each of its calls ended (see ``call``).
+    layout force any token; end [B] (int64): see TokenLayout; strength [1 or B, S] (fp32), skippable [B, S] (bool): see
+    Request; codebook [V, C]; pads: see Graphs; ends: by kind of call, when each of its calls ended (see ``call``).
     """
 
     method: Any

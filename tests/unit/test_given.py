@@ -52,7 +52,8 @@ def test_an_image_whose_end_is_given_takes_no_passes_for_it(method):
     asked = request(MODELS["row"], free, seed=3, batch=50)
     whole = method.sample(asked)
     for sampled in range(1, total):
-        layout = free.keeping(whole.tokens.view(50, 2, 3), (torch.arange(total) >= sampled).view(1, 2, 3).expand(50, 2, 3))
+        given = (torch.arange(total) >= sampled).view(2, 3).expand(50, 2, 3)
+        layout = free.keeping(whole.tokens.view(50, 2, 3), given)
         again = method.sample(replace(asked, layout=layout))
         assert torch.equal(again.tokens, whole.tokens)
         passes = whole.trace.positions["finalised_at"][:, sampled - 1].long() + 1

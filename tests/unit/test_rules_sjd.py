@@ -126,10 +126,8 @@ def test_refinement_stays_exact(reuse):
         memory = Memory.empty(reuse, "mixed", 50, layout.stride, width, 3, torch.device("cpu"))
         memory.draft_probs.put(position, q)
         stream = Stream.of(0, 50, "cpu")
-        end = layout.end.expand(50)
-        run = Run(
-            method, model, None, None, memory, SamplingParams(), None, None, None, False, stream, layout, end, None, None
-        )
+        end, params = layout.end.expand(50), SamplingParams()
+        run = Run(method, model, None, None, memory, params, None, None, None, False, stream, layout, end, None, None)
         exists = (torch.arange(width) < width - 1).expand(50, -1)
         tested = method.test(run, window, p, position, exists)
         seen.append(tested.token)

@@ -151,7 +151,7 @@ def assert_adds_up(method, asked: Request, decoded: Result) -> None:
 
     # Every token is decided once, up to the last one that is not forced, and passes follow the order of the image.
     committed, turn = rounds["committed"], at["finalised_at"]
-    ends = [max([place for place in range(layout.length) if not row[place]], default=layout.length - 1) + 1 for row in bound]
+    ends = [1 + max([n for n in range(layout.length) if not row[n]], default=layout.length - 1) for row in bound]
     skipped = rounds.get("skipped", torch.zeros_like(committed, dtype=torch.bool))
     passes = (committed > 0) & ~skipped
     assert committed.sum(0).tolist() == ends

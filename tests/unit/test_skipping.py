@@ -151,7 +151,8 @@ def test_limits_by_hand(seed, truncate, guard, length):
     last, number = torch.rand((2, len(committed)), generator=generator) < 0.3
     mask = torch.rand((len(committed), length), generator=generator) < 0.8
     chosen = Skipping(interval=2, truncate=truncate, guard=guard)
-    skip, masked = (decide(chosen, tree, None, 4 + number, committed, torch.tensor(length), last, each) for each in (None, mask))
+    end = torch.tensor(length)
+    skip, masked = (decide(chosen, tree, None, 4 + number, committed, end, last, each) for each in (None, mask))
     for b in range(len(skip)):
         lengths = [len(path) for path in leaf_paths(tree, b)]
         most = (sum(lengths) // len(lengths) if truncate else max(lengths)) if lengths else 0

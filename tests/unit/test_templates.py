@@ -35,13 +35,19 @@ def test_nodes_name_no_pack_that_the_registry_does_not_have():
         assert set(re.findall(r'"cnr_id": "([^"]*)"', path.read_text(encoding="utf-8"))) <= {"comfy-core"}
 
 
+def box(node: dict, preview: int = 0) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a node with its title; ``preview``: the height of a sampler that shows one."""
+    (x, y), (width, height) = node["pos"], node["size"]
+    samples = [output["type"] for output in node["outputs"]] == ["LATENT", "AR_TRACE"]
+    return x, y - 30, x + width, y + max(height, preview * samples)
+
+
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_a_template_opens_large_enough_to_read_and_no_node_covers_another(path):
     """The front end fits all nodes into three quarters of the page, here of 1400 x 860 pixels, and draws no text below
-    57 %. Above a node is its title."""
+    57 %. Above a node is its title; below the widgets of a sampler ComfyUI shows its preview."""
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
-    boxes = [(x, y - 30, x + width, y + height) for (x, y), (width, height) in ((n["pos"], n["size"]) for n in nodes)]
-    lefts, tops, rights, bottoms = zip(*boxes, strict=True)
+    lefts, tops, rights, bottoms = zip(*map(box, nodes), strict=True)
     assert 1050 / (max(rights) - min(lefts) + 20) >= 0.6 and 645 / (max(bottoms) - min(tops) + 20) >= 0.6
-    for one, other in itertools.combinations(boxes, 2):
+    for one, other in itertools.combinations([box(node, preview=565) for node in nodes], 2):
         assert max(one[0], other[0]) >= min(one[2], other[2]) or max(one[1], other[1]) >= min(one[3], other[3])
