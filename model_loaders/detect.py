@@ -18,7 +18,7 @@ from .continuous_model import ContinuousBase
 from .decoders import KINDS, glm_image
 from .decoders.image_decoder import Autoencoder
 from .drafters import ModelDrafter
-from .families import FAMILIES, NAMES, RELEASED_DECODERS, eagle
+from .families import DESCRIBERS, FAMILIES, NAMES, RELEASED_DECODERS, eagle
 from .families.eagle import EagleDrafter
 from .files.adapters import with_adapter
 from .files.checkpoint import (
@@ -220,15 +220,12 @@ def load_reader(
     Raises CheckpointError (a ValueError) for a model that does not read images, and for damaged files.
     """
     family = next(family for family in FAMILIES if model.family in family.decoders)
-    if family.reader is None:
-        able = ", ".join(label for each in FAMILIES if each.reader for label in each.labels)
-        raise CheckpointError(
-            f"{title(model_file(path))} ({model.family}) generates images, but does not describe them. Models that do "
-            f"both: {able}."
-        )
+    if model.family not in family.readers:
+        name = f"{title(model_file(path))} ({model.family})"
+        raise CheckpointError(f"{name} {family.silent}. Models that do both: {', '.join(DESCRIBERS)}.")
     checkpoint = opened(path, adapters)
     with as_released(checkpoint.path):
-        reader = family.reader(checkpoint, model, search_folders, operations)
+        reader = family.readers[model.family](checkpoint, model, search_folders, operations)
     reader.reading.to(model.device)
     reader.reading.device = model.device
     return reader

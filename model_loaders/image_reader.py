@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.answering import Answering, WordsAndCodes
 from ..models.prefix import GivenPrefix
 from ..models.siglip import Reading
 from ..samplers.contract import Callback, Request, SamplingParams
@@ -20,36 +21,38 @@ from .ar_model import DiscreteModel
 from .pictures import resized
 from .text.language_model import Tokenizer
 from .text.prompts import EncodedPrompt, checked_text
+from .text.tiktoken_file import RankTokenizer
 
 GREY = 127  # of 255, beside an image that is not square: int(255 * mean) of the official processors
 SHORTEST = 14  # pixels of an image's shorter side
 
 
 class ImageReader:
-    """Reads images with a loaded model. ``reading``: the weights that only this needs.
+    """Answers questions about images with a loaded model. ``reading``: the weights that only this needs.
 
-    write: (question, number of a picture's patches) -> ids of the conversation, and where the picture's begin. ``end``:
-    the id of the token that ends an answer. The reader shares the model's blocks and sessions, not the model.
+    end: the token that ends an answer. defaults: the authors' settings for sampling words. ``tokens``: does it read
+    images as tokens of the model's image decoder, or as pixels. The reader shares the model's blocks and sessions, not
+    the model.
     """
+
+    tokens = False
 
     def __init__(
         self,
         model: DiscreteModel,
-        reading: Reading,
-        tokenizer: Tokenizer,
-        write: Callable[[str, int], tuple[Sequence[int], int]],
+        reading: Answering,
+        tokenizer: Tokenizer | RankTokenizer,
         end: str,
+        defaults: SamplingParams = SamplingParams(),
     ):
-        assert model.words is not None, "only language models answer"
-        reading.words = model.words  # a module of both, wherever either of them was moved
-        self.reading, self.tokenizer, self._write, self._end = reading, tokenizer, write, end
-        vocab = reading.config.words
+        self.reading, self.tokenizer, self._end = reading, tokenizer, end
+        vocab = reading.head.out_features
         self.speaker = DiscreteModel(
             model.backbone.speaking(reading.words, reading.head, vocab),
             GivenPrefix(),
             f"{model.family}, text",
             (1, 1),
-            SamplingParams(),
+            defaults,
             model.prompt_encoder,
             positions=model.positions,
             longest=model.longest,
@@ -59,29 +62,24 @@ class ImageReader:
         self.speaker.sessions = model.sessions  # which are dropped with the weights that they refer to
 
     @property
-    def side(self) -> int:
-        """Pixels a side of the squares that it reads."""
-        config = self.reading.config
-        return config.patch * int(config.patches**0.5)
-
-    @property
     def end(self) -> int:
         """Id of the token that ends an answer."""
         return self.tokenizer.id(self._end)
 
-    def prompt(self, pixels: Tensor, question: str) -> EncodedPrompt:
-        """The conversation about each of the images, pixels [B, 3, side, side] in -1..1, as embeddings [B, n, width].
+    def scaled(self, image: Tensor, patch: int) -> Tensor:
+        """An image [H, W, 3] (0..1) as its tokens are made, of ``patch`` pixels a side, or as ``prompt`` takes it.
+
+        Raises ValueError for a shape that the model does not read.
+        """
+        raise NotImplementedError
+
+    def prompt(self, images: Tensor, question: str) -> EncodedPrompt:
+        """The conversation about each of the images, tokens [B, h, w] (int64) or pixels [B, 3, side, side] in -1..1, as
+        embeddings [B, n, width].
 
         Raises ValueError for a question that is too long, FileNotFoundError or CheckpointError without a tokenizer.
         """
-        ids, place = self._write(checked_text(question, "question"), self.reading.config.patches)
-        with torch.inference_mode():
-            seen = self.reading(pixels)
-            embedding = self.reading.words
-            words = embedding(torch.tensor(ids, device=embedding.weight.device)).to(seen)
-            before, after = words[:place], words[place + seen.shape[1] :]
-            parts = [before.expand(len(seen), -1, -1), seen, after.expand(len(seen), -1, -1)]
-        return EncodedPrompt(torch.cat(parts, dim=1), None)
+        raise NotImplementedError
 
     def request(
         self,
@@ -101,7 +99,7 @@ class ImageReader:
         if longest is not None and count + most > longest:
             raise ValueError(
                 f"Image and question have {count} tokens and the answer may have {most}, but the model reads at most "
-                f"{longest}. Shorten the question, or allow fewer tokens."
+                f"{longest}. Allow fewer tokens, shorten the question, or scale the image down."
             )
         self.speaker.device = self.reading.device
         options: dict[str, Any] = {"seed": seed, "batch": batch, "callback": callback, "temperature": temperature}
@@ -110,6 +108,82 @@ class ImageReader:
     def text(self, ids: Sequence[int]) -> str:
         """The text of an answer's ids, without special tokens and the spaces around it."""
         return self.tokenizer.text(ids).strip()
+
+
+class PatchReader(ImageReader):
+    """Reads images as the features of their patches.
+
+    write: (question, number of a picture's patches) -> ids of the conversation, and where the picture's begin.
+    """
+
+    reading: Reading
+
+    def __init__(
+        self,
+        model: DiscreteModel,
+        reading: Reading,
+        tokenizer: Tokenizer,
+        write: Callable[[str, int], tuple[Sequence[int], int]],
+        end: str,
+    ):
+        assert model.words is not None, "only language models answer"
+        reading.words = model.words  # a module of both, wherever either of them was moved
+        super().__init__(model, reading, tokenizer, end)
+        self._write = write
+
+    @property
+    def side(self) -> int:
+        """Pixels a side of the squares that it reads."""
+        config = self.reading.config
+        return config.patch * int(config.patches**0.5)
+
+    def scaled(self, image: Tensor, patch: int) -> Tensor:
+        return square(image, self.side)
+
+    def prompt(self, images: Tensor, question: str) -> EncodedPrompt:
+        ids, place = self._write(checked_text(question, "question"), self.reading.config.patches)
+        with torch.inference_mode():
+            seen = self.reading(images)
+            words = self.reading.words(torch.tensor(ids, device=seen.device)).to(seen)
+            before, after = words[:place], words[place + seen.shape[1] :]
+            parts = [before.expand(len(seen), -1, -1), seen, after.expand(len(seen), -1, -1)]
+        return EncodedPrompt(torch.cat(parts, dim=1), None)
+
+
+class TokenReader(ImageReader):
+    """Reads images as tokens, whose ids are of the same vocabulary as the words'.
+
+    scale: (image [H, W, 3] in 0..1, pixels per token) -> the image in the size in which it is encoded. write:
+    (question, tokens [h, w] (int64)) -> ids of the conversation.
+    """
+
+    tokens = True
+
+    def __init__(
+        self,
+        model: DiscreteModel,
+        reading: Answering,
+        tokenizer: Tokenizer | RankTokenizer,
+        scale: Callable[[Tensor, int], Tensor],
+        write: Callable[[str, Tensor], Sequence[int]],
+        end: str,
+        defaults: SamplingParams = SamplingParams(),
+    ):
+        words = model.words
+        assert words is not None, "only language models answer"
+        codes_follow = reading.head.out_features > words.num_embeddings
+        reading.words = WordsAndCodes(words, model.backbone.tok_embeddings) if codes_follow else words
+        super().__init__(model, reading, tokenizer, end, defaults)
+        self._scale, self._write = scale, write
+
+    def scaled(self, image: Tensor, patch: int) -> Tensor:
+        return self._scale(image, patch)
+
+    @torch.inference_mode()
+    def prompt(self, images: Tensor, question: str) -> EncodedPrompt:
+        asked = checked_text(question, "question")
+        ids = torch.tensor([self._write(asked, image) for image in images], device=self.reading.device)
+        return EncodedPrompt(self.reading.words(ids), None)
 
 
 def square(image: Tensor, side: int) -> Tensor:

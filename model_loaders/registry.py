@@ -43,9 +43,9 @@ class Family:
     labels: names of its models. decoders: ``family`` of a model -> the image decoder it was released with. recognise:
     tensors by name -> whether they are of this family. load: (checkpoint, dtype, grid or None, search folders,
     operations) -> the model on the CPU. continuous: whether tokens are vectors. releases: regular expression for a
-    loader's choice -> all files that it needs. reader: (checkpoint, model, search folders, operations) -> its
-    ImageReader on the CPU, if models of the family also answer questions about images. image_readers: names
-    of those that read images with a prompt.
+    loader's choice -> all files that it needs. image_readers: names of the models that read images with a prompt.
+    readers: ``family`` of a model -> (checkpoint, model, search folders, operations) -> its ImageReader on the CPU, if
+    such models answer questions about images; describers: their names. silent: why the others do not, after their name.
     """
 
     labels: tuple[str, ...]
@@ -55,7 +55,9 @@ class Family:
     continuous: bool = False
     releases: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     image_readers: tuple[str, ...] = ()
-    reader: Callable[..., Any] | None = None
+    readers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    describers: tuple[str, ...] = ()
+    silent: str = "generates images, but does not describe them"
 
 
 @dataclass(frozen=True, eq=False)

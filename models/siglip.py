@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .answering import Answering
 from .mar import Block
-from .placed import Placed
 
 WIDEST = 24  # numbers of a tower's width per patch that are alive at once in a block, rounded up
 
@@ -62,20 +62,14 @@ class Aligner(nn.Module):
         return self.fc2(F.gelu(self.fc1(features)))
 
 
-class Reading(Placed):
-    """What a language model reads images and answers with: tower, aligner, and the head of its words.
-
-    ``words``, the embedding of its words, is the language model's own, set after loading.
-    """
-
-    words: nn.Embedding
+class Reading(Answering):
+    """What a language model reads images and answers with: tower, aligner, and the head of its words."""
 
     def __init__(self, config: VisionConfig, operations=nn):
-        super().__init__()
+        super().__init__(config.width, config.words, operations)
         self.config = config
         self.tower = VisionTower(config, operations)
         self.aligner = Aligner(config.dim, config.width, operations)
-        self.head = operations.Linear(config.width, config.words, bias=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Embeddings [B, patches, width] of images, pixels [B, 3, S, S] in -1..1."""

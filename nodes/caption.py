@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 from torch import Tensor
 
@@ -24,12 +26,20 @@ class Caption(io.ComfyNode):
                 io.Int.Input("max_tokens", default=512, min=1, max=8192),
                 io.Float.Input("temperature", default=0, min=0, max=5, step=0.05, round=0.01),
                 io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True),
+                io.Vae.Input("vae", optional=True),
             ],
             outputs=[io.String.Output("text", is_output_list=True)],
         )
 
     @classmethod
     def execute(
-        cls, model: models.LoadedModel, image: Tensor, question: str, max_tokens: int, temperature: float, seed: int
+        cls,
+        model: models.LoadedModel,
+        image: Tensor,
+        question: str,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        vae: Any = None,
     ) -> io.NodeOutput:
-        return io.NodeOutput(captions.describe(model, image, question, max_tokens, temperature, seed))
+        return io.NodeOutput(captions.describe(model, image, question, max_tokens, temperature, seed, vae))

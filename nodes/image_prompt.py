@@ -10,10 +10,9 @@ from torch import Tensor
 from ..model_loaders.families import IMAGE_READERS
 from ..model_loaders.text.prompt_encoders import ImagePrompts
 from ..model_loaders.text.prompts import Conditioning
-from .checks import show
 from .comfy_runtime.messages import notify
 from .comfy_runtime.models import LoadedModel
-from .comfy_runtime.vae import ARVae
+from .comfy_runtime.vae import image_tokens
 from .latents import empty_latent
 from .regions import nearest_grid
 from .schema import schema
@@ -104,13 +103,11 @@ def encoded(model: LoadedModel, vae: Any, reads: ImagePrompts, name: str, image:
     Raises ValueError for the VAE of another model, and for a shape that the model does not read, with the ``name`` of
     the image.
     """
-    if not isinstance(vae, ARVae):
-        raise ValueError(f"vae is {show(vae)}, but must be the VAE of Load AR Checkpoint, of the same model.")
     try:
         pixels = reads.scaled(image, model.model.pixels_per_token)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return vae.tokens(pixels[None], model.model.vocab)[0].cpu()
+    return image_tokens(vae, pixels[None], model.model.vocab)[0]
 
 
 def negative_of(model: LoadedModel, text: str, images: list[Tensor] | tuple) -> Conditioning:

@@ -7,5 +7,6 @@ FAMILIES = tuple(
 )
 NAMES = ", ".join(label for family in FAMILIES for label in family.labels)
 CONTINUOUS_NAMES = ", ".join(label for family in FAMILIES if family.continuous for label in family.labels)
+DESCRIBERS = tuple(label for family in FAMILIES for label in family.describers)
 IMAGE_READERS = tuple(label for family in FAMILIES for label in family.image_readers)
 RELEASED_DECODERS = {kind: decoder for family in FAMILIES for kind, decoder in family.decoders.items()}

@@ -25,6 +25,7 @@ from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
+from ..image_reader import TokenReader
 from ..pictures import covering
 from ..registry import Family, ReleasedDecoder, Source
 from ..sizes import chosen_grid, legal_grid
@@ -42,12 +43,13 @@ from ..text.chameleon_prompts import (
     lumina_image_prompt,
     lumina_opening,
     lumina_prompt,
+    lumina_question,
     lumina_tokens,
     open_tokenizer,
 )
 from ..text.language_model import Tokenizer, backbone_config, language_root, positive, rope_theta
 from ..text.prompt_encoders import ImagePrompts, Images, TextEncoder, features_of
-from .language_models import Ids, Names, build
+from .language_models import Ids, Names, build, token_reader
 
 _PATCH = 16  # side in pixels of a token of Chameleon's VQGAN
 _VQ = "model.vqmodel."
@@ -58,6 +60,7 @@ _HEADS = {4096: 32}  # width -> heads
 _TOKENIZERS = ("Lumina-mGPT-7B-768", "Anole-7b-v0.1-hf", "chameleon-7b")  # released with the same tokenizer
 _TOKENIZERS2 = ("Lumina-mGPT-2.0", "Lumina-mGPT-2.0-Omni")
 _SIZES = {"512": 512, "768": 768, "1024": 1024}  # numbers in released names of Lumina-mGPT -> pixels per side
+_WORDS_TOP_K = 10  # where words are sampled
 _SIDE2 = 768  # pixels per side of the square images of Lumina-mGPT 2.0
 
 
@@ -131,10 +134,8 @@ class Kind:
 def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | None, search: Sequence[Path]) -> Kind:
     """Lumina-mGPT, any of the sizes it was trained on. Raises CheckpointError if the size is unknown."""
     side = target_size(checkpoint.path, checkpoint.own_settings, grid) // words.patch
-    source = "Alpha-VLLM/Lumina-mGPT-7B-768 (the only one of its repositories that has it)"
     grids = size_table(side)
-    tokens = (BOS, TURN_END, *lumina_tokens(words, grids))
-    tokenizer = open_tokenizer("Lumina-mGPT", source, words, tokens, checkpoint.path, _TOKENIZERS, search)
+    tokenizer = lumina_tokenizer(checkpoint, words, grids, search)
     write = partial(lumina_prompt, words, tokenizer)
     return Kind(
         "lumina-mgpt",
@@ -144,6 +145,32 @@ def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | No
         TextEncoder(write, (side, side), images=omni(checkpoint.path, words, tokenizer, grids)),
         partial(lumina_opening, words),
     )
+
+
+def lumina_tokenizer(
+    checkpoint: Checkpoint, words: Vocabulary, grids: Sequence[tuple[int, int]], search: Sequence[Path]
+) -> Tokenizer:
+    """The tokenizer of Lumina-mGPT for images of these grids."""
+    source = "Alpha-VLLM/Lumina-mGPT-7B-768 (the only one of its repositories that has it)"
+    tokens = (BOS, TURN_END, *lumina_tokens(words, grids))
+    return open_tokenizer("Lumina-mGPT", source, words, tokens, checkpoint.path, _TOKENIZERS, search)
+
+
+def lumina_reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path], operations=nn) -> TokenReader:
+    """How Lumina-mGPT answers questions about an image: it is cropped as for an edit, and stands after the question.
+
+    Raises CheckpointError as ``load`` does.
+    """
+    size = len(_NAMES.matrices(checkpoint)[1])
+    words = Vocabulary.of(checkpoint.settings, size, checkpoint.path)
+    tokenizer = lumina_tokenizer(checkpoint, words, model.grids, search)
+
+    def write(question: str, image: Tensor) -> list[int]:
+        return lumina_question(words, tokenizer, question, [image])
+
+    crop = partial(cropped, grids=model.grids)
+    sampled = SamplingParams(top_k=_WORDS_TOP_K)
+    return token_reader(checkpoint, model, _NAMES, size, operations, tokenizer, crop, write, TURN_END, sampled)
 
 
 def omni(path: Path, words: Vocabulary, tokenizer: Tokenizer, grids: Sequence[tuple[int, int]]) -> ImagePrompts | None:
@@ -312,4 +339,6 @@ FAMILY = Family(
         r"anole_drafter": (Source(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
     },
     image_readers=("Lumina-mGPT-7B-768-Omni",),
+    readers={"lumina-mgpt": lumina_reader},
+    describers=("Lumina-mGPT",),
 )

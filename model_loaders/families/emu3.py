@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from math import sqrt
+from math import ceil, floor, prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning, root_of
+from ..image_reader import TokenReader
+from ..pictures import resized
 from ..registry import Family, ReleasedDecoder, Source
 from ..sizes import Grid, chosen_grid, legal_grid
 from ..text.language_model import (
@@ -36,7 +38,7 @@ from ..text.language_model import (
 )
 from ..text.prompt_encoders import ImagePrompts, TextEncoder
 from ..text.tiktoken_file import RankTokenizer
-from .language_models import Ids, Names, build
+from .language_models import Ids, Names, build, token_reader
 
 # The suffix of every prompt in training, and the default negative prompt.
 QUALITY = " masterpiece, film grained, best quality."
@@ -52,6 +54,7 @@ _HEADS = {4096: 32}  # width -> heads
 _PATCH = 8
 _SIDES = {"gen": 90, "stage1": 64}  # words of released names -> tokens per side of a square image
 _ASPECT = 4  # the widest and tallest images supported
+_READ, _READ_ASPECT = 64 * 64, 5  # least tokens of an image that is read, and the widest and tallest of them
 _FOLDERS = (  # with the same tokenizer
     "Emu3-Gen",
     "Emu3-Stage1",
@@ -305,6 +308,68 @@ def opening_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, grid: tuple[
     return [words.opening, *tokenizer.ids(f"{grid[0]}*{grid[1]}"), words.image]
 
 
+# Questions about images
+
+
+def reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path], operations=nn) -> TokenReader:
+    """How Emu3-Stage1 continues a text that begins with an image. Raises CheckpointError as ``load`` does, and for
+    Emu3-Gen."""
+    path, own = checkpoint.path, checkpoint.own_settings
+    if meaning(title(path), _SIDES) == _SIDES["gen"]:
+        raise CheckpointError(
+            f"{title(path)} was trained to generate images, not to describe them. Load Emu3-Stage1 (repository "
+            "BAAI/Emu3-Stage1) instead, which does both."
+        )
+    words = Words.of(checkpoint, _RANKED)
+    tokenizer = open_tokenizer(path, search, words=words)
+    least = prod(legal_grid(own["grid"])) if "grid" in own else _READ
+
+    def write(text: str, image: Tensor) -> list[int]:
+        return question_ids(words, tokenizer, text, image)
+
+    size, scale = words.images.stop, partial(scaled, least=least)
+    return token_reader(
+        checkpoint, model, names_of(checkpoint), size, operations, tokenizer, scale, write, _NAMES["end"]
+    )
+
+
+def scaled(image: Tensor, patch: int, least: int) -> Tensor:
+    """An image [H, W, 3] in 0..1 in the size of its ``read_grid``."""
+    height, width = image.shape[:2]
+    rows, cols = read_grid(height, width, patch, least)
+    return resized(image, rows * patch, cols * patch)
+
+
+def read_grid(height: int, width: int, patch: int, least: int = _READ) -> Grid:
+    """Grid of tokens to which an image of so many pixels is scaled before it is read: its own, with ``least`` to four
+    times as many tokens. The official code's smart_resize(), with its order of rounding.
+
+    Raises ValueError for images that are smaller than a token, or wider or taller than the model is known to read.
+    """
+    if min(height, width) < patch or max(height, width) > _READ_ASPECT * min(height, width):
+        raise ValueError(
+            f"The image is {width} x {height} pixels, but Emu3 reads images of at least {patch} pixels a side, and up "
+            f"to {_READ_ASPECT}:1. Crop or enlarge it."
+        )
+    rows, cols = round(height / patch), round(width / patch)
+    if rows * cols > 4 * least:
+        shrunk = sqrt(height * width / (4 * least * patch**2))
+        return floor(height / shrunk / patch), floor(width / shrunk / patch)
+    if rows * cols < least:
+        grown = sqrt(least * patch**2 / (height * width))
+        return ceil(height * grown / patch), ceil(width * grown / patch)
+    return rows, cols
+
+
+def question_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, text: str, image: Tensor) -> list[int]:
+    """Begin of text, a whole image [h, w] (int64) with the end of a row after each, end of frame and image, and the
+    text that is continued. Raises CheckpointError for the tokenizer of another model."""
+    rows, cols = image.shape
+    body = torch.cat((image + words.first, image.new_full((rows, 1), words.row_end)), dim=1).flatten().tolist()
+    opening = opening_ids(words, tokenizer, (rows, cols))
+    return [words.beginning, *opening, *body, words.frame_end, words.closing, *tokenizer.ids(text)]
+
+
 def open_tokenizer(
     path: Path,
     search: Sequence[Path],
@@ -337,4 +402,6 @@ FAMILY = Family(
     releases={
         r"Emu3-(Gen|Stage1)": (Source(r"BAAI/\g<0>", r"ar_models/\g<0>"), Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}"))
     },
+    readers={"emu3": reader},
+    describers=("Emu3-Stage1",),
 )

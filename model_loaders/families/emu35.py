@@ -174,4 +174,8 @@ FAMILY = Family(
         )
     },
     image_readers=(_IMAGE,),
+    silent=(
+        "reads images only to make new ones of them (AR Image Prompt): its authors published how to ask it for images, "
+        "and for stories and instructions with images, but not for an answer in words"
+    ),
 )

@@ -217,6 +217,7 @@ FAMILY = Family(
     {"janus-pro": ReleasedDecoder()},
     recognise,
     load,
-    reader=reader,
+    readers={"janus-pro": reader},
+    describers=("Janus-Pro",),
     releases={r"Janus-Pro-[17]B": (Source(r"deepseek-community/\g<0>", r"ar_models/\g<0>"),)},
 )

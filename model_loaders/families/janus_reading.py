@@ -19,7 +19,7 @@ from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import count
 from ..files.weights import load_weights
-from ..image_reader import ImageReader
+from ..image_reader import PatchReader
 from ..text.language_model import Tokenizer, matrix, named
 
 BEGIN, IMAGE, IMAGE_END = "<｜begin▁of▁sentence｜>", "<begin_of_image>", "<end_of_image>"
@@ -50,14 +50,14 @@ _NAMES = (  # names in either layout, as regular expressions -> ours
 _POOLED = "vision_model.vision_tower.attn_pool."  # of SigLIP's training; Janus reads the patches themselves
 
 
-def load_reader(checkpoint: Checkpoint, model: DiscreteModel, tokenizer: Tokenizer, operations=nn) -> ImageReader:
+def load_reader(checkpoint: Checkpoint, model: DiscreteModel, tokenizer: Tokenizer, operations=nn) -> PatchReader:
     """What of a Janus reads images, on the CPU and in the model's dtype. Raises CheckpointError for a file without it,
     and for tensors that are missing, unknown, misshapen or not finite."""
     tensors = tensors_of(checkpoint)
     with torch.device("meta"):
         reading = Reading(config_of(checkpoint, tensors), operations)
     load_weights(reading, tensors, checkpoint, model.dtype)
-    return ImageReader(model, reading, tokenizer, lambda question, patches: asked(tokenizer, question, patches), END)
+    return PatchReader(model, reading, tokenizer, lambda question, patches: asked(tokenizer, question, patches), END)
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor | tuple[Tensor, ...]]:

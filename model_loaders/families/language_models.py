@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...models.answering import Answering
 from ...models.backbone import Backbone, BackboneConfig
 from ...models.prefix import TextPrefix
 from ...models.simplear import TiedHead
 from ..ar_model import DiscreteModel
 from ..files.checkpoint import Checkpoint
 from ..files.weights import Weights, load_weights
+from ..image_reader import TokenReader
 from ..sizes import Grid
 from ..text.language_model import backbone_tensors, matrix, others, word_tensors
 
@@ -106,3 +108,18 @@ def build(
         **others(tensors, names.root, names.table, names.head, names.unread),
     }
     return load_weights(made, weights, checkpoint, dtype)
+
+
+def token_reader(
+    checkpoint: Checkpoint, model: DiscreteModel, names: Names, words: int, operations: Any, *conversation: Any
+) -> TokenReader:
+    """What of a checkpoint answers questions about images for its loaded ``model``, on the CPU and in the model's
+    dtype: the first ``words`` rows of the head.
+
+    conversation: the other arguments of TokenReader. Raises CheckpointError for a head that is missing, misshapen or
+    not finite.
+    """
+    with torch.device("meta"):
+        reading = Answering(model.backbone.config.dim, words, operations)
+    head = names.matrices(checkpoint)[1][:words]
+    return TokenReader(model, load_weights(reading, {"head.weight": head}, checkpoint, model.dtype), *conversation)

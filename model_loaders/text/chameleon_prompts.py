@@ -120,11 +120,17 @@ def lumina_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tupl
 def lumina_image_prompt(
     words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tuple[int, int], images: Sequence[Tensor]
 ) -> list[int]:
-    """A message with images [h, w] (int64) after its text, and the start of the new image of ``grid``. In training, a
-    message that is about images does not state the size."""
+    """A message about images [h, w] (int64), and the start of the new image of ``grid``. In training, such a message
+    does not state the size."""
+    return lumina_question(words, tokenizer, text, images) + lumina_opening(words, grid)
+
+
+def lumina_question(words: Vocabulary, tokenizer: Tokenizer, text: str, images: Sequence[Tensor]) -> list[int]:
+    """A message with images [h, w] (int64) after its text. Raises CheckpointError for the tokenizer of another
+    model."""
     message = message_ids(words, tokenizer, f"{text} ")
     shown = [id for image in images for id in lumina_image(words, image)]
-    return [*message[:-1], *shown, message[-1], *lumina_opening(words, grid)]
+    return [*message[:-1], *shown, message[-1]]
 
 
 def lumina_image(words: Vocabulary, image: Tensor) -> list[int]:

@@ -10,6 +10,7 @@ import base64
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from heapq import heappop, heappush
 from pathlib import Path
 
@@ -62,6 +63,16 @@ class RankTokenizer:
                 f"{self.file} has no token {token}: it is the tokenizer of another model. Use the one released with it."
             )
         return special
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self._pieces[id] for id in ids if id < len(self._pieces)).decode(errors="replace")
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        """The byte strings by rank."""
+        ranks = self._open()[0]
+        return sorted(ranks, key=ranks.__getitem__)
 
     def __len__(self) -> int:
         return sum(map(len, self._open()))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...model_loaders.detect import load_reader
-from ...model_loaders.image_reader import ImageReader, square
+from ...model_loaders.image_reader import ImageReader
 from ...samplers.contract import Method
 from ...samplers.ending import generate_until, until
 from ...samplers.generate import AnyRequest
@@ -25,6 +25,7 @@ from .operations import Operations
 from .patcher import Patcher
 from .progress import Report
 from .runs import bring_the_rest, placed
+from .vae import image_tokens
 
 TOGETHER, TOKENS = 4, 2048  # most images that are described in one run, and most tokens of their answers
 SHOWN = 300  # characters at the end of an answer that the node shows while it is written
@@ -38,11 +39,11 @@ class LoadedReader:
     patcher: Patcher
 
     def look(self, images: Tensor, question: str) -> Any:
-        """The prompt about images [B, H, W, 3]; the weights are on the compute device for it."""
+        """The prompt about images (see ``ImageReader.prompt``); the weights are on the compute device for it."""
         reading = self.reader.reading
         mm.load_models_gpu([self.patcher], memory_required=reading.activation_bytes(len(images)))
         bring_the_rest(reading, reading.device)
-        return self.reader.prompt(torch.stack([square(image, self.reader.side) for image in images]), question)
+        return self.reader.prompt(images, question)
 
 
 # As long as a model is loaded: its weights for reading images are read when the first image is.
@@ -72,10 +73,13 @@ class Writing:
         show_text(f"{place}{self.reader.text(until(ids, self.reader.end)[0])[-SHOWN:]}")
 
 
-def describe(loaded: LoadedModel, images: Tensor, question: str, most: int, temperature: float, seed: int) -> list[str]:
+def describe(
+    loaded: LoadedModel, images: Tensor, question: str, most: int, temperature: float, seed: int, vae: Any = None
+) -> list[str]:
     """An answer to the question about each of the images [B, H, W, 3] (0..1), of at most so many tokens.
 
-    Image i gets seed + i. Raises ValueError for a model that does not read images, and for a question that is too long.
+    Image i gets seed + i. vae: makes tokens of images for a model that reads these. Raises ValueError for a model that
+    does not read images, without its VAE if it needs that, and for a question that is too long.
     """
     held, texts, together = reader_of(loaded), [], max(1, min(TOGETHER, TOKENS // most))
     for first in range(0, len(images), together):
@@ -87,7 +91,21 @@ def describe(loaded: LoadedModel, images: Tensor, question: str, most: int, temp
                 yield report
                 report.finish()
 
-        prompt = held.look(images[first : first + together, ..., :3], question)
+        prompt = held.look(seen(loaded, held.reader, images[first : first + together, ..., :3], vae), question)
         request = held.reader.request(prompt, most, temperature, seed + first)
         texts += map(held.reader.text, generate_until(NextToken(), request, held.reader.end, reserve))
     return texts
+
+
+def seen(loaded: LoadedModel, reader: ImageReader, images: Tensor, vae: Any) -> Tensor:
+    """Images [B, H, W, 3] (0..1) as the reader takes them. Raises ValueError as ``describe`` does."""
+    model = loaded.model
+    pixels = torch.stack([reader.scaled(image, model.pixels_per_token) for image in images])
+    if not reader.tokens:
+        return pixels
+    if vae is None:
+        raise ValueError(
+            f"{loaded.name} reads images as tokens, which its VAE makes, but vae is not connected. Connect the VAE of "
+            "Load AR Checkpoint."
+        )
+    return image_tokens(vae, pixels, model.vocab)

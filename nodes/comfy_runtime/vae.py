@@ -163,6 +163,17 @@ class ARVae:
         return tokens
 
 
+def image_tokens(vae: Any, pixels: Tensor, codes: int) -> Tensor:
+    """Pixels [B, H, W, 3] in 0..1 -> tokens [B, h, w] (int64, CPU) of a model of so many ``codes``.
+
+    Raises ValueError for what is not the VAE of such a model, and for a size that is no whole tokens.
+    """
+    if not isinstance(vae, ARVae):
+        kind = type(vae).__name__
+        raise ValueError(f"vae is of type {kind}, but must be the VAE of Load AR Checkpoint, of the same model.")
+    return vae.tokens(pixels, codes).cpu()
+
+
 def tiles(length: int, tile: int, overlap: int) -> list[tuple[int, int, slice]]:
     """Start and end of tiles that cover ``length`` tokens, and the range of tokens that each contributes: the border is
     the middle of an overlap."""

@@ -13,6 +13,7 @@ from tools.comfy_server import PACK
 
 from ..support.families import CAPTIONED, CHANGES, FAMILIES, REFINED, SMALL
 from ..support.families import WORKFLOWS as ASKED
+from ..support.lora import linear_layers, write_lora
 
 WORKFLOWS = PACK / "workflows"
 JANUS, ANOLE = "23 Janus-Pro (download)", "30 Anole (download)"
@@ -73,17 +74,58 @@ def test_the_refining_workflow_is_accepted_and_generates_what_it_refines(comfy, 
     assert image.shape == (1024, 1024, 3) and image.std() > 5
 
 
-def test_an_image_is_described(comfy, models):
-    """A text for each image of a batch, by the tiny Janus-Pro of the other workflows."""
+def asked(comfy, model: str) -> dict:
+    """The workflow that describes an image, of a batch of two of them, with the tiny model of another workflow."""
     Image.new("RGB", (50, 30), "red").save(comfy.base / "input/example.png")
-    prompt = comfy.workflow(CAPTIONED, max_tokens=8)
-    [caption, shown] = (comfy.node_id(prompt, kind) for kind in ("SpecARCaption", "PreviewAny"))
+    prompt = comfy.workflow(CAPTIONED, max_tokens=8, model_name=model)
     prompt["twice"] = {"class_type": "RepeatImageBatch", "inputs": {"image": ["3", 0], "amount": 2}}
-    prompt[caption]["inputs"]["image"] = ["twice", 0]
+    vae = [comfy.node_id(prompt, "SpecARLoadCheckpoint"), 2]
+    prompt[comfy.node_id(prompt, "SpecARCaption")]["inputs"] |= {"image": ["twice", 0], "vae": vae}
+    return prompt
+
+
+@pytest.mark.parametrize("model", ["Janus-Pro-1B", "Lumina-mGPT-7B-768"])
+def test_an_image_is_described(comfy, models, model):
+    """A text for each image of a batch; by Janus-Pro also with nothing at vae, as in the workflow."""
+    prompt = asked(comfy, model)
+    shown, inputs = comfy.node_id(prompt, "PreviewAny"), prompt[comfy.node_id(prompt, "SpecARCaption")]["inputs"]
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()
     first, second = run.outputs[shown]["text"]
     assert first == second and first
+    del inputs["vae"]
+    run = comfy.run(prompt)
+    if model == "Janus-Pro-1B":
+        assert run.outputs[shown]["text"] == [first, second]
+    else:
+        assert run.outcome == "error" and f"{model} reads images as tokens" in run.message()
+
+
+@pytest.mark.parametrize(("model", "says"), [("Emu3-Gen", "BAAI/Emu3-Stage1"), ("Emu3.5-Image", "answer in words")])
+def test_a_model_that_does_not_describe_images_says_why(comfy, models, model, says):
+    run = comfy.run(asked(comfy, model))
+    assert run.outcome == "error" and run.error["node_type"] == "SpecARCaption" and says in run.message()
+
+
+def test_a_lora_changes_the_image_and_none_of_it_does_not(comfy, models):
+    file = models / "ar_models/Janus-Pro-1B/model.safetensors"
+    write_lora(models / "loras/style", file, linear_layers(file))
+    plain = workflow(comfy, JANUS, seed=5)
+    loader = comfy.node_id(plain, "SpecARLoadCheckpoint")
+
+    def drawn(strength: float) -> np.ndarray:
+        prompt = json.loads(json.dumps(plain))
+        for node in prompt.values():
+            for name, value in node["inputs"].items():
+                if value == [loader, 0]:
+                    node["inputs"][name] = ["lora", 0]
+        inputs = {"model": [loader, 0], "lora_name": "style", "strength": strength}
+        prompt["lora"] = {"class_type": "SpecARLoadLora", "inputs": inputs}
+        [image] = images(comfy, comfy.run(prompt))
+        return image
+
+    [without] = images(comfy, comfy.run(plain))
+    assert (drawn(0) == without).all() and (drawn(1) != without).any() and (drawn(0.5) != drawn(1)).any()
 
 
 def test_an_illegal_size_is_an_error_that_names_legal_ones(comfy, models):

@@ -1,18 +1,22 @@
 """AR Caption: its answers, what it costs who only generates images, memory, and interruption."""
 
 import gc
+import weakref
 
 import comfy.model_management as mm
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_model, load_reader
-from comfyui_specar.model_loaders.image_reader import ImageReader
+from comfyui_specar.model_loaders.image_reader import ImageReader, TokenReader
 from comfyui_specar.nodes.comfy_runtime import captions, runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
+from ..support import tiny_chameleon, tiny_emu3
+from ..support.families import Placed
 from ..support.lora import write_lora
 from ..support.simulated_gpu import CPU, GPU
+from ..support.tiny_folder import edited
 from ..support.tiny_janus import picture, write
 
 IMAGES = torch.stack([picture(30, 50) + step / 100 for step in range(5)]).clamp(0, 1)
@@ -30,6 +34,17 @@ def caption(janus, nodes, run):
         return run(node, **given | {"model": janus[0], "image": IMAGES, "max_tokens": 12} | inputs).result[0]
 
     return caption
+
+
+@pytest.fixture(scope="module")
+def readers(models, load):
+    """What Load AR Checkpoint makes of tiny models that read images as tokens, whose files are there while the module's
+    tests run."""
+    placed = Placed(models.parent)
+    tiny_chameleon.write(models).rename(models / "lumina-to-caption")
+    edited(tiny_emu3.write(models / "emu3-to-caption"), specar={"grid": [4, 4]})
+    yield {name: load(name) for name in ("lumina-to-caption", "emu3-to-caption")}
+    placed.remove()
 
 
 def test_each_image_of_a_batch_has_its_own_text(caption, nodes):
@@ -58,12 +73,12 @@ def test_who_only_generates_images_pays_nothing(load, run, nodes, monkeypatch):
     run(nodes["SpecARCaption"], model=model, image=IMAGES[:1], question="?", max_tokens=1, temperature=0, seed=0)
     held = captions._readers[model.model]
     assert captions.reader_of(model) is held
-    count = len(captions._readers)
+    reader = weakref.ref(held)
     del model, held
     mm.unload_all_models()
     mm.cleanup_models_gc()
     gc.collect()
-    assert len(captions._readers) == count - 1
+    assert reader() is None
 
 
 def test_a_lora_changes_what_reads_too(caption, janus, nodes, run, models):
@@ -78,6 +93,35 @@ def test_a_lora_changes_what_reads_too(caption, janus, nodes, run, models):
 def test_another_model_says_which_ones_describe_images(caption, tiny):
     with pytest.raises(ValueError, match=r"tiny.*does not describe.*Janus-Pro"):
         caption(model=tiny[0])
+
+
+@pytest.mark.parametrize("name", ["lumina-to-caption", "emu3-to-caption"])
+def test_models_that_read_tokens_take_their_vae(caption, readers, name, monkeypatch):
+    """Whose tokens reach the reader, of images that are scaled as the authors do."""
+    model, _, vae = readers[name]
+    asked, prompt = [], TokenReader.prompt
+
+    def noted(reader, tokens, question):
+        asked.append((tokens, question))
+        return prompt(reader, tokens, question)
+
+    monkeypatch.setattr(TokenReader, "prompt", noted)
+    texts = caption(model=model, vae=vae, temperature=0.9, seed=3)
+    assert [len(tokens) for tokens, _ in asked] == [4, 1] and len({*texts}) > 1
+    reader, pixels = captions.reader_of(model).reader, model.model.pixels_per_token
+    scaled = torch.stack([reader.scaled(image, pixels) for image in IMAGES])
+    assert torch.equal(torch.cat([tokens for tokens, _ in asked]), vae.tokens(scaled, 32).cpu())
+    assert caption(model=model, vae=vae, image=IMAGES[4:], temperature=0.9, seed=7) == texts[4:]
+
+
+def test_models_that_read_tokens_without_their_vae(caption, readers, tiny):
+    model = readers["lumina-to-caption"][0]
+    for vae, says in ((None, "lumina-to-caption.*vae is not connected"), (tiny[2], "64 codes.*32")):
+        with pytest.raises(ValueError, match=f"{says}.*VAE of Load AR Checkpoint"):
+            caption(model=model, vae=vae)
+    model, _, vae = readers["emu3-to-caption"]
+    with pytest.raises(ValueError, match="60 x 10 pixels.*5:1"):
+        caption(model=model, vae=vae, image=torch.rand(1, 10, 60, 3))
 
 
 def test_an_interruption_ends_it(caption):

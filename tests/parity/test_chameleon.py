@@ -11,8 +11,8 @@ chameleon.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT gave at comm
   decode     VQModel.decode of the tiny tokenizer's two 3 x 4 grids of codes (weights: tests/support/tiny_chameleon.py)
   released   tensors, numbers, and a SHA-256 of all names and shapes of VQModel as vqgan.yaml configures it
   omni       prompt: FlexARItemProcessor.process_item() of "a red fox <|image|>", with the tiny tokenizer and an image
-             of these codes, before the opening of the new image; crops: width and height to which var_center_crop()
-             brings an image for 768 pixels
+             of these codes, before an answer or the opening of the new image; text_top_k of create_logits_processor();
+             crops: width and height to which var_center_crop() brings an image for 768 pixels
 
 lumina2.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT-2.0 gave at commit f44a4d7 on a CPU in fp64 (torch
 2.12), with the tiny weights and files of the same module: forced and sizes as above, and
@@ -32,13 +32,14 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import load_reader
 from comfyui_specar.model_loaders.families import chameleon
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
 from comfyui_specar.samplers.layout import TokenLayout
 from tokenizers import Tokenizer
 
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.reference import assert_same_image, assert_same_states
+from ..support.reference import assert_same_answer, assert_same_image, assert_same_states
 from ..support.tiny_chameleon import CHANNELS, CODE, WIDTHS, vocabulary, vqgan_weights, write
 from ..support.tiny_folder import edited
 
@@ -136,6 +137,22 @@ def test_states_and_image_after_an_image(omni, references):
     grid = (2, 6)
     assert_same_states(omni, references["lumina"], PROMPT, seen(grid), grid, [SEEN])
     assert_same_image(omni, references["lumina"], PROMPT, seen(grid), grid, cfg=3, images=[SEEN])
+
+
+# A question about an image
+
+
+def test_official_answers(folders, models, references):
+    reader = load_reader(folders["lumina"], models["lumina"])
+    assert reader.end == vocabulary(32)["<reserved08706>"]
+    assert reader.request(reader.prompt(SEEN[None], PROMPT), 4, 1.0).params.top_k == OFFICIAL["omni"]["text_top_k"]
+    official = OFFICIAL["omni"]["prompt"]
+    assert reader._write(PROMPT, SEEN) == official
+    mark = Tokenizer.from_file(str(folders["lumina"] / "tokenizer.json")).encode("?").ids
+    at = 1 + len(PROMPT)
+    assert_same_answer(reader, references["lumina"], SEEN, f"{PROMPT}?", [*official[:at], *mark, *official[at:]])
+    spoken = Tokenizer.from_file(str(folders["lumina"] / "tokenizer.json")).encode(PROMPT).ids
+    assert reader.text(spoken) == PROMPT
 
 
 def test_official_crops():

@@ -7,6 +7,9 @@ the original names:
              4 x 6 pixels (four times the same frame); encode() of it, with six codes close to that latent
   released_vq  a SHA-256 of all names and shapes of Emu3VisionVQModel(Emu3VisionVQConfig())
   prompts    Emu3Processor.__call__(mode="G") with Emu3Tokenizer, whose special tokens follow the tiny file's ranks
+  asked      the same in mode="U" with the chat_template of Emu3-Stage1, about an image of the codes 3 1 4, 1 5 9
+  decoded    ids, and what Emu3Tokenizer decodes of them without special tokens
+  read       smart_resize() of Emu3VisionVQImageProcessor for images of width x height pixels, in tokens [rows, cols]
   layout_2x3   what Emu3PrefixConstrainedLogitsHelper leaves behind the image token (0: the codes)
   grids_*    calculate_generate_size for 720 x 720 and 512 x 512 pixels, and all ratios a:b up to 32 and an aspect of 4
 """
@@ -18,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import load_reader
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
 from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
@@ -27,7 +31,7 @@ from tokenizers import Tokenizer
 
 from ..support import tiny_emu3 as tiny
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.reference import assert_same_states
+from ..support.reference import assert_same_answer, assert_same_states
 from ..support.tiny import fill
 
 OFFICIAL = json.loads((Path(__file__).parent / "emu3.json").read_text(encoding="utf-8"))
@@ -187,14 +191,53 @@ def test_original_layout_of_the_sequence(model):
     )
 
 
+def original_tokenizer(folder):
+    return RankTokenizer(tiny.write_ranks(folder) / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED)
+
+
+def original_words(ranks):
+    return emu3.Words(ranks.id("<|visual token 000000|>"), 32768, **{r: ranks.id(n) for r, n in emu3._NAMES.items()})
+
+
 def test_original_prompts(tmp_path):
     """Words around a prompt, and their ids by the original tokenizer's files."""
-    ranks = RankTokenizer(tiny.write_ranks(tmp_path) / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED)
-    words = emu3.Words(ranks.id("<|visual token 000000|>"), 32768, **{r: ranks.id(n) for r, n in emu3._NAMES.items()})
+    ranks = original_tokenizer(tmp_path)
+    words = original_words(ranks)
     for case in OFFICIAL["prompts"]:
         text = case["text"] + ("" if case["negative"] else emu3.QUALITY)
         assert emu3.prompt_ids(words, ranks, text, case["grid"]) == case["ids"]
     assert case["negative"] and OFFICIAL["prompts"][2]["text"] == emu3.NEGATIVE
+
+
+# Questions about images
+
+IMAGE = torch.tensor([[3, 1, 4], [1, 5, 9]])
+
+
+def test_original_questions_and_answers(tmp_path):
+    """The ids of conversations, and the text of an answer's, by the original tokenizer's files."""
+    ranks = original_tokenizer(tmp_path)
+    for case in OFFICIAL["asked"]:
+        assert emu3.question_ids(original_words(ranks), ranks, case["text"], IMAGE) == case["ids"]
+    ids, text = OFFICIAL["decoded"]
+    assert ranks.text(ids) == text
+
+
+def test_answers(folder, model, reference):
+    rows = "".join(f"{''.join(f'<|visual token {code:06d}|>' for code in row)}<|extra_200|>" for row in IMAGE.tolist())
+    image = f"<|image start|>2*3<|image token|>{rows}<|extra_201|><|image end|>"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words = tokenizer.encode(f"<|extra_203|>{image}{PROMPT}", add_special_tokens=False).ids
+    assert_same_answer(load_reader(folder, model), reference, IMAGE, PROMPT, words)
+
+
+def test_official_sizes_of_images_that_are_read():
+    for pixels, grid in OFFICIAL["read"].items():
+        width, height = map(int, pixels.split("x"))
+        assert emu3.read_grid(height, width, 8) == tuple(grid)
+    for width, height in ((1000, 199), (7, 30)):
+        with pytest.raises(ValueError, match=f"{width} x {height}.*5:1"):
+            emu3.read_grid(height, width, 8)
 
 
 @pytest.mark.parametrize(("side", "name"), [(90, "grids_720"), (64, "grids_512")])

@@ -6,10 +6,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
+from comfyui_specar.model_loaders.image_reader import ImageReader
+from comfyui_specar.samplers.contract import Request
+from comfyui_specar.samplers.ending import generate_until
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from torch import Tensor
@@ -82,6 +86,36 @@ def assert_same_image(
             return api.sample(model, conditioning, method, temperature=0, layout=layout, **run).tokens
 
         assert torch.equal(decided(compute), wanted), method
+
+
+@torch.inference_mode()
+def assert_same_answer(reader: ImageReader, reference: Any, image: Tensor, question: str, ids: Sequence[int]) -> None:
+    """Ours are the reference's logits over the whole vocabulary after a question about an image, and at temperature 0
+    the answer of a plain loop over it, which takes the likeliest word.
+
+    image: tokens [h, w] (int64). ids: the whole conversation, as the official code writes it.
+    """
+    drawn: list[int] = []
+    for _ in range(24):
+        drawn.append(int(hidden_and_logits(reference, [*ids, *drawn])[1][-1].argmax()))
+    assert len({*drawn}) > 3
+
+    def ask(count: int) -> Request:
+        return reader.request(reader.prompt(image[None], question), count)
+
+    def logits() -> Tensor:
+        asked = ask(24)
+        state = reader.speaker.start(asked.conditioning, None, 1, asked.layout, 1, False)
+        first = state.prefill.logits
+        return torch.cat((first, reader.speaker.step(state, torch.tensor([drawn]), torch.arange(24)[None]).logits), 1)
+
+    assert_as_exact(logits, hidden_and_logits(reference, [*ids, *drawn])[1][None, len(ids) - 1 :])
+    for method in (NextToken(), SJD(window=4)):
+        found = decided(lambda by=method: torch.tensor(generate_until(by, ask(24), -2)))
+        assert found.tolist() == [drawn], method
+    end = drawn[9]
+    with patch.object(type(reader), "end", end):
+        assert generate_until(SJD(window=4), ask(24), reader.end) == [drawn[: drawn.index(end)]]
 
 
 # Released files

@@ -6,12 +6,14 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_reader
+from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
+from comfyui_specar.model_loaders.files.errors import CheckpointError
 from comfyui_specar.model_loaders.image_reader import square
 from comfyui_specar.samplers.ending import generate_until
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 
-from ..support import tiny_llamagen, tiny_simplear
+from ..support import tiny_chameleon, tiny_emu3, tiny_emu35, tiny_llamagen, tiny_simplear
 from ..support.bad_files import refused
 from ..support.tiny_folder import edited, write_folder
 from ..support.tiny_janus import BEGIN, FIRST, IMAGE, SPECIALS, config, picture, released, weights, write
@@ -20,18 +22,29 @@ END, SHOWN, STOP = FIRST + 1, FIRST + SPECIALS.index("<image_placeholder>"), FIR
 NEVER = -2  # the id of no token
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return api.load_model(write(tmp_path_factory.mktemp("Janus-Pro-1B")))
+KINDS = {"janus": write, "lumina": tiny_chameleon.write, "emu3": tiny_emu3.write}
+janus = pytest.mark.parametrize("folder", ["janus"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return KINDS[request.param](tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def reader(model, tmp_path_factory):
-    return load_reader(write(tmp_path_factory.mktemp("again")), model)
+def model(folder):
+    return api.load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def reader(model, folder):
+    return load_reader(folder, model)
 
 
 @pytest.fixture(scope="module")
 def prompt(reader):
+    if reader.tokens:
+        return reader.prompt(torch.arange(16).view(2, 2, 4), "What is it?")
     return reader.prompt(torch.stack([square(picture(20, 30), 64), square(picture(9, 9), 64)]), "What is it?")
 
 
@@ -42,6 +55,7 @@ def answers(reader, prompt, method=NextToken(), end=NEVER, most=24, callback=Non
 # Conversations
 
 
+@janus
 def test_only_our_own_placeholder_stands_for_the_image(reader):
     ids, place = reader._write("Is <image_placeholder> a word?", 16)
     assert ids[0] == BEGIN and ids[place - 1 : place + 17] == [IMAGE, *[SHOWN] * 16, STOP]
@@ -93,9 +107,13 @@ def test_reading_leaves_the_model_as_it_was(model, reader, prompt):
     before = model.teacher_forced(model.encode_prompt("a fox"), image)
     answers(reader, prompt)
     assert torch.equal(model.teacher_forced(model.encode_prompt("a fox"), image), before)
-    assert model.vocab == 32 and model.backbone.config.vocab == 32
-    shared = {id(p) for p in model.parameters()} & {id(p) for p in reader.speaker.parameters()}
+    assert model.vocab == 32 and model.backbone.config.vocab == model.vocab_total
+    of_reading, of_speaker = ({id(p) for p in part.parameters()} for part in (reader.reading, reader.speaker))
+    shared = {id(p) for p in model.parameters()} & of_speaker
     assert len(shared) == len([*model.backbone.layers.parameters(), model.backbone.norm.weight, model.words.weight])
+    assert shared & of_reading == {id(model.words.weight)}, (
+        "the model's own blocks and codes do not move with what reads"
+    )
 
 
 # What is refused
@@ -103,17 +121,45 @@ def test_reading_leaves_the_model_as_it_was(model, reader, prompt):
 
 def test_a_request_beyond_what_the_model_reads(reader, prompt):
     count = prompt.features.shape[1]
-    refused(prompt, f"{count} tokens", "16384", loader=lambda p: reader.request(p, 16384), error=ValueError)
-    refused("?" * 2**18, "question", "Shorten", loader=lambda q: reader.prompt(None, q), error=ValueError)
+    longest = reader.speaker.longest
+    refused(prompt, f"{count} tokens", str(longest), loader=lambda p: reader.request(p, longest), error=ValueError)
+    refused("?" * 2**18, "question", "Shorten", loader=lambda q: reader.prompt(torch.empty(0), q), error=ValueError)
 
 
-@pytest.mark.parametrize("family", [tiny_llamagen, tiny_simplear])
-def test_models_that_do_not_read_images_say_which_do(family, tmp_path):
+SILENT = {
+    tiny_llamagen: "does not describe",
+    tiny_simplear: "does not describe",
+    tiny_emu35: "AR Image Prompt.*published.*not for an answer in words",
+}
+
+
+@pytest.mark.parametrize("family", SILENT, ids=lambda family: family.__name__)
+def test_models_that_do_not_answer_say_why_and_which_do(family, tmp_path):
     [written] = list(family.TINY.values())[:1]
     path = written.write(tmp_path)
-    refused(path, "does not describe", "Janus-Pro", loader=lambda p: load_reader(p, api.load_model(p)))
+    with pytest.raises(CheckpointError, match=f"{SILENT[family]}.*Janus-Pro, Lumina-mGPT, Emu3-Stage1"):
+        load_reader(path, api.load_model(path))
 
 
+def test_those_of_a_family_that_generate_only(tmp_path):
+    for kind in ("lumina2", "anole"):
+        path = tiny_chameleon.write(tmp_path, kind=kind)
+        refused(path, "does not describe", "Lumina-mGPT,", loader=lambda p: load_reader(p, api.load_model(p)))
+    path = tiny_emu3.write(tmp_path / "Emu3-Gen")
+    refused(path, "not to describe", "BAAI/Emu3-Stage1", loader=lambda p: load_reader(p, api.load_model(p)))
+
+
+def test_damaged_heads(tmp_path):
+    path = tiny_chameleon.write(tmp_path)
+    model, tensors = api.load_model(path), dict(open_checkpoint(weight_file(path)).tensors)
+    settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    for head in (torch.full_like(tensors["lm_head.weight"], torch.nan), torch.zeros(3), None):
+        changed = {name: tensor for name, tensor in (tensors | {"lm_head.weight": head}).items() if tensor is not None}
+        write_folder(path, changed, settings)
+        refused(path, "head", loader=lambda p: load_reader(p, model))
+
+
+@janus
 @pytest.mark.parametrize("original", [False, True])
 def test_files_without_what_reads(original, tmp_path, model):
     tensors = released(weights()) if original else weights()
@@ -124,6 +170,7 @@ def test_files_without_what_reads(original, tmp_path, model):
         refused(folder, says, "deepseek-community/Janus-Pro-1B", loader=lambda p: load_reader(p, model))
 
 
+@janus
 def test_damaged_towers(tmp_path, model):
     def refuse(*words, folder=None, **tensors):
         changed = {name: tensor for name, tensor in (weights() | tensors).items() if tensor is not None}
