@@ -142,6 +142,23 @@ def test_a_saved_latent_has_the_tokens(sample, decode, monkeypatch, tmp_path):
     assert torch.equal(decode({"samples": tokens[:, None].float()}), decode(latent))
 
 
+def test_a_source_image_is_encoded_in_tiles_if_it_does_not_fit(sample, decode, edit, monkeypatch, caplog):
+    wide = {"tokens": torch.arange(10).view(1, 10), "image": torch.linspace(0, 1, 320)[None, :, None].expand(32, -1, 3)}
+    latent, plain = sample(), decoders.Latents.encode
+    whole = decode(latent, positive=edit(wide))
+
+    def short(self, pixels):
+        if pixels.shape[-1] > 256:
+            raise mm.OOM_EXCEPTION("CUDA out of memory")
+        return plain(self, pixels)
+
+    monkeypatch.setattr(decoders.Latents, "encode", short)
+    with caplog.at_level(logging.WARNING):
+        tiled = decode(latent, positive=edit(wide))
+    assert "tiles of 256 pixels" in caplog.text
+    assert (tiled - whole).square().mean() < whole.var() / 100
+
+
 @pytest.mark.parametrize("node", ["VAEDecode", "VAEDecodeTiled", "VAEEncode"])
 def test_core_s_vae_nodes_name_the_node(node, sample, glm_image):
     vae = glm_image[2]
