@@ -1,13 +1,14 @@
 """GLM-Image's decoder, a diffusion transformer: from noise, and the codes of an image, to latents of its VAE.
 
 Text and image tokens attend to each other with one set of weights. The text is what the prompt puts in quotes, read
-byte by byte, so that letters come out right; the codes hold everything else. Parameter names follow the released
-files (zai-org/GLM-Image, ``transformer``).
+byte by byte, so that letters come out right; the codes hold everything else. Source images (of an edit) are read once,
+before the first step: the tokens of the new image attend to their keys and values, too. Parameter names follow the
+released files (zai-org/GLM-Image, ``transformer``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -21,6 +22,8 @@ from .positions import grid_angles
 EPS = 1e-5  # of all norms
 PIXELS = 8  # per side of a place of a latent
 MODULATIONS = 12  # shift, scale and gate of attention and feed-forward network, for image and text
+KeysValues = tuple[Tensor, Tensor]  # [B, heads, T, head_dim] each, the keys rotated
+SourceCache = list[KeysValues]  # a source image as every layer sees it
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,19 @@ class JointAttention(nn.Module):
         self.to_q, self.to_k, self.to_v = (operations.Linear(config.dim, config.dim) for _ in range(3))
         self.to_out = nn.ModuleList((operations.Linear(config.dim, config.dim),))
 
-    def forward(self, x: Tensor, text: int, rotation: Rotation) -> Tensor:
-        """x [B, T, dim], of which the first ``text`` tokens are not rotated."""
+    def forward(
+        self, x: Tensor, text: int, rotation: Rotation, sources: Sequence[KeysValues], kept: SourceCache | None
+    ) -> Tensor:
+        """x [B, T, dim], of which the first ``text`` tokens are not rotated. They attend to ``sources`` [1, ...], too.
+        kept: their keys and values are appended to it."""
         q, k, v = (part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.to_q, self.to_k, self.to_v))
         q, k = (F.layer_norm(each, each.shape[-1:], eps=EPS) for each in (q, k))
         q, k = (torch.cat((each[:, :, :text], rotation(each[:, :, text:])), dim=2) for each in (q, k))
+        if kept is not None:
+            kept.append((k, v))
+        if sources:
+            known = ([each.expand(len(x), -1, -1, -1) for each in part] for part in zip(*sources, strict=True))
+            k, v = (torch.cat((*part, own), dim=2) for part, own in zip(known, (k, v), strict=True))
         return self.to_out[0](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -144,13 +155,21 @@ class Block(nn.Module):
         self.attn1 = JointAttention(config, operations)
         self.ff = MLP(config.dim, 4 * config.dim, config.dim, nn.GELU(approximate="tanh"), operations)
 
-    def forward(self, x: Tensor, text: Tensor, conditions: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Image and text tokens [B, T, dim] after the block."""
+    def forward(
+        self,
+        x: Tensor,
+        text: Tensor,
+        conditions: Tensor,
+        rotation: Rotation,
+        sources: Sequence[KeysValues] = (),
+        kept: SourceCache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Image and text tokens [B, T, dim] after the block. sources, kept: see JointAttention."""
         parts = self.norm1(conditions)
         (shift, scale, gate, ff_shift, ff_scale, ff_gate), of_text = parts[::2], parts[1::2]
         t_shift, t_scale, t_gate, t_ff_shift, t_ff_scale, t_ff_gate = of_text
         joined = torch.cat((modulated(text, t_shift, t_scale), modulated(x, shift, scale)), dim=1)
-        attended = self.attn1(joined, text.shape[1], rotation)
+        attended = self.attn1(joined, text.shape[1], rotation, sources, kept)
         text = text + attended[:, : text.shape[1]] * t_gate
         x = x + attended[:, text.shape[1] :] * gate
         x = x + self.ff(modulated(x, ff_shift, ff_scale)) * ff_gate
@@ -173,11 +192,28 @@ class DiT(nn.Module):
         self.norm_out = Modulation(config, 2, operations)
         self.proj_out = operations.Linear(config.dim, patch)
 
-    def forward(self, latent: Tensor, text: Tensor, codes: Tensor | None, time: Tensor) -> Tensor:
+    def read(self, latent: Tensor, codes: Tensor) -> SourceCache:
+        """A source image: its clean latent [1, channels, H, W] and its codes [1, H / 4, W / 4], without text. The keys
+        and values of its tokens are the same in every step, and do not depend on other sources."""
+        kept: SourceCache = []
+        text, clean = latent.new_zeros(1, 0, self.config.text_dim), latent.new_zeros(1)
+        self(latent, text, codes, clean, kept=kept)
+        return kept
+
+    def forward(
+        self,
+        latent: Tensor,
+        text: Tensor,
+        codes: Tensor | None,
+        time: Tensor,
+        sources: Sequence[SourceCache] = (),
+        kept: SourceCache | None = None,
+    ) -> Tensor:
         """Velocity [B, channels, H, W] of a noisy latent of that shape, H and W even.
 
         text [B, n, text_dim]: features of the quoted text. codes [B, H / 4, W / 4] (int64); None: without an image in
         mind, the second branch of guidance. time [B]: 0 (clean) to 999 (noise), before the schedule is shifted.
+        sources: of ``read``. kept: becomes one of them.
         """
         side = self.config.patch
         rows, cols = (length // side for length in latent.shape[-2:])
@@ -191,16 +227,18 @@ class DiT(nn.Module):
             torch.arange(rows * cols, device=x.device)[None], cols, self.config.dim // self.config.heads
         )
         rotation = Rotation(angles.cos(), angles.sin(), halves=True)
-        for block in self.transformer_blocks:
-            x, text = block(x, text, conditions, rotation)
+        for i, block in enumerate(self.transformer_blocks):
+            x, text = block(x, text, conditions, rotation, [source[i] for source in sources], kept)
         scale, shift = self.norm_out(conditions)
         x = self.proj_out(modulated(x, shift, scale)).unflatten(2, (-1, side, side)).unflatten(1, (rows, cols))
         return x.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
-    def activation_bytes(self, tokens: int) -> int:
+    def activation_bytes(self, tokens: int, sources: Sequence[int] = ()) -> int:
         """Rough bytes of the activations of a forward pass over so many tokens of image and text: of a feed-forward
-        network, its input, twice its four times wider middle, and what waits for it."""
-        return 12 * tokens * self.config.dim * self.proj_out.weight.dtype.itemsize
+        network, its input, twice its four times wider middle, and what waits for it. sources: tokens of each source
+        image, whose keys and values stay for all layers, and lie beside the image's in the one that computes."""
+        numbers = 12 * max((tokens, *sources)) + 2 * (self.config.layers + 1) * sum(sources)
+        return numbers * self.config.dim * self.proj_out.weight.dtype.itemsize
 
     def _prior(self, codes: Tensor | None, like: Tensor) -> Tensor:
         """Embeddings [B, T, dim] of codes [B, h, w], each for 2 x 2 tokens; zeros without codes."""
@@ -236,15 +274,17 @@ def denoise(
     steps: int,
     cfg: float,
     callback: Callable[[int], None] = lambda step: None,
+    sources: Sequence[SourceCache] = (),
 ) -> Tensor:
     """Latents [B, channels, H, W] (fp32) for noise of that shape, by Euler's method.
 
-    codes, text: see ``DiT``; null: text of the second branch of guidance. callback: called after each step.
+    codes, text, sources: see ``DiT``. null: text of the second branch of guidance, which gets no codes and no sources.
+    callback: called after each step.
     """
     dtype, latent = dit.proj_out.weight.dtype, noise.float()
     for step, (time, sigma, following) in enumerate(schedule(steps, noise[0, 0].numel() // dit.config.patch**2)):
         times = torch.full((len(noise),), float(time), device=noise.device)
-        velocity = dit(latent.to(dtype), text, codes, times).float()
+        velocity = dit(latent.to(dtype), text, codes, times, sources).float()
         if cfg != 1:
             unguided = dit(latent.to(dtype), null, None, times).float()
             velocity = unguided + cfg * (velocity - unguided)

@@ -175,9 +175,11 @@ class Coder(nn.Module):
 
 
 class Encoder(Coder):
-    """Pixels [B, 3, H, W] -> [B, outputs, h, w]. attention: also in the deepest level, not only after it."""
+    """Pixels [B, 3, H, W] -> [B, outputs, h, w]. attention: in the deepest level; middle_attention: after it."""
 
-    def __init__(self, config: Levels, blocks: int, outputs: int, attention: bool, operations) -> None:
+    def __init__(
+        self, config: Levels, blocks: int, outputs: int, attention: bool, operations, middle_attention: bool = True
+    ) -> None:
         super().__init__()
         widths = config.widths
         self.conv_in = operations.Conv2d(3, config.base_channels, 3, padding=1)
@@ -187,7 +189,7 @@ class Encoder(Coder):
             if i < deepest:
                 levels[i].downsample = Downsample(after, operations)
         self.add_levels(levels)
-        self.add_middle(widths[-1], True, operations)
+        self.add_middle(widths[-1], middle_attention, operations)
         self.norm_out = normalisation(widths[-1], operations)
         self.conv_out = operations.Conv2d(widths[-1], outputs, 3, padding=1)
 

@@ -38,6 +38,29 @@ def glm_tokens(latent: Latent, codes: int) -> Tensor:
     return tokens
 
 
+def sources_of(positive: list, codes: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens [h, w] (int64) and pixels [32 * h, 32 * w, 3] of every image that a prompt edits. Raises ValueError for
+    some that do not fit each other, or the decoder, which has so many ``codes``."""
+    found = []
+    for number, source in enumerate(positive[0][1]["ar"].get("sources") or (), 1):
+        tokens, image = source.get("tokens"), source.get("image")
+        fits = isinstance(tokens, Tensor) and isinstance(image, Tensor) and tokens.ndim == 2 and tokens.numel() > 0
+        if not fits or image.shape != (32 * tokens.shape[0], 32 * tokens.shape[1], 3):
+            raise ValueError(
+                f"Source image {number} of positive is {show(image)} with tokens {show(tokens)}, but a token is 32 x "
+                "32 pixels: the image must be [32 * rows, 32 * columns, 3] for tokens [rows, columns]. Encode the "
+                "prompt and its images again."
+            )
+        if tokens.is_floating_point() or tokens.min() < 0 or tokens.max() >= codes:
+            raise ValueError(
+                f"Source image {number} of positive has tokens from {tokens.min()} to {tokens.max()}, but the decoder "
+                f"knows 0 to {codes - 1}: they do not belong together. Encode the prompt and its images with the CLIP "
+                "of the same Load AR Checkpoint."
+            )
+        found.append((tokens.long(), image))
+    return found
+
+
 class DecodeGLMImage(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -71,7 +94,8 @@ class DecodeGLMImage(io.ComfyNode):
         loaded = vae.loaded()
         tokens = glm_tokens(samples, loaded.decoder.dit.config.codes)
         prompt = text_of(positive) or ""
-        pixels = loaded.decode(tokens, prompt, seed, steps, cfg)
+        images = sources_of(positive, loaded.decoder.dit.config.codes)
+        pixels = loaded.decode(tokens, prompt, seed, steps, cfg, images)
         for notice in (found := notices(prompt)):
             log.warning("%s", notice)
         notify(found)

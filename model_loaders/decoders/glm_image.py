@@ -1,5 +1,5 @@
 """The decoder of GLM-Image (zai-org/GLM-Image): a diffusion transformer from codes to latents, its VAE, and the ByT5
-encoder that reads what a prompt puts in quotes.
+encoder that reads what a prompt puts in quotes. Images that a prompt edits go through the VAE's encoder, too.
 
 Reads the folders ``transformer``, ``vae`` and ``text_encoder`` of the release.
 """
@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ...common.limits import LAYERS, LEVELS
 from ...models.glm_image_dit import DiT, DiTConfig, denoise
-from ...models.kl_vae import Decoder, KLConfig
+from ...models.kl_vae import Decoder, Encoder, KLConfig
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint, open_checkpoint, read_settings, weight_file
 from ..files.errors import CheckpointError, as_released, incomplete_without
 from ..files.names import numbered
@@ -35,31 +36,80 @@ _QUOTES = (r"'([^']*)'", r"\u201c([^\u201c\u201d]*)\u201d", r'"([^"]*)"', r"\u30
 _LONGEST = 2048  # tokens of a quotation
 _PAD, _END, _BYTES = 0, 1, 3  # ids of ByT5; a byte is its value plus the last
 _VAE = (  # (pattern, replacement) from diffusers' names to latent diffusion's; levels of the decoder are turned around
+    (r"^down_blocks\.", "down."),
     (r"^mid_block\.resnets\.0\.", "mid.block_1."),
     (r"^mid_block\.resnets\.1\.", "mid.block_2."),
     (r"\.resnets\.", ".block."),
     (r"\.conv_shortcut\.", ".nin_shortcut."),
-    (r"\.upsamplers\.0\.", ".upsample."),
+    (r"\.(up|down)samplers\.0\.", r".\1sample."),
     (r"^conv_norm_out\.", "norm_out."),
 )
 
 
-class Pixels(nn.Module):
-    """The VAE's decoder. mean, std [C]: of its latents, which are shifted and scaled to the transformer's."""
+class Half(nn.Module):
+    """A half of the VAE. mean, std [C]: of its latents, which are shifted and scaled to the transformer's."""
 
-    def __init__(self, config: KLConfig, operations=nn):
+    def __init__(self, config: KLConfig):
         super().__init__()
         self.config = config
-        self.decoder = Decoder(
-            config, config.num_res_blocks, config.channels, False, operations, middle_attention=False
-        )
         self.register_buffer("mean", torch.zeros(config.channels))
         self.register_buffer("std", torch.ones(config.channels))
 
+    def spread(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """mean and std, as a latent [B, C, H, W] needs them."""
+        return self.mean.to(latent)[:, None, None], self.std.to(latent)[:, None, None]
+
+
+class Pixels(Half):
+    """The VAE's decoder."""
+
+    def __init__(self, config: KLConfig, operations=nn):
+        super().__init__(config)
+        self.decoder = Decoder(
+            config, config.num_res_blocks, config.channels, False, operations, middle_attention=False
+        )
+
     def decode(self, latent: Tensor) -> Tensor:
         """Latents [B, C, H, W] of the transformer -> [B, 3, 8 * H, 8 * W], about [-1, 1], not clamped."""
-        mean, std = (each.to(latent)[:, None, None] for each in (self.mean, self.std))
+        mean, std = self.spread(latent)
         return self.decoder(latent * std + mean)
+
+
+class Latents(Half):
+    """The VAE's encoder."""
+
+    def __init__(self, config: KLConfig, operations=nn):
+        super().__init__(config)
+        self.encoder = Encoder(
+            config, config.num_res_blocks, 2 * config.channels, False, operations, middle_attention=False
+        )
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """[B, 3, 8 * H, 8 * W] in [-1, 1] -> latents [B, C, H, W] of the transformer, without noise."""
+        latent = self.encoder(pixels).chunk(2, dim=1)[0]
+        mean, std = self.spread(latent)
+        return (latent - mean) / std
+
+
+class LatentEncoder(Autoencoder):
+    """The encoder for source images. Its module is ``Latents``."""
+
+    @torch.inference_mode()
+    def encode_latent(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, 8 * H, 8 * W, 3] in 0..1 -> latents [B, C, H, W] (fp32) of the transformer.
+
+        Raises ValueError unless both sides are multiples of 8.
+        """
+        return self.module.encode(self.planes(pixels)).float()
+
+
+@dataclass(frozen=True)
+class Source:
+    """An image that a prompt edits, as the transformer reads it. latent [1, C, 4 * h, 4 * w]: of ``LatentEncoder``;
+    tokens [h, w] (int64): its codes, one for 32 x 32 pixels."""
+
+    latent: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -107,18 +157,23 @@ class GlmImageDecoder:
         cfg: float,
         device: torch.device | str,
         callback: Callable[[int], None] = lambda step: None,
+        sources: Sequence[Source] = (),
     ) -> Tensor:
         """The VAE's latents [B, C, 4 * h, 4 * w] (fp32) for tokens [B, h, w] (int64) and the features of ``read``.
 
         Images are denoised one after the other, as the tokens of one keep a device busy; image i starts from the noise
         of seed + i. device: on which the transformer computes. callback: called after each of the B * ``steps`` steps.
+        sources: images that the prompt edits, the same for the whole batch.
         """
         shape = 1, self.dit.config.channels, 4 * tokens.shape[1], 4 * tokens.shape[2]
-        text, null = (each.to(device, self.dit.proj_out.weight.dtype) for each in (text, null))
+        dtype = self.dit.proj_out.weight.dtype
+        text, null = (each.to(device, dtype) for each in (text, null))
+        known = [self.dit.read(each.latent.to(device, dtype), each.tokens[None].to(device)) for each in sources]
         made = []
         for i, image in enumerate(tokens):
             noise = torch.randn(shape, generator=torch.Generator().manual_seed((seed + i) % 2**64))
-            made.append(denoise(self.dit, noise.to(device), image[None].to(device), text, null, steps, cfg, callback))
+            inputs = noise.to(device), image[None].to(device), text, null
+            made.append(denoise(self.dit, *inputs, steps, cfg, callback, known))
         return torch.cat(made)
 
 
@@ -213,11 +268,37 @@ def load_dit(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> DiT:
     return load_weights(module, tensors, checkpoint, dtype)
 
 
+def load_encoder(folder: Path, operations=nn) -> LatentEncoder:
+    """The encoder for source images, of a released folder, on the CPU, in fp32. Raises CheckpointError as ``load``, and
+    for a VAE without encoder."""
+    checkpoint = open_part(folder, "vae")
+    if not any(name.startswith("encoder.") for name in checkpoint.tensors):
+        raise CheckpointError(
+            f"{checkpoint.path.name} in {folder.name} is a VAE without encoder, which source images need. Download the "
+            "folder vae of zai-org/GLM-Image, or leave the source images out of the prompt."
+        )
+    with as_released(checkpoint.path):
+        config, scale = vae_config(checkpoint)
+        with torch.device("meta"):
+            module = Latents(config, operations)
+        tensors = vae_names(checkpoint.tensors, "encoder") | scale
+        return LatentEncoder.load(module, config.factor, config.channels, tensors, checkpoint, torch.float32)
+
+
 def load_vae(checkpoint: Checkpoint, operations=nn) -> Autoencoder:
     """The VAE's decoder, in fp32."""
+    config, scale = vae_config(checkpoint)
+    with torch.device("meta"):
+        module = Pixels(config, operations)
+    tensors = vae_names(checkpoint.tensors, "decoder") | scale
+    return Autoencoder.load(module, config.factor, config.channels, tensors, checkpoint, torch.float32)
+
+
+def vae_config(checkpoint: Checkpoint) -> tuple[KLConfig, dict[str, Tensor]]:
+    """The VAE's sizes, by its decoder's tensors, and the latents' mean and std."""
     settings = read_settings(checkpoint.path.parent / "config.json")
     with incomplete_without("the decoder, and the latents' mean and std in config.json,", checkpoint.path):
-        tensors = decoder_names(checkpoint.tensors)
+        tensors = vae_names(checkpoint.tensors, "decoder")
         levels = numbered(tensors, r"decoder\.up\.", LEVELS)
         widths = [len(tensors[f"decoder.up.{i}.block.0.conv1.weight"]) for i in range(levels)]
         config = KLConfig(
@@ -232,21 +313,18 @@ def load_vae(checkpoint: Checkpoint, operations=nn) -> Autoencoder:
             f"config.json says latents_mean {mean.tolist()} and latents_std {std.tolist()}, which are no numbers for "
             f"{config.channels} channels. Download it again."
         )
-    with torch.device("meta"):
-        module = Pixels(config, operations)
-    tensors |= {"mean": mean, "std": std}
-    return Autoencoder.load(module, config.factor, config.channels, tensors, checkpoint, torch.float32)
+    return config, {"mean": mean, "std": std}
 
 
-def decoder_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The decoder's tensors under the names of models/kl_vae.py."""
-    found = {name.removeprefix("decoder."): t for name, t in tensors.items() if name.startswith("decoder.")}
-    last = numbered(found, r"up_blocks\.", LEVELS) - 1
-    return {f"decoder.{renamed(name, last)}": tensor for name, tensor in found.items()}
+def vae_names(tensors: Mapping[str, Tensor], half: Literal["encoder", "decoder"]) -> dict[str, Tensor]:
+    """The tensors of the VAE's encoder or decoder under the names of models/kl_vae.py."""
+    found = {name.removeprefix(f"{half}."): t for name, t in tensors.items() if name.startswith(f"{half}.")}
+    last = numbered(found, r"(?:up|down)_blocks\.", LEVELS) - 1
+    return {f"{half}.{renamed(name, last)}": tensor for name, tensor in found.items()}
 
 
 def renamed(name: str, last: int) -> str:
-    """A name of diffusers' decoder in latent diffusion's naming. last: number of the deepest level."""
+    """A name of diffusers' encoder or decoder in latent diffusion's naming. last: number of the deepest level."""
     for pattern, replacement in _VAE:
         name = re.sub(pattern, replacement, name)
     return re.sub(r"^up_blocks\.(\d+)\.", lambda match: f"up.{last - int(match[1])}.", name)

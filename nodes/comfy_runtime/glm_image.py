@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from ...model_loaders.decoders import glm_image
 from .folders import MODELS, resolve, search_folders, stamp
-from .models import LoadedDecoder, output
+from .models import LoadedDecoder, managed, output
 from .operations import Operations
 from .vae import ARVae
 
@@ -66,7 +68,7 @@ class LoadedGlmImage:
     """
 
     def __init__(self, folder: Path):
-        self.device = mm.get_torch_device()
+        self.device, self._folder = mm.get_torch_device(), folder
         dtype = torch.bfloat16 if mm.should_use_bf16(self.device) else torch.float32
         self.decoder = glm_image.load(folder, dtype, Operations)
         self._dit = ModelPatcher(self.decoder.dit, self.device, mm.unet_offload_device())
@@ -74,12 +76,33 @@ class LoadedGlmImage:
         vae = self.decoder.vae
         self._vae = ARVae(LoadedVae(vae, ModelPatcher(vae.module, mm.vae_device(), mm.vae_offload_device())))
 
-    def decode(self, tokens: Tensor, prompt: str, seed: int, steps: int, cfg: float) -> Tensor:
-        """Pixels [B, 32 * h, 32 * w, 3] of tokens [B, h, w] (int64); image i with seed + i. If memory is too short for
-        a whole image, the VAE decodes it in tiles. Raises InterruptProcessingException if the user interrupts."""
+    @cached_property
+    def _encoder(self) -> ARVae:
+        """The VAE's encoder, read when the first source image comes."""
+        return ARVae(managed(glm_image.load_encoder(self._folder, Operations)))
+
+    def decode(
+        self,
+        tokens: Tensor,
+        prompt: str,
+        seed: int,
+        steps: int,
+        cfg: float,
+        images: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Tensor:
+        """Pixels [B, 32 * h, 32 * w, 3] of tokens [B, h, w] (int64); image i with seed + i. images: what the prompt
+        edits, as tokens [h, w] (int64) and pixels [32 * h, 32 * w, 3] in 0..1. If memory is too short for a whole
+        image, the VAE works in tiles. Raises InterruptProcessingException if the user interrupts, and CheckpointError
+        for images if the VAE has no encoder."""
+        sources = []
+        for codes, image in images:
+            mm.throw_exception_if_processing_interrupted()
+            sources.append(glm_image.Source(self._encoder.encode(image[None]), codes))
         mm.load_models_gpu([self._reader], force_full_load=True)
         text, null = self.decoder.read(prompt)
-        memory = self.decoder.dit.activation_bytes(4 * tokens.shape[1] * tokens.shape[2] + text.shape[1])
+        memory = self.decoder.dit.activation_bytes(
+            4 * tokens[0].numel() + text.shape[1], [4 * source.tokens.numel() for source in sources]
+        )
         mm.load_models_gpu([self._dit], memory_required=memory)
         bar = comfy.utils.ProgressBar(len(tokens) * steps)
 
@@ -88,5 +111,5 @@ class LoadedGlmImage:
             bar.update(1)
 
         mm.throw_exception_if_processing_interrupted()
-        latents = self.decoder.latents(tokens, text, null, seed, steps, cfg, self.device, report)
+        latents = self.decoder.latents(tokens, text, null, seed, steps, cfg, self.device, report, sources)
         return self._vae.decode(output(latents))

@@ -10,7 +10,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.decoders import glm_image as decoders
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import nodes as core
 
@@ -51,6 +51,25 @@ def decode(glm_image, positive, nodes, run):
     return decode
 
 
+@pytest.fixture(scope="module")
+def edit(positive):
+    """edit(*sources) -> the prompt with these source images: by default one of 2 x 3 tokens and one of 1 x 1."""
+
+    def edit(*sources):
+        seeded = torch.Generator().manual_seed(2)
+        codes = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[7]])
+        images = [torch.rand(*(32 * side for side in each.shape), 3, generator=seeded) for each in codes]
+        made = [{"tokens": each, "image": image} for each, image in zip(codes, images, strict=True)]
+        [(features, extra)] = positive
+        return [[features, extra | {"ar": extra["ar"] | {"sources": list(sources) or made}}]]
+
+    return edit
+
+
+def sources_in(prompt):
+    return prompt[0][1]["ar"]["sources"]
+
+
 def test_a_batch_is_decoded_as_its_images_are(sample, decode):
     latent = sample(batch=2)
     assert latent["samples"].shape == (2, 1, 4, 4)
@@ -70,6 +89,48 @@ def test_it_is_the_decoder_s_image(sample, decode, glm_image):
     assert not torch.allclose(decoder.decode_tokens(latent["ar_tokens"], "a red cup", seed=5, steps=2), wanted)
 
 
+def test_source_images_are_read(sample, decode, edit, positive):
+    latent, folder = sample(batch=2), Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image"
+    decoder, encoder = decoders.load(folder, torch.float32), decoders.load_encoder(folder)
+    sources = [
+        decoders.Source(encoder.encode_latent(each["image"][None]), each["tokens"]) for each in sources_in(edit())
+    ]
+    wanted = decoder.latents(latent["ar_tokens"], *decoder.read(PROMPT), 5, 2, 1.5, "cpu", sources=sources)
+    image = decode(latent, positive=edit(), seed=5)
+    torch.testing.assert_close(image, decoder.vae.decode(wanted), rtol=0, atol=1e-4)
+    plain = decode(latent, seed=5)
+    assert not torch.allclose(image, plain, atol=1e-3)
+    [(features, extra)] = positive
+    assert torch.equal(decode(latent, positive=[[features, {"ar": extra["ar"] | {"sources": []}}]], seed=5), plain)
+
+
+def test_source_images_that_cannot_be(sample, decode, edit):
+    latent, (source, _) = sample(), sources_in(edit())
+    for wrong, words in (
+        ({"tokens": source["tokens"][:1]}, r"Source image 2.*\[64, 96, 3\].*\[1, 3\].*32 x 32 pixels"),
+        ({"image": source["image"][None]}, r"Source image 2.*\[1, 64, 96, 3\]"),
+        ({"image": None}, "Source image 2.*NoneType"),
+        ({"tokens": source["tokens"][:0], "image": source["image"][:0]}, r"Source image 2.*\[0, 3\]"),
+        ({"tokens": source["tokens"] + 30}, "Source image 2.*31 to 36.*0 to 31"),
+        ({"tokens": source["tokens"] - 2}, "Source image 2.*-1 to 4.*0 to 31"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            decode(latent, positive=edit(source, source | wrong))
+
+
+def test_a_vae_without_encoder_is_named_only_if_there_are_source_images(sample, decode, edit):
+    latent, folder = sample(), Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image"
+    image = decode(latent)
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    save_file({name: tensor for name, tensor in weights.items() if name.startswith("decoder.")}, file)
+    assert torch.equal(decode(latent), image)
+    with pytest.raises(ValueError, match="VAE without encoder"):
+        decode(latent, positive=edit())
+    tiny_glm_image.write_decoder(folder)
+    assert decode(latent, positive=edit()).shape == image.shape
+
+
 def test_a_saved_latent_has_the_tokens(sample, decode, monkeypatch, tmp_path):
     """As docs/models.md says to those who give them to diffusers."""
     latent = sample()
@@ -79,6 +140,23 @@ def test_a_saved_latent_has_the_tokens(sample, decode, monkeypatch, tmp_path):
     tokens = load_file(tmp_path / file["filename"])["latent_tensor"][:, 0].round().long()
     assert torch.equal(tokens, latent["ar_tokens"])
     assert torch.equal(decode({"samples": tokens[:, None].float()}), decode(latent))
+
+
+def test_a_source_image_is_encoded_in_tiles_if_it_does_not_fit(sample, decode, edit, monkeypatch, caplog):
+    wide = {"tokens": torch.arange(10).view(1, 10), "image": torch.linspace(0, 1, 320)[None, :, None].expand(32, -1, 3)}
+    latent, plain = sample(), decoders.Latents.encode
+    whole = decode(latent, positive=edit(wide))
+
+    def short(self, pixels):
+        if pixels.shape[-1] > 256:
+            raise mm.OOM_EXCEPTION("CUDA out of memory")
+        return plain(self, pixels)
+
+    monkeypatch.setattr(decoders.Latents, "encode", short)
+    with caplog.at_level(logging.WARNING):
+        tiled = decode(latent, positive=edit(wide))
+    assert "tiles of 256 pixels" in caplog.text
+    assert (tiled - whole).square().mean() < whole.var() / 100
 
 
 @pytest.mark.parametrize("node", ["VAEDecode", "VAEDecodeTiled", "VAEEncode"])
@@ -132,7 +210,7 @@ def test_files_are_read_once_and_again_when_they_change(sample, decode, glm_imag
         file.unlink()
 
 
-def test_progress_and_interruption(sample, decode, progress):
+def test_progress_and_interruption(sample, decode, edit, progress):
     latent = sample(batch=2)
     progress.clear()
     decode(latent, steps=3)
@@ -140,7 +218,12 @@ def test_progress_and_interruption(sample, decode, progress):
     mm.interrupt_current_processing()
     with pytest.raises(mm.InterruptProcessingException):
         decode(latent)
-    assert decode(latent).shape == (2, 128, 128, 3)
+    progress.clear()
+    assert decode(latent, positive=edit(), steps=3).shape == (2, 128, 128, 3)
+    assert [event[:2] for event in progress] == [(done, 6) for done in range(1, 7)]
+    mm.interrupt_current_processing()
+    with pytest.raises(mm.InterruptProcessingException):
+        decode(latent, positive=edit())
 
 
 def test_tiles_if_the_pixels_do_not_fit(sample, decode, monkeypatch, caplog):
@@ -158,13 +241,22 @@ def test_tiles_if_the_pixels_do_not_fit(sample, decode, monkeypatch, caplog):
     assert image.shape == (1, 64, 320, 3) and "tiles of 256 pixels" in caplog.text
 
 
-def test_memory_is_asked_for_before_each_part(sample, decode, loads):
-    """ByT5, the transformer with its activations, the VAE with those of a whole image."""
-    decode(sample())
-    asked = [(type(models[0].model).__name__, options.get("memory_required", 0)) for models, options in loads]
-    parts = [part for part in asked if part[0] in ("T5", "DiT", "Pixels")]
-    assert [name for name, _ in parts] == ["T5", "DiT", "Pixels"]
-    assert parts[1][1] > 0 and parts[2][1] == 5 * 64 * 128 * 128 * 4
+def test_memory_is_asked_for_before_each_part(sample, decode, edit, loads):
+    """The VAE's encoder with each source image, ByT5, the transformer with its activations and what it keeps of the
+    sources, the VAE's decoder with a whole image."""
+    latent = sample()
+
+    def asked(**inputs):
+        loads.clear()
+        decode(latent, **inputs)
+        return [(type(models[0].model).__name__, options.get("memory_required", 0)) for models, options in loads]
+
+    plain, edited = asked(), asked(positive=edit())
+    assert [name for name, _ in plain] == ["T5", "DiT", "Pixels"]
+    assert plain[1][1] > 0 and plain[2][1] == 5 * 64 * 128 * 128 * 4
+    assert edited[:2] == [("Latents", 12 * 32 * pixels * 4) for pixels in (64 * 96, 32 * 32)]
+    kept = 3 * 2 * 4 * (6 + 1) * 32 * 4  # keys and values of two layers, and once more, of 7 codes, in fp32
+    assert edited[2:] == [plain[0], ("DiT", plain[1][1] + kept), plain[2]]
 
 
 def test_the_transformer_runs_when_half_of_it_stays_in_main_memory(tmp_path, request):
@@ -175,7 +267,8 @@ def test_the_transformer_runs_when_half_of_it_stays_in_main_memory(tmp_path, req
     assert {parameter.device for parameter in dit.parameters()} == {GPU, CPU}
     noise, text = torch.zeros(1, 4, 8, 8, device=GPU), torch.zeros(1, 1, 24, device=GPU)
     tokens = torch.zeros(1, 2, 2, dtype=torch.int64, device=GPU)
-    assert dit(noise, text, tokens, torch.zeros(1, device=GPU)).device == GPU
+    source = dit.read(noise, tokens)
+    assert dit(noise, text, tokens, torch.zeros(1, device=GPU), [source]).device == GPU
 
 
 def test_about_the_model(glm_image, nodes, run):

@@ -9,10 +9,16 @@ transformers 5.20.2), for weights and inputs that ``fill`` in tests/support/tiny
   denoised, denoised_unguided   GlmImagePipeline for the first codes and the second prompt, 6 steps, guidance 1.5 and 1
   pixels                    the former as an image, every eighth row and column
   decoded                   AutoencoderKL.decode of a latent of 2 x 3
+and for the source images SHAPES, which ``picture`` and ``source_codes`` make, as PIL images:
+  encoded_0, 1              their latents, by AutoencoderKL.encode (the mean), shifted and scaled
+  keys_0, 1, values_0, 1    GlmImageKVCache of both sources, by layer, with heads before tokens
+  velocity_1, 2             as velocity, the cache of one and of both sources being read
+  denoised_1, 2             as denoised, by GlmImagePipeline with ``image`` and the sources' codes, of one and of both
+  edited                    the latter as an image, every eighth row and column
 The schedule had base_shift 0.25, max_shift 0.75, base_image_seq_len 256, dynamic and linear shifting, as released.
 diffusers after 0.39 (its pull request 14011) tells the transformer shifted times instead of those it was trained on.
 RELEASED are numbers of tensors, numbers in them, and a SHA-256 of names and shapes, of the transformer as released and
-of the decoder of an AutoencoderKL with its widths.
+of an AutoencoderKL with its widths.
 """
 
 from pathlib import Path
@@ -35,13 +41,34 @@ PROMPTS = ("no words", 'a sign "open" and \u201cna\u00efve\u201d', "'one' only \
 CODES = torch.arange(12).view(2, 2, 3) * 7 % 32
 RELEASED = {
     "transformer": (443, 6_926_882_880, "c857a7f18e94dd1c4700c4799a6575681be4671a612f0652caef8a154ee2bf1b"),
-    "vae": (160, 233_656_835, "4e5d38c3f39d540637c04d75cf9f3968f4485a2e4486270f37788f94c34ac2fa"),
+    "vae": (288, 406_100_643, "c2c6e1e2fdb33c7dbe7aed044ca197270af612b230f914a7c78f78d9995efbc1"),
 }
+SHAPES = ((3, 2), (1, 1))  # rows and columns of the tokens of source images
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    return glm_image.load(write_decoder(tmp_path_factory.mktemp("release")), torch.float32)
+def folder(tmp_path_factory):
+    return write_decoder(tmp_path_factory.mktemp("release"))
+
+
+@pytest.fixture(scope="module")
+def decoder(folder):
+    return glm_image.load(folder, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return glm_image.load_encoder(folder)
+
+
+def picture(rows: int, cols: int) -> torch.Tensor:
+    """[1, 32 * rows, 32 * cols, 3] in 0..1: bent stripes of the 256 values that a PIL image has."""
+    y, x, channel = torch.meshgrid(*map(torch.arange, (32 * rows, 32 * cols, 3)), indexing="ij")
+    return ((3 * y + 5 * x + 80 * channel + x * y // 7) % 256)[None] / 255
+
+
+def source_codes(rows: int, cols: int) -> torch.Tensor:
+    return torch.arange(rows * cols).view(rows, cols) * 5 % 32
 
 
 def test_codes_as_the_pipeline_takes_them():
@@ -94,6 +121,52 @@ def test_pixels(decoder):
         return image.movedim(-1, 1)[:, :, ::8, ::8]
 
     assert_as_exact(whole, OFFICIAL["pixels"])
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_latents_of_a_source(encoder, number):
+    assert_as_exact(lambda: encoder.encode_latent(picture(*SHAPES[number])), OFFICIAL[f"encoded_{number}"])
+
+
+def read_sources(decoder, count: int = 2):
+    return [
+        decoder.dit.read(OFFICIAL[f"encoded_{i}"], source_codes(*shape)[None]) for i, shape in enumerate(SHAPES[:count])
+    ]
+
+
+def test_keys_and_values_of_sources(decoder):
+    def compute():
+        layers = zip(*read_sources(decoder), strict=True)
+        return [torch.cat(part, dim=2) for layer in layers for part in zip(*layer, strict=True)]
+
+    assert_as_exact(compute, [OFFICIAL[f"{part}_{layer}"] for layer in range(2) for part in ("keys", "values")])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_velocity_with_sources(decoder, count):
+    latent, text = fill("latent embedding", (2, 4, 8, 12)), fill("text embedding", (2, 5, 24))
+    time = torch.tensor([719.0, 39.0])
+    assert_as_exact(
+        lambda: decoder.dit(latent, text, CODES, time, read_sources(decoder, count)), OFFICIAL[f"velocity_{count}"]
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_edited_image(decoder, encoder, count):
+    """Guidance leaves the sources out of the second branch."""
+    noise = fill("noise embedding", (1, 4, 8, 12))
+
+    def denoised():
+        text, null = decoder.read(PROMPTS[1])
+        sources = [
+            decoder.dit.read(encoder.encode_latent(picture(*shape)), source_codes(*shape)[None])
+            for shape in SHAPES[:count]
+        ]
+        return denoise(decoder.dit, noise, CODES[:1], text, null, 6, 1.5, sources=sources)
+
+    assert_as_exact(denoised, OFFICIAL[f"denoised_{count}"])
+    if count == 2:
+        assert_as_exact(lambda: decoder.vae.decode(denoised()).movedim(-1, 1)[:, :, ::8, ::8], OFFICIAL["edited"])
 
 
 def test_times_are_those_before_the_shift():

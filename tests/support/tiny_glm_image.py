@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from comfyui_specar.models.glm_image_dit import DiT, DiTConfig
-from comfyui_specar.models.kl_vae import Decoder, KLConfig
+from comfyui_specar.models.kl_vae import Decoder, Encoder, KLConfig
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -134,7 +134,8 @@ _DIFFUSERS = (  # latent diffusion's names -> diffusers'
     (r"mid\.block_2", "mid_block.resnets.1"),
     (r"\.block\.", ".resnets."),
     ("nin_shortcut", "conv_shortcut"),
-    (r"upsample\.", "upsamplers.0."),
+    (r"(up|down)sample\.", r"\1samplers.0."),
+    (r"down\.(?=\d)", "down_blocks."),
     ("norm_out", "conv_norm_out"),
 )
 MEAN, STD = [0.1, -0.2, 0.3, 0.0], [1.0, 0.5, 2.0, 1.5]
@@ -143,11 +144,14 @@ MEAN, STD = [0.1, -0.2, 0.3, 0.0], [1.0, 0.5, 2.0, 1.5]
 def vae_shapes(
     multiples: tuple[int, ...] = WIDTHS, base: int = 32, blocks: int = 1, channels: int = DIT.channels
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the decoder's tensors in diffusers' AutoencoderKL without attention, whose deepest level is
-    the first. multiples: of ``base`` channels, the finest resolution first."""
+    """Names and shapes of the tensors of diffusers' AutoencoderKL without attention. The deepest level of its decoder
+    is the first. multiples: of ``base`` channels, the finest resolution first."""
     config = KLConfig(channels, multiples, base, blocks)
     ours = named_shapes(
-        lambda: {"decoder.": Decoder(config, blocks, config.channels, False, nn, middle_attention=False)}
+        lambda: {
+            "encoder.": Encoder(config, blocks, 2 * channels, False, nn, middle_attention=False),
+            "decoder.": Decoder(config, blocks, channels, False, nn, middle_attention=False),
+        }
     )
     found = {}
     for name, shape in ours.items():

@@ -17,8 +17,22 @@ def load(folder):
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    return load(tiny.write_decoder(tmp_path_factory.mktemp("release")))
+def folder(tmp_path_factory):
+    return tiny.write_decoder(tmp_path_factory.mktemp("release"))
+
+
+@pytest.fixture(scope="module")
+def decoder(folder):
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def sources(folder):
+    """Of 2 x 1 and of 1 x 3 tokens."""
+    encoder, seeded = glm_image.load_encoder(folder), torch.Generator().manual_seed(1)
+    codes = torch.tensor([[3], [1]]), torch.tensor([[4, 1, 5]])
+    images = (torch.rand(1, *(32 * side for side in each.shape), 3, generator=seeded) for each in codes)
+    return [glm_image.Source(encoder.encode_latent(image), each) for image, each in zip(images, codes, strict=True)]
 
 
 def test_codes_become_pixels(decoder):
@@ -39,6 +53,42 @@ def test_an_image_does_not_depend_on_its_batch(decoder):
     tokens = torch.arange(12).view(2, 2, 3)
     both, second = (decoder.decode_tokens(of, "a sign", seed, steps=2) for of, seed in ((tokens, 3), (tokens[1:], 4)))
     torch.testing.assert_close(second, both[1:], rtol=0, atol=1e-9)
+
+
+def latents(decoder, tokens, sources, seed=3, cfg=1.5):
+    return decoder.latents(tokens, *decoder.read("a sign"), seed, 2, cfg, "cpu", sources=sources)
+
+
+def test_source_images_change_the_image(decoder, sources):
+    tokens = torch.arange(6).view(1, 2, 3)
+    plain = latents(decoder, tokens, [])
+    assert torch.equal(plain, decoder.latents(tokens, *decoder.read("a sign"), 3, 2, 1.5, "cpu"))
+    recoded = [glm_image.Source(sources[0].latent, sources[0].tokens + 1), sources[1]]
+    repainted = [glm_image.Source(-sources[0].latent, sources[0].tokens), sources[1]]
+    found = [plain, *(latents(decoder, tokens, each) for each in (sources, sources[:1], recoded, repainted))]
+    for i, one in enumerate(found):
+        assert one.isfinite().all() and not any(torch.allclose(one, other, atol=1e-3) for other in found[:i])
+
+
+@fp64()
+def test_a_batch_shares_its_source_images(decoder, sources):
+    tokens = torch.arange(12).view(2, 2, 3)
+    both, second = latents(decoder, tokens, sources), latents(decoder, tokens[1:], sources, seed=4)
+    torch.testing.assert_close(second, both[1:], rtol=0, atol=1e-9)
+    swapped = latents(decoder, tokens, sources[::-1])  # sources do not see each other
+    torch.testing.assert_close(swapped, both, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_source_images(folder, sources, dtype):
+    """Their keys and values, and a layer's once more beside those of the image."""
+    dit = glm_image.load(folder, dtype).dit
+    kept = [dit.read(source.latent.to(dtype), source.tokens[None]) for source in sources]
+    held = sum(part.nbytes for source in kept for layer in source for part in layer)
+    assert {part.dtype for source in kept for layer in source for part in layer} == {dtype}
+    lengths = [4 * source.tokens.numel() for source in sources]
+    assert dit.activation_bytes(20, lengths) - dit.activation_bytes(20) == held * 3 // 2  # of two layers
+    assert dit.activation_bytes(1, [100]) > dit.activation_bytes(100)  # a source larger than the image
 
 
 def test_half_precision_weights(tmp_path, decoder):
@@ -102,6 +152,21 @@ def test_missing_and_broken_tensors(tmp_path, part, name, words):
     refused(folder, "NaN or infinite", loader=load)
     save_file({key: tensor for key, tensor in weights.items() if key != name}, file)
     refused(folder, *words, loader=load)
+
+
+def test_a_vae_without_encoder_makes_images_but_reads_none(tmp_path, decoder):
+    folder = tiny.write_decoder(tmp_path)
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    save_file({name: tensor for name, tensor in weights.items() if name.startswith("decoder.")}, file)
+    tokens = torch.arange(6).view(1, 2, 3)
+    images = (each.decode_tokens(tokens, "a sign", steps=1) for each in (load(folder), decoder))
+    assert torch.equal(*images)
+    refused(folder, "VAE without encoder", "source images", "zai-org/GLM-Image", loader=glm_image.load_encoder)
+    save_file({name: tensor for name, tensor in weights.items() if name != "encoder.conv_out.bias"}, file)
+    refused(folder, "encoder.conv_out.bias", "incomplete", loader=glm_image.load_encoder)
+    save_file(weights | {"encoder.mid_block.attentions.0.to_q.bias": torch.zeros(64)}, file)
+    refused(folder, "attentions.0.to_q.bias", loader=glm_image.load_encoder)
 
 
 def test_parts_of_different_models(tmp_path):
