@@ -45,7 +45,8 @@ class Family:
     operations) -> the model on the CPU. continuous: whether tokens are vectors. releases: regular expression for a
     loader's choice -> all files that it needs. reader: (checkpoint, model, search folders, operations) -> its
     ImageReader on the CPU, if models of the family also answer questions about images. image_readers: names
-    of those that read images with a prompt.
+    of those that read images with a prompt. encoder: (checkpoint, model, search folders, operations) -> the module on
+    the CPU that encodes these images, if that is not the image decoder's encoder.
     """
 
     labels: tuple[str, ...]
@@ -56,6 +57,7 @@ class Family:
     releases: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
     image_readers: tuple[str, ...] = ()
     reader: Callable[..., Any] | None = None
+    encoder: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
