@@ -29,7 +29,7 @@ from .decoders.image_decoder import Autoencoder, ImageDecoder
 from .drafters import ModelDrafter, pair
 from .neighbours import neighbour_table
 from .sizes import unsupported_size
-from .text.prompt_encoders import PromptEncoder
+from .text.prompt_encoders import Images, PromptEncoder, grids_of
 from .text.prompts import Conditioning, EncodedPrompt, Prompted
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class State:
     """Caches of one batch and the prediction of the prompt. Guidance doubles the rows, conditional ones first."""
 
     cache: KVCache
+    positions: Positions  # those of the prompt
     table: Table
     branches: int
     grid: tuple[int, int]
@@ -58,10 +59,10 @@ class DiscreteModel(Prompted):
     special token follows every row; endings: the number of special tokens after the last row. These special tokens are
     the last ids of the backbone's vocabulary, in this order. longest: maximum number of tokens, prompt included (None:
     no limit). word_ids: if image tokens are part of a language model's vocabulary, their ids in it. preview: grid of an
-    image -> grid of the smaller one that the model generates before it. guidance: was it trained with a second branch.
-    ``image_decoder``: the one loaded with the model, if any; its code vectors are ``codebook``. ``id_latents``: whether
-    latents contain token ids although there is a codebook. ``device``: the compute device, set by ComfyUI's model
-    management. ``int8_cache``: whether keys and values are stored in int8.
+    image -> grid of the smaller one that the model generates before it, unless its prompt has images. guidance: was it
+    trained with a second branch. ``image_decoder``: the one loaded with the model, if any; its code vectors are
+    ``codebook``. ``id_latents``: whether latents contain token ids although there is a codebook. ``device``: the
+    compute device, set by ComfyUI's model management. ``int8_cache``: whether keys and values are stored in int8.
     """
 
     continuous = False
@@ -130,17 +131,17 @@ class DiscreteModel(Prompted):
         (bool): keep mask for ``tokens`` [B, rows, cols] (int64). strength and skippable [1 or B, rows, cols]: see
         Request. params: fields of SamplingParams; None: the model's default. Raises ValueError for unsupported values.
         """
-        layout = layout or self.layout(*(grid or ()))
-        shape = batch, layout.rows, layout.cols
+        size = (layout.rows, layout.cols) if layout else self.check_grid(*(grid or self.grid))
+        shape = batch, *size
         check_grids(shape, tokens=tokens, kept=kept, strength=strength, skippable=skippable)
         check_both(tokens, kept)
-        if kept is not None:
-            layout = layout.keeping(self.checked_ids(tokens, kept).expand(shape), kept.expand(shape))
         asked = chosen_params(self.defaults, params, "models of token ids")
         if asked.guided and not self.guidance:
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
-        size = layout.rows, layout.cols
         positive, other = self.read_both(conditioning, negative, batch, size)
+        layout = layout or self.layout(*size, positive.images)
+        if kept is not None:
+            layout = layout.keeping(self.checked_ids(tokens, kept).expand(shape), kept.expand(shape))
         return Request(
             self,
             positive,
@@ -275,14 +276,15 @@ class DiscreteModel(Prompted):
         """Typical latents [count, C] of the model; deterministic."""
         return self._codes()[torch.randint(self.vocab, (count,), generator=torch.Generator().manual_seed(0))]
 
-    def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout:
-        """The token layout; raises ValueError for a grid the model was not trained on."""
+    def layout(self, rows: int | None = None, cols: int | None = None, images: Images = ()) -> TokenLayout:
+        """The token layout; raises ValueError for a grid the model was not trained on. images: those of the prompt,
+        after which no preview is generated."""
         grid = rows or self.grid[0], cols or self.grid[1]
         if grid not in self.grids:
             width, height = (tokens * self.pixels_per_token for tokens in reversed(grid))
             raise ValueError(self.unsupported_size(width, height))
         specials = range(self.vocab, self.vocab_total)
-        lead = prod(self.preview(grid)) if self.preview else 0
+        lead = prod(self.preview(grid)) if self.preview and not images else 0
         return TokenLayout.ruled(*grid, specials[: self.row_ends], specials[self.row_ends :], lead)
 
     def unsupported_size(self, width: int, height: int) -> str:
@@ -372,6 +374,11 @@ class DiscreteModel(Prompted):
         """
         grid = layout.rows, layout.cols
         positive, other = self.read_both(conditioning, negative, batch, grid)
+        if positive.images and layout.lead:
+            raise ValueError(
+                f"The sequence begins with {layout.lead} tokens of a preview, but after a prompt with images there is "
+                "none. Use model.layout(rows, cols, images)."
+            )
         own = positive.features
         features: list[Tensor | None] = [own]
         branches = [self.prefix(own)]
@@ -398,14 +405,15 @@ class DiscreteModel(Prompted):
             into and into.cache,
             self.int8_cache,
         )
-        table = Table.of(self.positions, places, lengths, grid, config.head_dim, into and into.table)
-        rotation = self.positions.prompt(longest, config.head_dim, self.device)
+        positions = self.positions.reading(grids_of(positive.images))
+        table = Table.of(positions, places, lengths, grid, config.head_dim, into and into.table)
+        rotation = positions.prompt(longest, config.head_dim, self.device)
         passes = prompt_passes(rotation, lengths, cache)
         hidden = torch.cat([self.backbone(x[:, part], turned, cache, mask) for part, turned, mask in passes], dim=1)
         last = hidden[torch.arange(len(x), device=self.device), lengths - 1][:, None]
         prefix_hidden = [h[:, : b.shape[1]] for h, b in zip(hidden.split(batch), branches, strict=True)]
         out = StepOut(self.backbone.logits(last), last)
-        state = State(cache, table, len(branches), grid, longest, out, prefix_hidden, features)
+        state = State(cache, positions, table, len(branches), grid, longest, out, prefix_hidden, features)
         return taken_over(into, state)
 
     def _check_length(self, prompt: int, layout: TokenLayout) -> None:
@@ -434,14 +442,17 @@ class DiscreteModel(Prompted):
         """Keep ``count`` [B] tokens of the last step (of ``path`` [B, P] if given) in every branch."""
         state.cache.commit(repeated(count, state.branches), None if path is None else repeated(path, state.branches))
 
-    def forward(self, prefix: Tensor, tokens: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    def forward(
+        self, prefix: Tensor, tokens: Tensor, grid: tuple[int, int] | None = None, images: Images = ()
+    ) -> Tensor:
         """For training and tests: logits [B, S, V+] (fp32) for tokens [B, S] after prefix embeddings [B, n, D].
 
-        grid: (rows, cols) of the image (None: the default).
+        grid: (rows, cols) of the image (None: the default). images: those of the prompt.
         """
         x = torch.cat((prefix.to(self.dtype), self.backbone.tok_embeddings(tokens[:, :-1]).to(self.dtype)), dim=1)
         count, head_dim = prefix.shape[1], self.backbone.config.head_dim
-        rotation = rotation_of(self.positions, count, tokens.shape[1] - 1, grid or self.grid, head_dim, x.device)
+        positions = self.positions.reading(grids_of(images))
+        rotation = rotation_of(positions, count, tokens.shape[1] - 1, grid or self.grid, head_dim, x.device)
         return self.backbone.logits(self.backbone(x, rotation)[:, count - 1 :]).float()
 
     @torch.inference_mode()
@@ -452,11 +463,11 @@ class DiscreteModel(Prompted):
         default grid. Raises ValueError for an image of a model that generates a preview before it.
         """
         tokens = tokens.to(self.device)
-        layout = self.layout(*tokens.shape[1:]) if tokens.ndim == 3 else self.layout()
+        grid = self.check_grid(*(tokens.shape[1:] if tokens.ndim == 3 else self.grid))
+        prompt = self.read_both(conditioning, None, len(tokens), grid)[0]
+        layout = self.layout(*grid, prompt.images)
         if tokens.ndim == 3 and layout.lead:
             raise ValueError(f"The sequence begins with {layout.lead} tokens of a preview: pass all of it, [B, S].")
         if tokens.ndim == 3:
             tokens = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool)).forced
-        grid = layout.rows, layout.cols
-        features = self.read_both(conditioning, None, len(tokens), grid)[0].features
-        return self(self.prefix(features).expand(len(tokens), -1, -1), tokens, grid)
+        return self(self.prefix(prompt.features).expand(len(tokens), -1, -1), tokens, grid, prompt.images)

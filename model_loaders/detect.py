@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..models.glm_image_vision import SourceEncoder
 from ..models.precision import bf16_is_faster
 from ..models.quantised import NARROW
 from .ar_model import DiscreteModel
@@ -229,6 +230,29 @@ def load_reader(
     reader.reading.to(model.device)
     reader.reading.device = model.device
     return reader
+
+
+def load_encoder(
+    path: str | Path,
+    model: DiscreteModel,
+    operations=nn,
+    search_folders: Sequence[Path] = (),
+    adapters: Sequence[tuple[str | Path, float]] = (),
+) -> SourceEncoder:
+    """What of a model's files encodes the images of its prompts, where these are ``seen`` (see ImagePrompts); the rest
+    as in ``load_reader``. Raises CheckpointError (a ValueError) for files without it, and for damaged ones."""
+    family = next(family for family in FAMILIES if model.family in family.decoders)
+    if family.encoder is None:
+        raise CheckpointError(
+            f"{title(model_file(path))} ({model.family}) has no encoder of its own. If it reads images with its "
+            "prompt, its image decoder encodes them."
+        )
+    checkpoint = opened(path, adapters)
+    with as_released(checkpoint.path):
+        encoder = family.encoder(checkpoint, model, search_folders, operations)
+    encoder.to(model.device)
+    encoder.device = model.device
+    return encoder
 
 
 def unknown_drafter(path: Path, tensors: dict[str, torch.Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""Images that prompts are about, scaled as their models' authors scale them: by Pillow, in 8 bits."""
+"""Images that prompts are about, scaled as their models' authors scale them: in 8 bits, mostly by Pillow."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 
 
-def resized(image: Tensor, height: int, width: int) -> Tensor:
-    """An image [H, W, 3] in 0..1 as one of height x width pixels (fp32, CPU): of 8 bits, by Pillow's bicubic filter,
-    which smooths what becomes smaller."""
+def resized(image: Tensor, height: int, width: int, by: str = "bicubic") -> Tensor:
+    """An image [H, W, 3] in 0..1 as one of height x width pixels (fp32, CPU): of 8 bits, by Pillow's filter of that
+    name, which smooths what becomes smaller."""
     from torchvision.transforms import InterpolationMode, functional
 
-    return _pixels(functional.resize(_picture(image), [height, width], InterpolationMode.BICUBIC))
+    return _pixels(functional.resize(_picture(image), [height, width], InterpolationMode(by)))
+
+
+def resized_by_torch(image: Tensor, height: int, width: int) -> Tensor:
+    """The same by torchvision's bicubic filter for tensors, as transformers' newer image processors do it."""
+    from torchvision.transforms.v2 import InterpolationMode, functional
+
+    size = [height, width]
+    resized = functional.resize(_levels(image), size, InterpolationMode.BICUBIC, antialias=True)
+    return resized.movedim(0, -1).float() / 255
 
 
 def covering(image: Tensor, height: int, width: int) -> Tensor:
@@ -37,8 +46,12 @@ def _picture(image: Tensor) -> Any:
     """The picture of Pillow: torchvision's own filters round differently."""
     from torchvision.transforms import functional
 
-    levels = (image[..., :3].float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
-    return functional.to_pil_image(levels.movedim(-1, 0))
+    return functional.to_pil_image(_levels(image))
+
+
+def _levels(image: Tensor) -> Tensor:
+    """An image [H, W, 3] in 0..1 in 8 bits, [3, H, W]."""
+    return (image[..., :3].float().clamp(0, 1) * 255).round().to("cpu", torch.uint8).movedim(-1, 0)
 
 
 def _pixels(picture: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,11 @@ class Positions(Protocol):
         prompts of ``prompts`` [R] tokens. Past the end of the image any rotation is valid."""
         ...
 
+    def reading(self, images: Sequence[tuple[int, int]]) -> Positions:
+        """The positions of prompts with images of these grids (rows, cols). Default: the same, images being read like
+        words."""
+        return self
+
 
 def grid_angles(places: Tensor, cols: int, head_dim: int, theta: float = 10000.0) -> Tensor:
     """Angles [..., head_dim / 2] (fp32) of tokens at ``places`` [...] of an image of ``cols`` columns.
@@ -37,7 +43,7 @@ def grid_angles(places: Tensor, cols: int, head_dim: int, theta: float = 10000.0
 
 
 @dataclass(frozen=True)
-class GridPositions:
+class GridPositions(Positions):
     """LlamaGen's (arXiv:2406.06525): image tokens rotate by row and column, prompt tokens are multiplied by zero."""
 
     theta: float = 10000.0
@@ -54,7 +60,7 @@ class GridPositions:
 
 
 @dataclass(frozen=True)
-class SequencePositions:
+class SequencePositions(Positions):
     """Those of language models: positions count prompt and image tokens. Channels i and i + head_dim / 2 are a pair,
     rotated by position * theta^(-2i / head_dim)."""
 

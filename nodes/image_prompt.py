@@ -10,8 +10,11 @@ from torch import Tensor
 from ..model_loaders.families import IMAGE_READERS
 from ..model_loaders.text.prompt_encoders import ImagePrompts
 from ..model_loaders.text.prompts import Conditioning
+from .checks import show
+from .comfy_runtime.glm_image import GlmImageVae
 from .comfy_runtime.messages import notify
 from .comfy_runtime.models import LoadedModel
+from .comfy_runtime.sources import encoder_of
 from .comfy_runtime.vae import image_tokens
 from .latents import empty_latent
 from .regions import nearest_grid
@@ -60,8 +63,11 @@ class ImagePrompt(io.ComfyNode):
             images = one_each(given, reads.most)
             if not text.strip():
                 raise ValueError("text is empty. Write what is to become of the image.")
-            tokens = [encoded(model, vae, reads, name, image) for name, image in images.items()]
+            sources = [encoded(model, vae, reads, name, image) for name, image in images.items()]
+            tokens = [source["tokens"] for source in sources]
             positive = model.model.encode_prompt(text, tokens)
+            if reads.seen:  # the decoder reads them, too
+                positive[0][1]["ar"]["sources"] = sources
             notify(model.model.prompt_encoder.notices(text))
         except (ValueError, FileNotFoundError) as error:
             notify([str(error)])
@@ -97,17 +103,25 @@ def one_each(images: dict[str, Tensor | None], most: int) -> dict[str, Tensor]:
     return found
 
 
-def encoded(model: LoadedModel, vae: Any, reads: ImagePrompts, name: str, image: Tensor) -> Tensor:
-    """Tokens [h, w] (int64) of an image [H, W, 3], scaled as the model was trained to read it.
+def encoded(model: LoadedModel, vae: Any, reads: ImagePrompts, name: str, image: Tensor) -> dict[str, Tensor]:
+    """An image [H, W, 3] as the model was trained to read it: "image", scaled [H, W, 3] (fp32, CPU, 0..1), and
+    "tokens", [h, w] (int64, CPU).
 
-    Raises ValueError for the VAE of another model, and for a shape that the model does not read, with the ``name`` of
-    the image.
+    Raises ValueError for the VAE of another model, for a shape that the model does not read, with the ``name`` of the
+    image, and for a model that was saved without its encoder.
     """
+    if reads.seen and not isinstance(vae, GlmImageVae):
+        raise ValueError(f"vae is {show(vae)}, but must be the VAE of Load AR Checkpoint, of the same model.")
+    side = model.model.pixels_per_token
     try:
-        pixels = reads.scaled(image, model.model.pixels_per_token)
+        pixels = reads.scaled(image, side)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return image_tokens(vae, pixels[None], model.model.vocab)[0]
+    if reads.seen:
+        tokens = encoder_of(model).tokens(reads.seen(image, side))
+    else:
+        tokens = image_tokens(vae, pixels[None], model.model.vocab)[0]
+    return {"tokens": tokens, "image": pixels}
 
 
 def negative_of(model: LoadedModel, text: str, images: list[Tensor] | tuple) -> Conditioning:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.backbone import BackboneConfig, Rotation, join_gates
+from ...models.backbone import BackboneConfig, join_gates
 from ...models.cache import KVCache, slots_of
 from ...models.eagle import Eagle
 from ...models.positions import Table, rotation_of
@@ -128,8 +128,10 @@ class EagleDrafter:
             into and into.cache,
         )
         counts = torch.tensor(pairs, device=self.device).repeat_interleave(batch)
-        table = Table.of(self.model.positions, places, counts, target_state.grid, config.head_dim, into and into.table)
-        for part, rotation, mask in prompt_passes(self._prompt_rotation(longest), counts, cache):
+        positions = target_state.positions
+        table = Table.of(positions, places, counts, target_state.grid, config.head_dim, into and into.table)
+        rotations = positions.prompt(longest, config.head_dim, self.device)
+        for part, rotation, mask in prompt_passes(rotations, counts, cache):
             self.module(hidden[:, part], ids[:, part], rotation, cache, mask)
         return taken_over(into, EagleState(target_state, cache, table, longest))
 
@@ -148,9 +150,6 @@ class EagleDrafter:
         own = torch.where(ids < words, self.model.vocab_total + ids, ids - words)  # image codes follow the words
         return own.expand(len(hidden), -1)
 
-    def _prompt_rotation(self, length: int) -> Rotation:
-        return self.model.positions.prompt(length, self.module.config.head_dim, self.device)
-
     def _padding(self, hidden: Tensor, learned: bool) -> Tensor:
         """Hidden states [B, n, D] of a prompt after those of its padding, if the drafter was trained with it.
 
@@ -165,7 +164,8 @@ class EagleDrafter:
             return F.pad(hidden, (0, 0, missing, 0))
         prefix = self.model.prefix
         slots = prefix.unconditional(prefix.uncond_embedding[None], self.model.grid)[:, :missing]
-        padding = self.model.backbone(slots.to(self.model.dtype), self._prompt_rotation(missing))
+        rotation = self.model.positions.prompt(missing, self.module.config.head_dim, self.device)
+        padding = self.model.backbone(slots.to(self.model.dtype), rotation)
         return torch.cat((padding.expand(len(hidden), -1, -1), hidden), dim=1)
 
     def observe(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:

@@ -3,7 +3,7 @@ preview, then those of the image, 32 pixels each.
 
 The codes describe what an image shows; a diffusion transformer, which also reads the prompt, turns them into pixels
 (see decoders/glm_image.py). Reads the folder ``vision_language_encoder`` of the release. Of the encoder of source
-images in the same files only the codebook is read, by which rules compare codes.
+images in the same files (see glm_image_sources.py) only the codebook is read, by which rules compare codes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.weights import Weights
 from ..registry import Family, ReleasedDecoder, Source
-from ..sizes import chosen_grid, legal_grid
+from ..sizes import Grid, chosen_grid, legal_grid
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
@@ -36,7 +36,8 @@ from ..text.language_model import (
     rope_theta,
     text_settings,
 )
-from ..text.prompt_encoders import TextEncoder
+from ..text.prompt_encoders import ImagePrompts, Images, TextEncoder
+from .glm_image_sources import FOLDERS, MOST, load_encoder, open_scaling
 from .language_models import Ids, Names, build
 
 _NAME = "glm-image"
@@ -50,7 +51,6 @@ _DEFAULT = (32, 32)
 _PIXELS = 32  # per side of a token
 _PARTIAL, _SECTIONS = 0.5, (8, 12, 12)  # the rotated part of a head, and its pairs of channels by axis
 _OPEN, _CLOSE = "<sop>", "<eop>"  # around the size of a grid
-_FOLDERS = ("processor", "GLM-Image/processor")
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
@@ -90,6 +90,12 @@ def load(
         raise ValueError("GLM-Image was trained without guidance, so it has no unconditional prompt. Set cfg to 1.")
 
     tokenizer = open_tokenizer(path, search, stated_ids(checkpoint.settings, codes))
+
+    def write(text: str, size: Grid, images: Images = ()) -> list[int]:
+        return prompt_ids(tokenizer, text, (size,) if images else (size, preview(size)), codes, images)
+
+    scaling = open_scaling(path, search)
+    images = ImagePrompts(MOST, codes, scaling.scaled, write, seen=scaling.seen)
     model = build(
         checkpoint,
         dtype,
@@ -103,7 +109,7 @@ def load(
         grid=default,
         grids=grids,
         defaults=SamplingParams(**{"temperature": 0.9, "top_p": 0.75} | meta.get("defaults", {})),
-        prompt_encoder=TextEncoder(lambda text, size: prompt_ids(tokenizer, text, size, preview(size), codes), default),
+        prompt_encoder=TextEncoder(write, default, images=images),
         pixels_per_token=_PIXELS,
         positions=positions,
         longest=positive(settings, "max_position_embeddings", 131_072),
@@ -157,22 +163,26 @@ def apart(layers: Weights, head_dim: int, rotated: int) -> Weights:
     }
 
 
-def prompt_ids(
-    tokenizer: Tokenizer, text: str, grid: tuple[int, int], preview: tuple[int, int], begin: int
-) -> list[int]:
-    """Text, size of the image, size of its preview (rows and columns in tokens), and the id that begins an image.
+def prompt_ids(tokenizer: Tokenizer, text: str, grids: Sequence[Grid], begin: int, images: Images = ()) -> list[int]:
+    """The images [h, w] (int64), each between the id that begins one and the next id, text, size (rows and columns in
+    tokens) of the image and of its preview if there is one, and the id that begins an image.
 
     Raises CheckpointError for the tokenizer of another model.
     """
     for token in (_OPEN, _CLOSE):
         tokenizer.id(token)
-    sizes = "".join(f"{_OPEN}{rows} {cols}{_CLOSE}" for rows, cols in (grid, preview))
-    return [*tokenizer.ids(text + sizes), begin]
+    sizes = "".join(f"{_OPEN}{rows} {cols}{_CLOSE}" for rows, cols in grids)
+    sources = [id for image in images for id in (begin, *image.flatten().tolist(), begin + 1)]
+    return [*sources, *tokenizer.ids(text + sizes), begin]
 
 
 def stated_ids(settings: Mapping[str, Any], begin: int) -> dict[str, int]:
     """Special tokens -> ids by config.json, as far as it states any. begin: the id that begins an image."""
-    found = {f"<|dit_token_{begin}|>": begin, "<|image|>": settings.get("image_token_id")}
+    found = {
+        f"<|dit_token_{begin}|>": begin,
+        f"<|dit_token_{begin + 1}|>": settings.get("image_end_token_id"),
+        "<|image|>": settings.get("image_token_id"),
+    }
     return {token: id for token, id in found.items() if id is not None}
 
 
@@ -180,7 +190,7 @@ def open_tokenizer(path: Path, search: Sequence[Path], stated: Mapping[str, int]
     """The tokenizer in the folder ``processor`` beside the model's folder, or in the model's own. stated: see
     check_ids."""
     return Tokenizer(
-        find_tokenizer(path, _FOLDERS, search),
+        find_tokenizer(path, FOLDERS, search),
         f"{path.name} reads prompts through its tokenizer, which was not found. Put processor/tokenizer.json of "
         f"zai-org/GLM-Image into {path.parent}.",
         stated,
@@ -193,4 +203,6 @@ FAMILY = Family(
     recognise=recognise,
     load=load,
     releases={r"GLM-Image(/vision_language_encoder)?": (Source("zai-org/GLM-Image", "ar_models/GLM-Image"),)},
+    image_readers=("GLM-Image",),
+    encoder=load_encoder,
 )

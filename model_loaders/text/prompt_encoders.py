@@ -143,6 +143,11 @@ def left_out(slots: int, units: str, rest: str) -> list[str]:
     return [f"The model reads at most {slots} {units} and leaves out: {shorten(rest, SHOWN)}."] * bool(rest)
 
 
+def grids_of(images: Images) -> list[tuple[int, int]]:
+    """Rows and columns of each of the images."""
+    return [(image.shape[0], image.shape[1]) for image in images]
+
+
 def features_of(ids: Sequence[int]) -> Tensor:
     """Token ids as the features [1, n, 1] (fp32) of a prompt."""
     return torch.tensor(ids, dtype=torch.float32)[None, :, None]
@@ -156,7 +161,8 @@ class ImagePrompts:
     -> the image in the size in which it is encoded; raises ValueError for a shape that the model does not read. write:
     (prompt, grid of the new image, token grids of the images) -> all ids before the first new image token.
     write_negative: the same for the second branch of guidance, whose text is empty where there is none (None: that
-    branch reads no images).
+    branch reads no images). seen: what the encoder in the model's own files reads instead of what is ``scaled`` (None:
+    it has none, and the image decoder's encoder is used).
     """
 
     most: int
@@ -164,6 +170,7 @@ class ImagePrompts:
     scaled: Callable[[Tensor, int], Tensor]
     write: Callable[[str, tuple[int, int], Images], Sequence[int]]
     write_negative: Callable[[str, tuple[int, int], Images], Sequence[int]] | None = None
+    seen: Callable[[Tensor, int], Tensor] | None = None
 
 
 @dataclass(frozen=True)

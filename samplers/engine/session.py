@@ -63,7 +63,7 @@ def session_key(request: Request, *settings: Hashable) -> tuple[Hashable, ...]:
     """
     where = (None if each is None else each.shape for each in (request.strength, request.skippable))
     layout, model = request.layout, request.model
-    sizes = layout.rows, layout.cols, layout.stride, layout.forced.shape, layout.forces, *where
+    sizes = layout.rows, layout.cols, layout.stride, layout.lead, layout.forced.shape, layout.forces, *where
     # A rule or a schedule that is bound to the model may have tables of its codebook.
     return *settings, request.params.guided, request.batch, *sizes, id(model.codebook), str(model.device)
 

@@ -1,12 +1,25 @@
 """AR Image Prompt: what it hands to samplers, and what it refuses, in words."""
 
+import gc
+from pathlib import Path
+
+import comfy.model_management as mm
+import folder_paths
 import pytest
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfyui_specar.model_loaders.detect import load_encoder, load_model
 from comfyui_specar.model_loaders.families import IMAGE_READERS
 from comfyui_specar.model_loaders.pictures import resized
+from comfyui_specar.nodes.comfy_runtime import runs, sources
+from comfyui_specar.nodes.comfy_runtime.operations import Operations
+from safetensors.torch import load_file, save_file
 
 import nodes as core
 
+from ..support import tiny_glm_image
+from ..support.lora import write_lora
+from ..support.simulated_gpu import CPU, GPU
 from .conftest import defaults
 
 TEXT = "make it red"
@@ -100,3 +113,104 @@ def test_short_of_memory_images_are_encoded_in_tiles(ask, emu35, monkeypatch):
     monkeypatch.setattr(emu35[2], "_in_batches", lambda *_inputs: None)
     [[_features, extra]] = ask()[0]
     assert extra["ar"]["images"][0].shape == (4, 4)
+
+
+# GLM-Image, whose encoder is in its own files
+
+
+@pytest.fixture
+def ask_glm(ask, glm_image):
+    """ask_glm(**inputs) -> (positive, negative, latent) of GLM-Image, with images that become 3 and 2 x 3 tokens."""
+    images = [torch.rand((1, *size), generator=torch.Generator().manual_seed(7)) for size in ((90, 99, 3), (64, 90, 3))]
+
+    def ask_glm(**inputs):
+        return ask(**{"model": glm_image[0], "vae": glm_image[2], "image1": images[0], "image2": images[1]} | inputs)
+
+    return ask_glm
+
+
+def test_sources_are_what_the_decoder_reads(ask_glm, glm_image):
+    positive, negative, latent = ask_glm()
+    own = positive[0][1]["ar"]
+    assert [tuple(source["tokens"].shape) for source in own["sources"]] == [(3, 3), (2, 3)]
+    for source, tokens in zip(own["sources"], own["images"], strict=True):
+        rows, cols = tokens.shape
+        assert source["image"].shape == (32 * rows, 32 * cols, 3) and source["image"].dtype == torch.float32
+        assert torch.equal(source["tokens"], tokens) and tokens.dtype == torch.int64
+        assert 0 <= source["image"].min() < source["image"].max() <= 1
+        assert {source["image"].device, tokens.device} == {torch.device("cpu")}
+    assert latent["samples"].shape == (1, 1, 4, 4), "the only size of the tiny model"
+    assert "sources" not in negative[0][1]["ar"] and "images" not in negative[0][1]["ar"]
+
+
+@pytest.mark.parametrize("sampler", ["SpecARSampler", "SpecARNextTokenSampler", "SpecARSJDSampler"])
+def test_samplers_run_on_sources(ask_glm, nodes, run, glm_image, sampler):
+    def sample(positive, negative, latent):
+        node = nodes[sampler]
+        inputs = {"model": glm_image[0], "positive": positive, "negative": negative, "latent_image": latent, "seed": 3}
+        return run(node, **defaults(node) | inputs).result[0]["ar_tokens"]
+
+    both = ask_glm()
+    drawn = sample(*both)
+    assert drawn.shape == (1, 4, 4) and not torch.equal(drawn, sample(*ask_glm(image2=None)))
+    text = core.CLIPTextEncode().encode(glm_image[1], TEXT)[0]
+    assert not torch.equal(drawn, sample(text, None, both[2]))
+
+
+def test_the_encoder_is_loaded_for_the_first_image(load, run, nodes, ask_glm, loads):
+    """With memory for its activations; and its weights go with the model."""
+    model = load("GLM-Image/vision_language_encoder")[0]
+    assert model.model not in sources._encoders
+    ask_glm(model=model)
+    held, count = sources.encoder_of(model), len(sources._encoders)
+    asked = [options["memory_required"] for models, options in loads if models[0] is held.patcher]
+    assert asked == [held.module.activation_bytes(9), held.module.activation_bytes(6)] and asked[1] > 0
+    del model, held
+    loads.clear()
+    mm.unload_all_models()
+    mm.cleanup_models_gc()
+    gc.collect()
+    assert len(sources._encoders) == count - 1
+
+
+def test_a_lora_changes_the_encoder_too(ask_glm, glm_image, nodes, run, models):
+    name = "model.visual.blocks.0.mlp.fc1"
+    [file] = [
+        f for f in (models / "GLM-Image/vision_language_encoder").glob("*.safetensors") if has(f, f"{name}.weight")
+    ]
+    write_lora(models.parent / "loras/glasses", file, [name])
+    model = run(nodes["SpecARLoadLora"], model=glm_image[0], lora_name="glasses", strength=30.0).result[0]
+    before, after = (ask_glm(model=each)[0][0][1]["ar"]["images"][0] for each in (glm_image[0], model))
+    assert not torch.equal(before, after)
+
+
+def has(file, name):
+    return name in load_file(file)
+
+
+def test_what_it_refuses_of_sources(ask_glm, emu35, glm_image, load):
+    with pytest.raises(ValueError, match="image2: The image is 50 x 10 pixels.*16 pixels a side and up to 4:1"):
+        ask_glm(image2=torch.rand(1, 10, 50, 3))
+    with pytest.raises(ValueError, match="vae is .*must be the VAE of Load AR Checkpoint"):
+        ask_glm(vae=emu35[2])
+    with pytest.raises(ValueError, match="vae is .*must be the VAE of Load AR Checkpoint"):
+        ask_glm(model=emu35[0])
+    folder = Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image-text"
+    model = tiny_glm_image.write(folder)
+    weights = load_file(model / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith("model.visual.")}
+    save_file(kept, model / "model.safetensors")
+    with pytest.raises(ValueError, match="without its vision encoder.*zai-org/GLM-Image"):
+        ask_glm(model=load("GLM-Image-text/vision_language_encoder")[0])
+
+
+def test_the_encoder_runs_when_half_of_it_stays_in_main_memory(tmp_path, request):
+    folder = tiny_glm_image.write(tmp_path)
+    module = load_encoder(folder, load_model(folder), operations=Operations)
+    request.getfixturevalue("gpu")
+    patcher = ModelPatcher(module, GPU, CPU)
+    patcher.load(GPU, lowvram_model_memory=patcher.model_size() // 2)
+    runs.bring_the_rest(module, GPU)
+    module.device = GPU
+    assert {parameter.device for parameter in module.parameters()} == {GPU, CPU}
+    assert module(torch.rand(48, 32, 3)).device == GPU

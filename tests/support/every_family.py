@@ -8,6 +8,7 @@ from comfyui_specar.model_loaders.ar_model import Conditioning, DiscreteModel
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.model_loaders.families.eagle import EagleDrafter
+from comfyui_specar.model_loaders.text.prompts import prompt_images
 from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
@@ -95,6 +96,7 @@ def asked(family: Family, guided: bool, seed: int = 0, temperature: float = 1.0)
     model = family.model
     keep = torch.zeros((2, ROWS, COLS), dtype=torch.bool)
     keep[0, 1:3], keep[1, 2:], keep[1, 0, 3] = True, True, True
-    layout = model.layout().keeping(torch.arange(2 * ROWS * COLS).view(2, ROWS, COLS) % model.vocab, keep)
+    whole = model.layout(images=prompt_images(family.prompt))
+    layout = whole.keeping(torch.arange(2 * ROWS * COLS).view(2, ROWS, COLS) % model.vocab, keep)
     params = SamplingParams(cfg=2.0 if guided and model.guidance else 1.0, temperature=temperature, top_k=16)
     return Request(model, family.prompt, layout, params, seed=seed, batch=2)

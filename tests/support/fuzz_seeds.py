@@ -23,7 +23,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.common.limits import FileError
 from comfyui_specar.model_loaders.decoders import glm_image
-from comfyui_specar.model_loaders.detect import find_image_decoder, stays_narrow
+from comfyui_specar.model_loaders.detect import find_image_decoder, load_encoder, stays_narrow
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
@@ -98,6 +98,12 @@ def use_glm_image(folder: Path) -> None:
     glm_image.load_encoder(folder).encode_latent(torch.zeros(1, 32, 32, 3))
 
 
+def use_sources(folder: Path) -> None:
+    path = folder / "vision_language_encoder"
+    model = api.load_model(path)
+    load_encoder(path, model)(model.image_prompts.seen(torch.full((70, 90, 3), 0.5), 32))
+
+
 @cache
 def target():
     """A model that drafters are loaded for."""
@@ -154,6 +160,7 @@ SEEDS = {
     "Cosmos": Seed(lambda folder: tiny_simplear.write_cosmos(folder, suffix=".jit"), partial(use_decoder, name="")),
     "KL": Seed(tiny_mar.write_kl_vae, partial(use_decoder, name="kl16.safetensors")),
     "GLM-Image's decoder": Seed(tiny_glm_image.write_decoder, use_glm_image),
+    "GLM-Image's encoder": Seed(tiny_glm_image.write, use_sources),
     "trace": Seed(trace, use_trace),
 }
 

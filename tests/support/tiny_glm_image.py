@@ -23,6 +23,15 @@ ROWS = 40  # of the head, some of them unused
 SPECIALS = ("<sop>", "<eop>", "<|image|>", "<|endoftext|>")
 WORDS = ("<unk>", *"0123456789", "a", "red", "cup", "on", "blue", "cat")
 SECTIONS = (1, 1, 2)  # of the 4 pairs of channels that turn, of 8
+PREPROCESSOR = {  # source images of 2 to 4 tokens a side
+    "patch_size": 16,
+    "temporal_patch_size": 1,
+    "merge_size": 1,
+    "min_pixels": 64**2,
+    "max_pixels": 128**2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 
 
 def vocabulary() -> dict[str, int]:
@@ -68,10 +77,10 @@ def config(dim: int = 64, layers: int = 2, grid: tuple[int, int] = GRID, preview
         "model_type": "glm_image",
         "text_config": text,
         "vision_config": {
-            "depth": 1,
+            "depth": 2,
             "hidden_size": 32,
             "num_heads": 2,
-            "intermediate_size": 48,
+            "intermediate_size": 128,
             "image_size": 64,
             "patch_size": 16,
         },
@@ -84,8 +93,8 @@ def config(dim: int = 64, layers: int = 2, grid: tuple[int, int] = GRID, preview
 
 
 def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the language model, its head, and of some tensors that only source images need."""
-    text = settings["text_config"]
+    """Names and shapes of the language model, its head, and of the encoder of source images."""
+    text, vision, vq = (settings[f"{part}_config"] for part in ("text", "vision", "vq"))
     dim, hidden, words = (text[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     keys = dim * text["num_key_value_heads"] // text["num_attention_heads"]
     root = "model.language_model"
@@ -93,8 +102,6 @@ def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
         "lm_head.weight": (text["vision_vocab_size"], dim),
         f"{root}.embed_tokens.weight": (words, dim),
         f"{root}.norm.weight": (dim,),
-        "model.vqmodel.quantize.embedding.weight": (CODES, 16),
-        "model.visual.patch_embed.proj.bias": (32,),
     }
     layers = text["num_hidden_layers"]
     found |= layer_shapes(f"{root}.", layers, dim, hidden, keys, bias=True)
@@ -102,7 +109,27 @@ def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
         del found[f"{layer}.mlp.gate_proj.weight"], found[f"{layer}.mlp.up_proj.weight"]
         found[f"{layer}.mlp.gate_up_proj.weight"] = (2 * hidden, dim)
         found |= {f"{layer}.post_{part}_layernorm.weight": (dim,) for part in ("self_attn", "mlp")}
-    return found
+    return found | vision_shapes(vision, vq)
+
+
+def vision_shapes(vision: dict, vq: dict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the encoder of source images."""
+    dim, patch, hidden, code = vision["hidden_size"], vision["patch_size"], vision["intermediate_size"], vq["embed_dim"]
+    layers = {
+        "model.visual.patch_embed.proj": (dim, 3, patch, patch),
+        "model.vqmodel.quant_conv": (code, dim, 1, 1),
+        "model.vqmodel.post_quant_conv": (dim, code, 1, 1),
+    }
+    for block in (f"model.visual.blocks.{i}" for i in range(vision["depth"])):
+        layers |= {f"{block}.norm{i}": (dim,) for i in (1, 2)}
+        layers |= {f"{block}.attn.qkv": (3 * dim, dim), f"{block}.attn.proj": (dim, dim)}
+        layers |= {f"{block}.mlp.fc1": (hidden, dim), f"{block}.mlp.fc2": (dim, hidden)}
+    found = {f"{layer}.weight": shape for layer, shape in layers.items()}
+    found |= {f"{layer}.bias": shape[:1] for layer, shape in layers.items()}
+    return found | {
+        "model.visual.embeddings.position_embedding.weight": ((vision["image_size"] // patch) ** 2, dim),
+        "model.vqmodel.quantize.embedding.weight": (vq["num_embeddings"], code),
+    }
 
 
 def weights(settings: dict, seed: int = 0) -> dict[str, Tensor]:
@@ -121,6 +148,7 @@ def write(folder: Path, seed: int = 0, shards: int = 1, **sizes) -> Path:
     model, processor = folder / "vision_language_encoder", folder / "processor"
     write_folder(model, weights(settings, seed), settings, shards)
     processor.mkdir(exist_ok=True)
+    (processor / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR), encoding="utf-8")
     tokenizer().save(str(processor / "tokenizer.json"))
     return model
 

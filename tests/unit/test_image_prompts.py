@@ -13,7 +13,11 @@ from comfyui_specar.samplers.methods.speculative import DraftTree
 from ..support import tiny_emu3
 from ..support.every_family import FEW, METHODS, asked, make_family
 
-READERS = {"emu3.5": "", "lumina-mgpt": "Lumina-mGPT-tiny-Omni"}  # families that read images, and a name that says so
+READERS = {
+    "emu3.5": "",
+    "lumina-mgpt": "Lumina-mGPT-tiny-Omni",
+    "glm-image": "",
+}  # families that read images, and a name that says so
 IMAGES = [torch.arange(12).view(3, 4), torch.arange(8).view(2, 4) + 20]
 
 

@@ -12,7 +12,7 @@ from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weigh
 from ..support.tiny_family import declared
 
 ROOT = Path(comfyui_specar.__file__).parent
-NO_FAMILIES = {"eagle", "janus_reading", "language_models"}  # drafters; a part of one; what several share
+NO_FAMILIES = {"eagle", "glm_image_sources", "janus_reading", "language_models"}  # drafters; parts; what several share
 NO_KINDS = {"image_decoder", "glm_image"}  # what all kinds share; a decoder that reads the prompt, too
 
 

@@ -1,0 +1,204 @@
+"""GLM-Image reading source images, against transformers' classes, live, on the same random weights and images.
+
+The chat template is the release's, in other words: every image between the two signs, then the text. GlmImageProcessor
+adds the size of the new image, and no preview.
+"""
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import load_encoder
+from comfyui_specar.model_loaders.families.glm_image_sources import Scaling
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from safetensors.torch import load_file
+
+from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.tiny_glm_image import BEGIN, CODES, END, PREPROCESSOR, config, tokenizer, write
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+GRID, SIDE, TEXT = (4, 6), 32, "a red cup"
+LENGTH = 4 * 6
+CODED = torch.tensor([[(7 * i + 3) % CODES for i in range(LENGTH)]])
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}"
+    f"<|dit_token_{BEGIN}|><|image|><|dit_token_{END}|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+SIZES = ((70, 111), (64, 64), (130, 300))  # of the images, which become 2 x 3, 2 x 2 and 2 x 4 tokens
+
+
+def picture(height, width):
+    """A smooth image [H, W, 3] of 8 bits."""
+    rows, cols = torch.arange(height)[:, None] / height, torch.arange(width)[None] / width
+    planes = torch.stack([(9 * rows + 5 * cols).sin(), (7 * cols - 3 * rows).cos(), (rows * cols * 11).sin()], -1)
+    return ((planes / 2 + 0.5) * 255).round() / 255
+
+
+def levels(image):
+    return (image * 255).round().to(torch.uint8).movedim(-1, 0)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Our model, our encoder, and the reference with the file's weights, in fp64."""
+    folder = write(tmp_path_factory.mktemp("release"), grid=GRID)
+    settings = config()
+    del settings["specar"], settings["architectures"], settings["model_type"]
+    weights = load_file(folder / "model.safetensors")
+    with fp64():
+        made = transformers.GlmImageConfig(**settings)
+        reference = transformers.GlmImageForConditionalGeneration(made).eval().requires_grad_(False)
+        reference.load_state_dict(weights)
+    model = api.load_model(folder)
+    return model, load_encoder(folder, model), reference
+
+
+@pytest.fixture(scope="module")
+def processor():
+    """transformers' processor with the tiny tokenizer and the settings of its files."""
+    from transformers.models.glm_image.image_processing_glm_image import GlmImageImageProcessor
+
+    names = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+    signs = {"bos_token": f"<|dit_token_{BEGIN}|>", "eos_token": f"<|dit_token_{END}|>"}
+    words = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer(), extra_special_tokens=names, pad_token="<|endoftext|>", **signs
+    )
+    images = GlmImageImageProcessor(**PREPROCESSOR)
+    return transformers.GlmImageProcessor(image_processor=images, tokenizer=words, chat_template=TEMPLATE)
+
+
+def inputs_of(processor, count):
+    """What the official pipeline hands to the model."""
+    from torchvision.transforms.functional import to_pil_image
+
+    images = [{"type": "image", "image": to_pil_image(levels(picture(*size)))} for size in SIZES[:count]]
+    message = {"role": "user", "content": [*images, {"type": "text", "text": TEXT}]}
+    size = {"target_h": SIDE * GRID[0], "target_w": SIDE * GRID[1]}
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    return processor.apply_chat_template([message], **size, **options)
+
+
+def sources(pair, count):
+    """Our tokens of the same images."""
+    model, encoder, _ = pair
+    return [encoder(model.image_prompts.seen(picture(*size), SIDE)) for size in SIZES[:count]]
+
+
+@fp64()
+@torch.inference_mode()
+def official(reference, inputs, codes=None):
+    """The official sequence, one token at a time: hidden states, logits of codes, and the tokens, which are greedy
+    unless ``codes`` [1, LENGTH] are given."""
+    cache, fed = transformers.DynamicCache(), dict(inputs)
+    hidden, logits, tokens = [], [], []
+    for i in range(LENGTH):
+        hidden.append(reference.model(**fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:])
+        logits.append(reference.lm_head(hidden[-1])[..., :CODES])
+        tokens.append(logits[-1].argmax(-1) if codes is None else codes[:, i : i + 1])
+        fed = {"input_ids": tokens[-1]}
+    return torch.cat(hidden, 1), torch.cat(logits, 1), torch.cat(tokens, 1)
+
+
+def test_images_are_scaled_as_by_the_processor(processor):
+    found = inputs_of(processor, 3)
+    assert found["image_grid_thw"].tolist() == [[1, 2, 3], [1, 2, 2], [1, 2, 4], [1, *GRID]]
+    scaling = Scaling(PREPROCESSOR["min_pixels"], PREPROCESSOR["max_pixels"])
+    mean, std = (torch.tensor(each) for each in (scaling.image_mean, scaling.image_std))
+    for size, wanted in zip(SIZES, found["pixel_values"].split([6, 4, 8]), strict=True):
+        seen = (scaling.seen(picture(*size), SIDE) - mean) / std
+        patches = seen.unfold(0, 16, 16).unfold(1, 16, 16).flatten(0, 1).flatten(1)
+        torch.testing.assert_close(patches, wanted, rtol=0, atol=1e-6)
+
+
+def test_grids_of_any_image():
+    from transformers.models.glm_image.image_processing_glm_image import smart_resize
+
+    scaling, count = Scaling(), 0
+    for height in (*range(16, 600, 23), *range(600, 5000, 397)):
+        for width in (*range(17, 620, 29), *range(620, 5200, 411)):
+            if max(height, width) <= 4 * min(height, width):
+                wanted = smart_resize(height, width, 16, scaling.min_pixels, scaling.max_pixels)
+                assert tuple(16 * side for side in scaling.grid(height, width, 32)) == wanted
+                count += 1
+    assert count > 500
+
+
+@torch.inference_mode()
+def test_features_and_codes(pair, processor):
+    model, encoder, reference = pair
+    inputs = inputs_of(processor, 3)
+    with fp64():
+        grids = inputs["image_grid_thw"][:-1]
+        wanted = reference.model.get_image_features(inputs["pixel_values"], grids, return_dict=True).pooler_output
+        codes = [reference.model.get_image_tokens([each]) for each in wanted]
+    for size, features, tokens in zip(SIZES, wanted, codes, strict=True):
+        seen = model.image_prompts.seen(picture(*size), SIDE)
+        torch.testing.assert_close(encoder.features(seen)[0], features.float(), rtol=0, atol=1e-5)
+        assert encoder(seen).flatten().tolist() == tokens.tolist()
+    assert len({token for tokens in codes for token in tokens.tolist()}) > 5
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@torch.inference_mode()
+def test_ids_and_positions(pair, processor, count):
+    model, _, reference = pair
+    inputs, images = inputs_of(processor, count), sources(pair, count)
+    ids = inputs["input_ids"][0]
+    placed = ids.masked_scatter(ids == reference.config.image_token_id, torch.cat([each.flatten() for each in images]))
+    features = model.prompt_encoder.encode(TEXT, GRID, images=images)
+    assert features.flatten().tolist() == placed.tolist()
+
+    wanted, _ = reference.model.get_rope_index(
+        placed[None], image_grid_thw=inputs["image_grid_thw"], images_per_sample=inputs["images_per_sample"]
+    )
+    image = reference.model._cached_decode_position_ids[0, :, :LENGTH]
+    positions = model.positions.reading([(each.shape[0], each.shape[1]) for each in images])
+    found = positions.prompt(len(ids), 16, "cpu").cos[0]
+    torch.testing.assert_close(found, cosines(wanted[:, 0]))
+    found = positions.image(torch.arange(LENGTH)[None], torch.tensor([len(ids)]), GRID, 16).cos[0]
+    torch.testing.assert_close(found, cosines(image))
+    assert model.layout(*GRID, images).lead == 0 and model.layout(*GRID).lead > 0
+
+
+def cosines(places):
+    """Of positions [3, n] on the axes: 4 pairs of channels turn, the other 4 stay."""
+    angles = places[torch.tensor([0, 1, 2, 2])].T.float() * 10000.0 ** (-torch.arange(4) / 4)
+    return torch.nn.functional.pad(angles, (0, 4)).cos()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_teacher_forced_logits(pair, processor, count):
+    model, _, reference = pair
+    prompt = model.encode_prompt(TEXT, sources(pair, count))
+    wanted = official(reference, inputs_of(processor, count), CODED)[1]
+    assert_as_exact(lambda: model.teacher_forced(prompt, CODED.view(1, *GRID)), wanted)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_hidden_states_and_logits_step_by_step(pair, processor, count):
+    model, _, reference = pair
+    images = sources(pair, count)
+    prompt = model.encode_prompt(TEXT, images)
+
+    def compute():
+        state = model.start(prompt, None, 1, model.layout(*GRID, images), 1, guided=False)
+        outs, position = [state.prefill], 0
+        for step in (4, 5, *[1] * (LENGTH - 10)):
+            places = torch.arange(position, position + step)[None]
+            outs.append(model.step(state, CODED[:, position : position + step], places))
+            model.commit(state, torch.tensor([step]))
+            position += step
+        return torch.cat([out.hidden for out in outs], dim=1), torch.cat([out.logits for out in outs], dim=1)
+
+    assert_as_exact(compute, [*official(reference, inputs_of(processor, count), CODED)[:2]])
+
+
+@pytest.mark.parametrize("method", [NextToken(), SJD(window=5)], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_greedy_tokens(pair, processor, method, count):
+    model, _, reference = pair
+    prompt = model.encode_prompt(TEXT, sources(pair, count))
+    tokens = decided(lambda: api.sample(model, prompt, method, temperature=0).tokens)
+    assert tokens.flatten().tolist() == official(reference, inputs_of(processor, count))[2].flatten().tolist()
