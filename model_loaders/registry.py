@@ -44,8 +44,8 @@ class Family:
     tensors by name -> whether they are of this family. load: (checkpoint, dtype, grid or None, search folders,
     operations) -> the model on the CPU. continuous: whether tokens are vectors. releases: regular expression for a
     loader's choice -> all files that it needs. image_readers: names of the models that read images with a prompt.
-    encoder: (checkpoint, model, search folders, operations) -> the module on the CPU that encodes these images, if that
-    is not the image decoder's encoder. readers: ``family`` of a model -> (checkpoint, model, search folders, operations)
+    encoder: (checkpoint, model, search folders, operations) -> the module on the CPU that encodes these images, if the
+    image decoder's encoder does not. readers: ``family`` of a model -> (checkpoint, model, search folders, operations)
     -> its ImageReader on the CPU, if such models answer questions about images; describers: their names. silent: why
     the others do not, after their name.
     """
