@@ -35,11 +35,11 @@ def test_nodes_name_no_pack_that_the_registry_does_not_have():
         assert set(re.findall(r'"cnr_id": "([^"]*)"', path.read_text(encoding="utf-8"))) <= {"comfy-core"}
 
 
-def box(node: dict, preview: int = 0) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a node with its title; ``preview``: the height of a sampler that shows one."""
+def box(node: dict, preview: bool = False) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a node with its title; with a ``preview``, if it is a sampler."""
     (x, y), (width, height) = node["pos"], node["size"]
     samples = [output["type"] for output in node["outputs"]] == ["LATENT", "AR_TRACE"]
-    return x, y - 30, x + width, y + max(height, preview * samples)
+    return x, y - 30, x + width, y + height + 235 * (preview and samples)
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
@@ -49,5 +49,5 @@ def test_a_template_opens_large_enough_to_read_and_no_node_covers_another(path):
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
     lefts, tops, rights, bottoms = zip(*map(box, nodes), strict=True)
     assert 1050 / (max(rights) - min(lefts) + 20) >= 0.6 and 645 / (max(bottoms) - min(tops) + 20) >= 0.6
-    for one, other in itertools.combinations([box(node, preview=565) for node in nodes], 2):
+    for one, other in itertools.combinations([box(node, preview=True) for node in nodes], 2):
         assert max(one[0], other[0]) >= min(one[2], other[2]) or max(one[1], other[1]) >= min(one[3], other[3])
