@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from PIL import Image
 from torch import Tensor
 
 from .tiny import fill
 from .tiny_chameleon import vqgan_shapes
-from .tiny_family import Files, Tiny, Workflow
+from .tiny_family import Files, Tiny, Workflow, with_image
 from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 CODES, GRID = 32, (4, 4)
@@ -101,17 +99,9 @@ def install(models: Path) -> None:
     write_decoder(models / "vae" / DECODER)
 
 
-def install_with_image(models: Path) -> None:
-    """Also the image that comes with ComfyUI, which the template loads."""
-    install(models)
-    (models.parent / "input").mkdir(exist_ok=True)
-    noise = torch.randint(0, 256, (24, 24, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    Image.fromarray(noise.numpy()).save(models.parent / "input/example.png")
-
-
 TINY = {"emu3.5": Tiny(write, specials=4)}
 FILES = {"Emu3.5-Image": Files(write)}
 WORKFLOWS = {
     "32 Emu3.5-Image (download)": Workflow("Emu3.5-Image 34B", install),
-    "35 Emu3.5-Image, edit with references (download)": Workflow("Emu3.5-Image 34B edits", install_with_image),
+    "35 Emu3.5-Image, edit with references (download)": Workflow("Emu3.5-Image 34B edits", with_image(install)),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from comfyui_specar.model_loaders.families import FAMILIES
+from PIL import Image
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,18 @@ class Workflow:
     write: Callable[[Path], Any]
     changes: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 16
+
+
+def with_image(install: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Also puts the image there that comes with ComfyUI, which a template loads."""
+
+    def install_both(models: Path) -> None:
+        install(models)
+        (models.parent / "input").mkdir(exist_ok=True)
+        noise = torch.randint(0, 256, (24, 24, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+        Image.fromarray(noise.numpy()).save(models.parent / "input/example.png")
+
+    return install_both
 
 
 def declared(table: str, continuous: bool | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from . import tiny_t5
 from .tiny import fill, named_shapes
-from .tiny_family import Files, Tiny, Workflow
+from .tiny_family import Files, Tiny, Workflow, with_image
 from .tiny_folder import layer_shapes, write_folder
 
 CODES, HEADS, KV_HEADS, GRID = 32, 4, 2, (4, 4)
@@ -224,4 +224,9 @@ def install(models: Path) -> None:
 
 TINY = {"glm-image": Tiny(write)}
 FILES = {"GLM-Image": Files(write, "vision_language_encoder")}
-WORKFLOWS = {"33 GLM-Image (download)": Workflow("GLM-Image 8.9B + 7B", install, {"steps": 2}, tokens=20)}
+WORKFLOWS = {
+    "33 GLM-Image (download)": Workflow("GLM-Image 8.9B + 7B", install, {"steps": 2}, tokens=20),
+    "36 GLM-Image, edit with references (download)": Workflow(
+        "GLM-Image 8.9B + 7B edits", with_image(install), {"steps": 2}
+    ),
+}
