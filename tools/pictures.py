@@ -143,7 +143,7 @@ SCENES = {
             CHECKPOINT: (0, 0, 320),
             TEXT: (370, 0, 300, 110),
             LATENT: (370, 160, 300),
-            SJD: (720, 0, 0),
+            SAMPLER: (720, 0, 0),
             "SpecARDecodeGLMImage": (720, 60, 300),
         },
         run=False,
@@ -154,7 +154,7 @@ SCENES = {
             CHECKPOINT: (0, 0, 320),
             "LoadImage": (0, 220, 320, 110),
             "SpecARImagePrompt": (370, 0, 320, 330),
-            SJD: (740, 0, 0),
+            SAMPLER: (740, 0, 0),
         },
         run=False,
     ),
@@ -320,7 +320,7 @@ def main() -> int:
     if not (names := [name for name in names if name not in WITHOUT_COMFYUI]):
         return 0
     try:
-        # Without previews: the last one would stay on a sampler.
+        # Without previews, which make samplers taller.
         with ComfyServer(arguments.comfyui, LOG, previews="none") as server:
             vae = server.base / "models/vae"
             vae.mkdir(parents=True, exist_ok=True)

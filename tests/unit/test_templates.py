@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,12 @@ def test_a_template_opens_large_enough_to_read_and_no_node_covers_another(path):
     assert 1050 / (max(rights) - min(lefts) + 20) >= 0.6 and 645 / (max(bottoms) - min(tops) + 20) >= 0.6
     for one, other in itertools.combinations([box(node, preview=True) for node in nodes], 2):
         assert max(one[0], other[0]) >= min(one[2], other[2]) or max(one[1], other[1]) >= min(one[3], other[3])
+
+
+def test_pictures_of_the_help_show_nodes_that_their_templates_have(monkeypatch):
+    monkeypatch.syspath_prepend(WORKFLOWS.parent / "tools")
+    for name, scene in import_module("pictures").SCENES.items():
+        nodes = json.loads((WORKFLOWS / f"{scene.workflow}.json").read_text(encoding="utf-8"))["nodes"]
+        wired = {end for source, _, target, _ in scene.wires for end in (source, target)}
+        named = {node.split("#")[0] for node in {*scene.shown, *scene.values, *wired}}
+        assert named <= {node["type"] for node in nodes} | {*scene.added} | {"SpecARLoadTrace"}, name
