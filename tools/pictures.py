@@ -151,8 +151,8 @@ SCENES = {
     "SpecARImagePrompt": Scene(
         "35 Emu3.5-Image, edit with references (download)",
         {
-            CHECKPOINT: (0, 0, 320),
-            "LoadImage": (0, 220, 320, 110),
+            CHECKPOINT: (0, 0, 320, 270),
+            "LoadImage": (0, None, 320, 250),
             "SpecARImagePrompt": (370, 0, 320, 330),
             SAMPLER: (740, 0, 0),
         },
@@ -161,10 +161,10 @@ SCENES = {
     "SpecARCaption": Scene(
         "34 Describe an image (download)",
         {
-            CHECKPOINT: (0, 0, 300),
-            "LoadImage": (0, 190, 300, 260),
-            "SpecARCaption": (COLUMN, 0, 330, 260),
-            "PreviewAny": (COLUMN, 310, 330, 140),
+            CHECKPOINT: (0, 0, 300, 250),
+            "LoadImage": (0, None, 300, 260),
+            "SpecARCaption": (COLUMN, 0, 330, 290),
+            "PreviewAny": (COLUMN, None, 330, 160),
         },
         run=False,
     ),
