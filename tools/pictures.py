@@ -54,7 +54,7 @@ class Scene:
     prepare: Callable[[Frontend], None] = lambda page: None
 
     def draw(self, page: Frontend) -> bytes:
-        page.load(json.loads((WORKFLOWS / f"{self.workflow}.json").read_text(encoding="utf-8")))
+        page.load(json.loads((WORKFLOWS / f"{self.workflow}.json").read_text(encoding="utf-8")), self.workflow)
         for name in self.added:
             page.add(name)
         for name, values in {**self.added, **self.values}.items():
