@@ -291,6 +291,7 @@ WITHOUT_DRAFTER = ("NextToken", "SJD")
 OF_MODEL = {"cfg": -1.0, "temperature": -1.0, "top_k": -1, "top_p": -1.0}  # widgets: as the model has it
 SMALL = {  # widgets for images of 16 tokens of 64 codes
     "SJD": {"window": 4},
+    "DraftTree": {"structure": "dynamic tree (EAGLE-2)", "depth": 3, "width": 2, "nodes": 6},  # auto follows the clock
     "Lantern": {"neighbours": 5},
     "ADTTree": {"preset": "own values", "depth_max": 3, "width_min": 1, "width_max": 3, "width_step": 1, "nodes": 6},
 }
