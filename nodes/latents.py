@@ -21,6 +21,10 @@ TORN = (
     "The image in latent_image is not as it was generated or encoded, so what is kept of it is torn: another node "
     "scaled, blended or changed it. Change the image before VAE Encode instead (Upscale Image)."
 )
+NOTHING = (
+    "The mask selects no token, so all of the image is kept: a token needs half of its area masked. To paint a mask, "
+    "right-click Load Image: Open in Mask Editor."
+)
 
 
 def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:
@@ -47,14 +51,15 @@ def whole_tokens(model: Model, width: int, height: int) -> tuple[int, int]:
     return height // side, width // side
 
 
-def unused(latent: Latent, model: Model) -> list[str]:
-    """What a sampler does not use of a LATENT, or cannot use as it is, a sentence each."""
+def unused(latent: Latent, model: Model, keep: Tensor | None = None) -> list[str]:
+    """What a sampler does not use of a LATENT, or cannot use as it is, a sentence each. keep: see kept()."""
     samples, codebook = latent["samples"], None if model.continuous else model.codebook
     if not samples.any():
         return []
     if latent.get("noise_mask") is not None:
         vectors = codebook is not None and samples.shape[1] == codebook.shape[1]
-        return [TORN] * changed(samples, codebook if vectors else None)
+        torn = [TORN] * changed(samples, codebook if vectors else None)
+        return torn if keep is None or not keep.all() else [*torn, NOTHING]
     return ["latent_image holds an image, but only its size is used. Add Set Latent Noise Mask to keep parts of it."]
 
 

@@ -21,7 +21,18 @@ from .comfy_runtime import models, runs
 from .comfy_runtime.clip import prompts_of, text_of
 from .comfy_runtime.messages import notify
 from .comfy_runtime.status import finished
-from .latents import Latent, first_image, grid_of, kept, skippable, strength, tokens_of, unused, with_output
+from .latents import (
+    Latent,
+    first_image,
+    grid_of,
+    image_samples,
+    kept,
+    skippable,
+    strength,
+    tokens_of,
+    unused,
+    with_output,
+)
 from .rules import EXACT, ChosenRule
 from .schema import schema
 from .search import FAMILIES, SAMPLER
@@ -84,11 +95,12 @@ def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
         return model.check_grid(*grid_of(latent, model))
     except ValueError as error:
         if latent.get("noise_mask") is not None:
+            image_samples(latent, model)
             raise ValueError(f"{error} Scale the image to that size (Upscale Image) before VAE Encode.") from error
         if latent["samples"].shape[1] != model.latent_channels:
             raise ValueError(
-                f"{error} Connect Empty AR Latent: Empty Latent Image has a cell for 8 pixels, and this "
-                f"model a token for {model.pixels_per_token}."
+                f"{error} Connect Empty AR Latent with this model: it has a token for {model.pixels_per_token} pixels "
+                "a side, other models have their own, and Empty Latent Image has a cell for 8."
             ) from error
         raise
 
@@ -118,7 +130,7 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
         **inputs.model.sampling,
         **inputs.params(),
     )
-    return replace(request, notices=(*request.notices, *unused(latent, model)))
+    return replace(request, notices=(*request.notices, *unused(latent, model, keep)))
 
 
 def changed(method: Method, **settings: Any) -> Method:

@@ -343,15 +343,15 @@ class Request:
         latent = None if self.model.codebook is None else self.model.dequantize(tokens)
         return Output(tokens, latent, result.trace)
 
-    def sampled(self, committed: Tensor) -> float:
-        """How many of the first ``committed`` [B] (int64, on the CPU) tokens are not forced, on average over images."""
-        counts = torch.nn.functional.pad((self.layout.forced < 0).cumsum(1), (1, 0)).cpu()
-        return float(counts.expand(self.batch, -1).gather(1, committed[:, None]).float().mean())
+    def covered(self, committed: Tensor) -> float:
+        """How many of the first ``committed`` [B] (int64, on the CPU) tokens stand from the first sampled one to the
+        last, on average over images. Forced tokens before and after these take no passes."""
+        at_start = (self.layout.forced >= 0).cumprod(1).sum(1).cpu()
+        return float((committed.minimum(self.layout.end.cpu()) - at_start).clamp(min=0).float().mean())
 
     def next_token_passes(self, committed: Tensor) -> float:
-        """Forward passes that next-token sampling needs for the first ``committed`` [B] (int64, on the CPU) tokens: one
-        for each that it samples. Mean over images."""
-        return self.sampled(committed)
+        """Forward passes that next-token sampling takes for them: one for each, forced ones too."""
+        return self.covered(committed)
 
     def sketch(self, progress: Progress) -> Sketch:
         """The first image as far as it is decided, and the drafts after that. Kept tokens are known from the start."""

@@ -23,7 +23,7 @@ class Status:
 
     def __init__(self, request: AnyRequest):
         self.request = request
-        self.total = request.sampled(torch.full((request.batch,), request.length))
+        self.total = request.covered(torch.full((request.batch,), request.length))
         self.first: tuple[float, float] | None = None  # time and tokens when first asked, after the prompt was read
 
     def show(self, progress: Any) -> None:
@@ -32,7 +32,7 @@ class Status:
 
     def __call__(self, progress: Any) -> Run:
         """After a pass, with the seconds that are left, once these are known."""
-        now, done = time.perf_counter(), self.request.sampled(progress.committed)
+        now, done = time.perf_counter(), self.request.covered(progress.committed)
         self.first = self.first or (now, done)
         began, before = self.first
         run = numbers(self.request.batch, progress.passes, done, self.total)
@@ -43,14 +43,15 @@ class Status:
 
 def finished(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
     """After a run: also the passes of next-token sampling (``plain``), the seconds that it took, the ``size`` (width,
-    height) of an image, and the settings that were ``used``."""
+    height) of an image, the settings that were ``used``, and ``notices`` of what was asked for but not done."""
     whole = torch.full((request.batch,), request.length)
-    tokens = request.sampled(whole)
+    tokens = request.covered(whole)
     return numbers(request.batch, trace.totals["target_passes"], tokens, tokens) | {
         "plain": round(request.next_token_passes(whole)),
         "seconds": duration(trace.totals["seconds"]),
         "size": [trace.cols * pixels_per_token, trace.rows * pixels_per_token],
         "used": f"{': '.join(filter(None, named(trace.settings)))}; {drawing(trace.settings)}",
+        "notices": trace.notices,
     }
 
 

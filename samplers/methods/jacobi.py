@@ -172,7 +172,7 @@ class SJD(DiscreteMethod):
         return Window(window.committed + count, token, window.passes + 1, window.initial, settled_count)
 
     def test(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
-        """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD, eq. 3).
+        """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD, eqs. 2, 3).
 
         A relaxed rule has its own probability and residual. With "gumbel" and "equality" the guess must be the sample.
         """

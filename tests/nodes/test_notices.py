@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from comfyui_specar.nodes.comfy_runtime.messages import notify
+from comfyui_specar.nodes.latents import NOTHING
 
 import nodes as core
 
@@ -190,3 +191,17 @@ def test_an_empty_prompt_samples_what_the_model_knows(sample, tiny):
     empty = tiny[1].encode_from_tokens_scheduled(" ")
     latent, trace = sample("SJD", positive=empty)
     assert len(trace.notices) == 1 and "prompt is empty" in trace.notices[0] and "ar_tokens" in latent
+
+
+@pytest.mark.parametrize("grey", [0.0, 0.3])
+def test_a_mask_that_selects_no_token_is_said_to(grey, sample):
+    first, _ = sample("NextToken")
+    latent, trace = sample("SJD", latent_image={**first, "noise_mask": torch.full((1, 4, 4), grey)})
+    assert torch.equal(latent["ar_tokens"], first["ar_tokens"])
+    assert trace.notices == [NOTHING]
+
+
+def test_an_image_of_another_vae_is_refused_before_its_size(sample):
+    latent = {"samples": torch.ones(1, 4, 8, 8), "noise_mask": torch.ones(1, 8, 8)}
+    with pytest.raises(ValueError, match="VAE of Load AR Checkpoint"):
+        sample("SJD", latent_image=latent)

@@ -41,7 +41,7 @@ function write(node, place, words) {
 const unbroken = (text) => text.replace(" ", "\u00a0");
 
 function inWords({ images, passes, done, total, plain, left, seconds, size, used }) {
-  if (!total) return say("The mask is empty: all of the image is kept. To paint one, right-click Load Image: Open in Mask Editor");
+  if (!total) return ""; // its notice says why
   if (!passes) return say("Reading the kept part of the image");
   const count = passes === 1 ? "{passes} pass" : plain > passes ? "{passes} passes instead of {plain}" : "{passes} passes";
   const line = [
