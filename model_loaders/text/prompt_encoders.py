@@ -24,6 +24,7 @@ from .prompt_syntax import words_of
 Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a prompt
 SHOWN = 300  # characters of a prompt in a notice
 HINTS = 40  # unknown words in a notice
+SOME = 20  # known words in a notice
 
 
 class PromptEncoder(Protocol):
@@ -85,7 +86,8 @@ class WordEncoder(PromptEncoder):
 
     def parse(self, text: str) -> tuple[list[str], list[str]]:
         """(known words in order, unknown words) of a prompt."""
-        text = " ".join(words_of(text).lower().split())  # the next line takes the square of a gap's length
+        text = re.sub(r"[()\[\]{}]|:[\d.]+", " ", words_of(text))  # what other models read as weights
+        text = " ".join(text.lower().split())  # the next line takes the square of a gap's length
         colours = "|".join(map(re.escape, self.backgrounds))
         text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
         known, unknown = [], []
@@ -107,27 +109,27 @@ class WordEncoder(PromptEncoder):
         return "".join(get_close_matches(word, words, 1, cutoff=0.75))
 
     def notices(self, text: str) -> list[str]:
-        """Unknown words, each with the known one that it resembles, and known words beyond the slots."""
+        """Unknown words, each with the known one that it resembles, and known words beyond the slots. Where no word is
+        known, some that are."""
         known, unknown = self.parse(text)
         hints = ((word, self.resembling(word)) for word in unknown[:HINTS])
         named = [f"{word:.{SHOWN}} ({like}?)" if like else word[:SHOWN] for word, like in hints]
         rest = (re.sub("^bg_(.+)", r"\1 background", word) for word in known[self.slots :])
         named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
+        some = ", ".join([w for w in self.words if not w.startswith("bg_")][:SOME])
+        nothing = (
+            f"The model knows no word of this prompt, which is as an empty one. Words that it knows: {some}; its model "
+            "card, assets/default/README.md, lists all."
+        )
         return [
             *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
+            *[nothing] * (bool(text.strip()) and not known),
             *left_out(self.slots, "words of a prompt", ", ".join(rest)),
         ]
 
     def encode(self, text: str) -> Tensor:
-        """Features [1, n, F]. Raises ValueError if no word is known."""
+        """Features [1, n, F] of the n known words."""
         known, _ = self.parse(text)
-        if not known:
-            some = ", ".join([w for w in self.words if not w.startswith("bg_")][:40])
-            raise ValueError(
-                f"The bundled model knows none of the words in the prompt {text[:200]!r}. It was trained on a small "
-                f"vocabulary; words it knows include: {some}. The model card, assets/default/README.md, "
-                "lists all of them."
-            )
         return self.table[[self.index[word] for word in known[: self.slots]]][None]
 
 

@@ -36,6 +36,12 @@ def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str | None:
     return prompt[0][1]["ar"].get("text") if prompt else None
 
 
+def is_empty(prompt: Conditioning | EncodedPrompt) -> bool:
+    """Whether it has no text, or nothing that the model reads."""
+    features = prompt.features if isinstance(prompt, EncodedPrompt) else prompt[0][0]
+    return prompt_text(prompt) == "" or not features.numel()
+
+
 def prompt_images(prompt: Conditioning | EncodedPrompt | None) -> Images:
     """The token grids of the images of a prompt."""
     if isinstance(prompt, EncodedPrompt):
@@ -82,7 +88,7 @@ class Prompted(Placed):
         Raises ValueError with a remedy, also for images if the model cannot read any; TypeError for what is no text.
         """
         text = checked_text(text, "prompt")
-        if not text and isinstance(self.prompt_encoder, WordEncoder | ClassEncoder):  # which have nothing to encode
+        if not text and isinstance(self.prompt_encoder, ClassEncoder):  # which has nothing to encode
             return self.encode_features(torch.zeros(1, 0, 1), text=text)
         if not images:
             return self.encode_features(self.prompt_encoder.encode(text), text=text)
@@ -195,9 +201,9 @@ class Prompted(Placed):
                 "directly, without the node that adds it."
             )
         text, images = own.get("text"), own.get("images", ())
-        if negative and text == "":
+        if negative and is_empty(conditioning):
             return None
-        if text == "" and not features.numel():
+        if not features.numel():
             features = self.no_prompt(features)
         if features.shape[0] not in (1, batch):
             raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")

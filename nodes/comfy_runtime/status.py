@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...reports.run_report import drawing, named
+from ...reports.run_report import drawing, judgement, named
 from ...samplers.generate import AnyRequest
 from ...samplers.trace import Trace
 from .messages import show_run
@@ -44,13 +44,16 @@ class Status:
 def finished(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
     """After a run: also the passes of next-token sampling (``plain``), the seconds that it took, the ``size`` (width,
     height) of an image, the settings that were ``used``, and ``notices`` of what was asked for but not done."""
-    whole = torch.full((request.batch,), request.length)
+    whole, settings = torch.full((request.batch,), request.length), trace.settings
     tokens = request.covered(whole)
+    used = [": ".join(filter(None, named(settings))), judgement(settings), drawing(settings)]
+    if settings["lossless"]:
+        del used[1]
     return numbers(request.batch, trace.totals["target_passes"], tokens, tokens) | {
         "plain": round(request.next_token_passes(whole)),
         "seconds": duration(trace.totals["seconds"]),
         "size": [trace.cols * pixels_per_token, trace.rows * pixels_per_token],
-        "used": f"{': '.join(filter(None, named(trace.settings)))}; {drawing(trace.settings)}",
+        "used": "; ".join(used),
         "notices": trace.notices,
     }
 

@@ -25,11 +25,16 @@ def test_clip_text_encode_tells_the_page_which_words_a_model_ignores(prompt, not
     assert server.events == [("specar.notices", {"node": "7", "notices": notices}, "a page")]
 
 
-def test_the_page_learns_why_a_prompt_is_refused(page, tiny):
+def test_a_prompt_of_unknown_words_alone_is_an_empty_one(page, tiny, sample):
     server = page()
-    with pytest.raises(ValueError, match="knows none of the words.*red, apple") as refused:
-        core.CLIPTextEncode().encode(tiny[1], "a quark")
-    assert server.events == [("specar.notices", {"node": "7", "notices": [str(refused.value)]}, "a page")]
+    (unknown,) = core.CLIPTextEncode().encode(tiny[1], "a quark")
+    [(_, data, _)] = server.events
+    assert data["notices"][0].endswith("ignores them: quark.") and "red, apple" in data["notices"][1]
+    (empty,) = core.CLIPTextEncode().encode(tiny[1], "")
+    for name in ("positive", "negative"):
+        (tokens, trace), (expected, _) = (sample("NextToken", cfg=2, **{name: prompt}) for prompt in (unknown, empty))
+        assert torch.equal(tokens["ar_tokens"], expected["ar_tokens"])
+        assert any("quark" in notice for notice in trace.notices)
 
 
 def test_other_uses_of_the_clip_are_explained(tiny):

@@ -29,7 +29,7 @@ export class ChartView {
     const line = made("tr", chosen ? "specar-chosen" : "", body);
     const label = made("td", "", line);
     label.textContent = chosen ? say("{name} (chosen)", { name }) : translated(name);
-    made("div", "specar-faint", label).textContent = translated(detail);
+    if (detail !== fidelity) made("div", "specar-faint", label).textContent = translated(detail);
     for (const bar of bars) {
       const cell = made("td", "", line);
       cell.textContent = bar?.text ?? "-";

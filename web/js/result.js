@@ -56,11 +56,14 @@ function inWords({ images, passes, done, total, plain, left, seconds, size, used
 
 const readKept = () => JSON.parse(localStorage.getItem(KEPT) ?? "{}");
 
-/** The results of a workflow, by node. */
-export const keptResults = (workflow) => readKept()[workflow] ?? {};
+/** The results of a workflow, by node, if they are those of its ``widgets`` (a text). */
+export function keptResults(workflow, widgets) {
+  const kept = readKept()[workflow];
+  return kept?.widgets === widgets ? kept.runs : {};
+}
 
-export function keepResult(workflow, node, run) {
-  const { [workflow]: nodes, ...others } = readKept();
-  const newest = [...Object.entries(others).slice(1 - MOST), [workflow, { ...nodes, [node]: run }]];
+export function keepResult(workflow, widgets, node, run) {
+  const { [workflow]: _, ...others } = readKept(), runs = { ...keptResults(workflow, widgets), [node]: run };
+  const newest = [...Object.entries(others).slice(1 - MOST), [workflow, { widgets, runs }]];
   localStorage.setItem(KEPT, JSON.stringify(Object.fromEntries(newest)));
 }

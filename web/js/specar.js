@@ -81,13 +81,14 @@ function show(node, output) {
   if (output?.specar_run) {
     const run = JSON.parse(output.specar_run[0]);
     showResult(node, run);
-    keepResult(rootGraph().id, locatorOf(node), run);
+    keepResult(rootGraph().id, widgetsOf(rootGraph()), locatorOf(node), run);
   }
   if (output?.specar_chart) draw(node, JSON.parse(output.specar_chart[0]));
   node.setDirtyCanvas?.(true, true);
 }
 
 const rootGraph = () => app.rootGraph ?? app.graph;
+const widgetsOf = (graph) => JSON.stringify(graph.serialize().nodes.map((node) => node.widgets_values));
 const locatorOf = ({ graph, id }) => (graph === rootGraph() ? `${id}` : `${graph.id}:${id}`);
 
 /** The node that outputs belong to: "12", or "<id of a subgraph>:12". */
@@ -130,7 +131,7 @@ app.registerExtension({
   },
   /** What runs took before the page was loaded again. */
   afterConfigureGraph() {
-    for (const [locator, run] of Object.entries(keptResults(rootGraph().id))) showResult(nodeAt(locator), run);
+    for (const [locator, run] of Object.entries(keptResults(rootGraph().id, widgetsOf(rootGraph())))) showResult(nodeAt(locator), run);
   },
   nodeCreated(node) {
     if (node.comfyClass?.startsWith("SpecAR")) {
