@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     add = top.add_argument
-    add("jobs", type=Path, help="the jobs: .csv with a header, or .jsonl")
+    add("jobs", type=Path, help="the jobs: .csv or .tsv with a header, or .jsonl")
     add("--results", type=Path, help="a JSON line per job (default: JOBS.results.jsonl)")
     add("--out", type=Path, help="folder for the images (of servers: for copies of what they saved)")
     text = "save the acceptance map of every image beside it, as ID_map.png (needs --out)"
