@@ -24,12 +24,12 @@ from comfyui_specar.tests.support.mortal import MortalWorker
 from comfyui_specar.tests.support.patience import PATIENCE
 from PIL import Image
 
-TABLE = """id,prompt,seed,window
-before,"star, 3d, on a blue background",1,
-star,"star, 3d, on a blue background",1,16
-nonsense,xyzzy plugh,1,
-poison,poison,1,
-late,"heart, 3d, aple, on a red background",2,
+TABLE = """id,prompt,seed,window,temperature
+before,"star, 3d, on a blue background",1,,
+star,"star, 3d, on a blue background",1,16,
+refused,star,1,,-3
+poison,poison,1,,
+late,"heart, 3d, aple, on a red background",2,,
 """
 COMMAND = ["jobs.csv", "--ray", "--out", "out"]
 MODEL = ModelOptions("default", "sjd")
@@ -56,8 +56,8 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     assert len(lines(table / "jobs.results.jsonl")) == len(records) == len(jobs)
     assert records["star"]["status"] == records["late"]["status"] == "success"
     assert "aple" in records["late"]["warnings"][0] and records["star"]["warnings"] == []
-    assert records["nonsense"]["warnings"] == [] and "nonsense: warning" not in said
-    assert "xyzzy" in records["nonsense"]["error"] and "2 attempts" in records["poison"]["error"]
+    assert records["refused"]["warnings"] == [] and "refused: warning" not in said
+    assert "-3" in records["refused"]["error"] and "2 attempts" in records["poison"]["error"]
     [trace] = records["star"]["traces"]
     assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
     assert sorted(path.name for path in Path("out").iterdir()) == ["late.png", "star.png"]
