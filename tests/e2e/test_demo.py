@@ -93,9 +93,11 @@ def fail(comfy, demo_module, monkeypatch, capsys):
     return fail
 
 
-def test_demo_fails_with_one_line_that_names_the_log(fail):
-    [line] = fail("--prompt", "xyzzy plugh").splitlines()
-    assert line.startswith("error: ") and "xyzzy plugh" in line and line.endswith("server.log")
+def test_demo_fails_with_one_line_that_names_the_log(fail, comfy, tmp_path):
+    file = tmp_path / "odd.json"
+    file.write_text(json.dumps(comfy.workflow("01 Text to image", width=300)), encoding="utf-8")
+    [line] = fail("--workflow", str(file)).splitlines()
+    assert line.startswith("error: ") and "300 x 256 pixels" in line and line.endswith("server.log")
 
 
 def test_demo_refuses_a_file_that_is_no_workflow(fail, tmp_path):
