@@ -20,7 +20,7 @@ class Rounds:
 
     @property
     def done(self):
-        return bool((self.state.committed >= self.run.layout.length).all())
+        return bool((self.state.committed >= self.run.end).all())
 
     @property
     def held(self):
