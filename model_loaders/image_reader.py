@@ -6,6 +6,7 @@ with the embedding and the head of its words. Every sampling method for token id
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ GREY = 127  # of 255, beside an image that is not square: int(255 * mean) of the
 SHORTEST = 14  # pixels of an image's shorter side
 
 
-class ImageReader:
+class ImageReader(ABC):
     """Answers questions about images with a loaded model. ``reading``: the weights that only this needs.
 
     end: the token that ends an answer. defaults: the authors' settings for sampling words. ``tokens``: does it read
@@ -66,20 +67,20 @@ class ImageReader:
         """Id of the token that ends an answer."""
         return self.tokenizer.id(self._end)
 
+    @abstractmethod
     def scaled(self, image: Tensor, patch: int) -> Tensor:
         """An image [H, W, 3] (0..1) as its tokens are made, of ``patch`` pixels a side, or as ``prompt`` takes it.
 
         Raises ValueError for a shape that the model does not read.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def prompt(self, images: Tensor, question: str) -> EncodedPrompt:
         """The conversation about each of the images, tokens [B, h, w] (int64) or pixels [B, 3, side, side] in -1..1, as
         embeddings [B, n, width].
 
         Raises ValueError for a question that is too long, FileNotFoundError or CheckpointError without a tokenizer.
         """
-        raise NotImplementedError
 
     def request(
         self,

@@ -18,10 +18,8 @@ from ...samplers.contract import Method
 from ...samplers.ending import generate_until, until
 from ...samplers.generate import AnyRequest
 from ...samplers.methods.next_token import NextToken
-from .folders import LORAS, MODELS, resolve, search_folders
 from .messages import show_text
 from .models import LoadedModel, patcher_of
-from .operations import Operations
 from .patcher import Patcher
 from .progress import Report
 from .runs import bring_the_rest, placed
@@ -53,9 +51,7 @@ _readers: WeakKeyDictionary[torch.nn.Module, LoadedReader] = WeakKeyDictionary()
 def reader_of(loaded: LoadedModel) -> LoadedReader:
     """What of a model's files reads images. Raises ValueError for a model that does not."""
     if loaded.model not in _readers:
-        choice, _, _, loras = loaded.loaded_with
-        adapters = [(resolve(lora, LORAS), strength) for lora, strength in loras]
-        reader = load_reader(resolve(choice, MODELS), loaded.model, Operations, search_folders(), adapters)
+        reader = loaded.more(load_reader)
         _readers[loaded.model] = LoadedReader(reader, patcher_of(reader.reading, loaded.model))
     return _readers[loaded.model]
 

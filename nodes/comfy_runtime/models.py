@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,12 @@ class LoadedModel:
     loaded_with: tuple[str, str, tuple[int, int] | None, tuple[tuple[str, float], ...]] = ("", "auto", None, ())
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choice: str = ""
+
+    def more(self, load: Callable[..., Any]) -> Any:
+        """What ``load``, of detect.py, reads from the model's files besides the model."""
+        choice, _, _, loras = self.loaded_with
+        adapters = [(resolve(lora, LORAS), strength) for lora, strength in loras]
+        return load(resolve(choice, MODELS), self.model, Operations, search_folders(), adapters)
 
     def check_kind(self, continuous: bool) -> None:
         """Raise ValueError if the sampler is for the other kind of models."""

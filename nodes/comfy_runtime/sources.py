@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ...model_loaders.detect import load_encoder
-from .folders import LORAS, MODELS, resolve, search_folders
 from .models import LoadedModel, patcher_of
-from .operations import Operations
 from .patcher import Patcher
 from .runs import bring_the_rest
 
@@ -41,8 +39,6 @@ _encoders: WeakKeyDictionary[torch.nn.Module, LoadedEncoder] = WeakKeyDictionary
 def encoder_of(loaded: LoadedModel) -> LoadedEncoder:
     """The encoder in a model's files. Raises ValueError for files without it."""
     if loaded.model not in _encoders:
-        choice, _, _, loras = loaded.loaded_with
-        adapters = [(resolve(lora, LORAS), strength) for lora, strength in loras]
-        module = load_encoder(resolve(choice, MODELS), loaded.model, Operations, search_folders(), adapters)
+        module = loaded.more(load_encoder)
         _encoders[loaded.model] = LoadedEncoder(module, patcher_of(module, loaded.model))
     return _encoders[loaded.model]

@@ -15,7 +15,7 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file
 
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.tiny_glm_image import BEGIN, CODES, config, vocabulary, write
+from ..support.tiny_glm_image import BEGIN, CODES, config, official, vocabulary, write
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -44,21 +44,10 @@ def pair(tmp_path_factory):
     return glm_image.load(open_checkpoint(file), torch.float32, None, ()), reference
 
 
-@fp64()
-@torch.inference_mode()
-def official(reference, codes=None):
-    """The official sequence, one token at a time: hidden states, logits of codes, and the tokens, which are greedy
-    unless ``codes`` [1, LENGTH] are given."""
+def official_after_a_preview(reference, codes=None):
     grids = torch.tensor([[1, *GRID], [1, *PREVIEW]])
-    cache = transformers.DynamicCache()
-    fed = {"input_ids": torch.tensor([IDS]), "image_grid_thw": grids, "images_per_sample": torch.tensor([2])}
-    hidden, logits, tokens = [], [], []
-    for i in range(LENGTH):
-        hidden.append(reference.model(**fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:])
-        logits.append(reference.lm_head(hidden[-1])[..., :CODES])
-        tokens.append(logits[-1].argmax(-1) if codes is None else codes[:, i : i + 1])
-        fed = {"input_ids": tokens[-1]}
-    return torch.cat(hidden, 1), torch.cat(logits, 1), torch.cat(tokens, 1)
+    inputs = {"input_ids": torch.tensor([IDS]), "image_grid_thw": grids, "images_per_sample": torch.tensor([2])}
+    return official(reference, inputs, LENGTH, codes)
 
 
 def test_the_prompt_names_both_grids(pair):
@@ -69,7 +58,7 @@ def test_the_prompt_names_both_grids(pair):
 def test_teacher_forced_logits(pair):
     model, reference = pair
     prompt = model.encode_prompt("a red cup")
-    assert_as_exact(lambda: model.teacher_forced(prompt, CODED), official(reference, CODED)[1])
+    assert_as_exact(lambda: model.teacher_forced(prompt, CODED), official_after_a_preview(reference, CODED)[1])
 
 
 def test_hidden_states_and_logits_step_by_step(pair):
@@ -87,7 +76,7 @@ def test_hidden_states_and_logits_step_by_step(pair):
             position += count
         return torch.cat([out.hidden for out in outs], dim=1), torch.cat([out.logits for out in outs], dim=1)
 
-    assert_as_exact(compute, [*official(reference, CODED)[:2]])
+    assert_as_exact(compute, [*official_after_a_preview(reference, CODED)[:2]])
 
 
 @pytest.mark.parametrize("method", [NextToken(), SJD(window=5)], ids=str)
@@ -95,13 +84,13 @@ def test_greedy_tokens(pair, method):
     model, reference = pair
     prompt = model.encode_prompt("a red cup")
     tokens = decided(lambda: api.sample(model, prompt, method, temperature=0).tokens)
-    assert tokens.flatten().tolist() == official(reference)[2][0, 6:].tolist()
+    assert tokens.flatten().tolist() == official_after_a_preview(reference)[2][0, 6:].tolist()
 
 
 def test_positions(pair):
     """The preview starts after 12 prompt tokens, the image after the preview's 3 columns."""
     model, reference = pair
-    official(reference, CODED)
+    official_after_a_preview(reference, CODED)
     wanted = reference.model._cached_decode_position_ids[0, :, :LENGTH]
     assert wanted[:, [0, 5, 6, LENGTH - 1]].T.tolist() == [[12, 12, 12], [12, 13, 14], [15, 15, 15], [15, 18, 20]]
     places, theta = torch.arange(LENGTH)[None], model.positions.theta

@@ -14,7 +14,7 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file
 
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.tiny_glm_image import BEGIN, CODES, END, PREPROCESSOR, config, tokenizer, write
+from ..support.tiny_glm_image import BEGIN, CODES, END, PREPROCESSOR, config, official, tokenizer, write
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -86,19 +86,9 @@ def sources(pair, count):
     return [encoder(model.image_prompts.seen(picture(*size), SIDE)) for size in SIZES[:count]]
 
 
-@fp64()
-@torch.inference_mode()
-def official(reference, inputs, codes=None):
-    """The official sequence, one token at a time: hidden states, logits of codes, and the tokens, which are greedy
-    unless ``codes`` [1, LENGTH] are given."""
-    cache, fed = transformers.DynamicCache(), dict(inputs)
-    hidden, logits, tokens = [], [], []
-    for i in range(LENGTH):
-        hidden.append(reference.model(**fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:])
-        logits.append(reference.lm_head(hidden[-1])[..., :CODES])
-        tokens.append(logits[-1].argmax(-1) if codes is None else codes[:, i : i + 1])
-        fed = {"input_ids": tokens[-1]}
-    return torch.cat(hidden, 1), torch.cat(logits, 1), torch.cat(tokens, 1)
+def patches(image):
+    """An image [H, W, 3] as its patches [n, 3 * 16 * 16]."""
+    return image.unfold(0, 16, 16).unfold(1, 16, 16).flatten(0, 1).flatten(1)
 
 
 def test_images_are_scaled_as_by_the_processor(processor):
@@ -107,9 +97,8 @@ def test_images_are_scaled_as_by_the_processor(processor):
     scaling = Scaling(PREPROCESSOR["min_pixels"], PREPROCESSOR["max_pixels"])
     mean, std = (torch.tensor(each) for each in (scaling.image_mean, scaling.image_std))
     for size, wanted in zip(SIZES, found["pixel_values"].split([6, 4, 8]), strict=True):
-        seen = (scaling.seen(picture(*size), SIDE) - mean) / std
-        patches = seen.unfold(0, 16, 16).unfold(1, 16, 16).flatten(0, 1).flatten(1)
-        torch.testing.assert_close(patches, wanted, rtol=0, atol=1e-6)
+        seen = scaling.seen(picture(*size), SIDE)
+        assert_as_exact(lambda seen=seen: patches((seen - mean) / std), wanted)
 
 
 def test_grids_of_any_image():
@@ -135,7 +124,7 @@ def test_features_and_codes(pair, processor):
         codes = [reference.model.get_image_tokens([each]) for each in wanted]
     for size, features, tokens in zip(SIZES, wanted, codes, strict=True):
         seen = model.image_prompts.seen(picture(*size), SIDE)
-        torch.testing.assert_close(encoder.features(seen)[0], features.float(), rtol=0, atol=1e-5)
+        assert_as_exact(lambda seen=seen: encoder.features(seen)[0], features.float())
         assert encoder(seen).flatten().tolist() == tokens.tolist()
     assert len({token for tokens in codes for token in tokens.tolist()}) > 5
 
@@ -172,7 +161,7 @@ def cosines(places):
 def test_teacher_forced_logits(pair, processor, count):
     model, _, reference = pair
     prompt = model.encode_prompt(TEXT, sources(pair, count))
-    wanted = official(reference, inputs_of(processor, count), CODED)[1]
+    wanted = official(reference, inputs_of(processor, count), LENGTH, CODED)[1]
     assert_as_exact(lambda: model.teacher_forced(prompt, CODED.view(1, *GRID)), wanted)
 
 
@@ -192,7 +181,7 @@ def test_hidden_states_and_logits_step_by_step(pair, processor, count):
             position += step
         return torch.cat([out.hidden for out in outs], dim=1), torch.cat([out.logits for out in outs], dim=1)
 
-    assert_as_exact(compute, [*official(reference, inputs_of(processor, count), CODED)[:2]])
+    assert_as_exact(compute, [*official(reference, inputs_of(processor, count), LENGTH, CODED)[:2]])
 
 
 @pytest.mark.parametrize("method", [NextToken(), SJD(window=5)], ids=str)
@@ -201,4 +190,4 @@ def test_greedy_tokens(pair, processor, method, count):
     model, _, reference = pair
     prompt = model.encode_prompt(TEXT, sources(pair, count))
     tokens = decided(lambda: api.sample(model, prompt, method, temperature=0).tokens)
-    assert tokens.flatten().tolist() == official(reference, inputs_of(processor, count))[2].flatten().tolist()
+    assert tokens.flatten().tolist() == official(reference, inputs_of(processor, count), LENGTH)[2].flatten().tolist()

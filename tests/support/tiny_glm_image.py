@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import torch
 from comfyui_specar.models.glm_image_dit import DiT, DiTConfig
 from comfyui_specar.models.kl_vae import Decoder, Encoder, KLConfig
 from safetensors.torch import save_file
@@ -13,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
 from . import tiny_t5
+from .closeness import fp64
 from .tiny import fill, named_shapes
 from .tiny_family import Files, Tiny, Workflow, with_image
 from .tiny_folder import layer_shapes, write_folder
@@ -220,6 +223,23 @@ def write_decoder(folder: Path) -> Path:
 
 def install(models: Path) -> None:
     write_decoder(write(models / "ar_models/GLM-Image", shards=4).parent)
+
+
+@fp64()
+@torch.inference_mode()
+def official(reference: Any, inputs: dict[str, Tensor], length: int, codes: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The sequence of transformers' model after ``inputs``, one token at a time: hidden states, logits of codes, and
+    the tokens, which are greedy unless ``codes`` [1, length] are given."""
+    from transformers import DynamicCache
+
+    cache, fed = DynamicCache(), dict(inputs)
+    hidden, logits, tokens = [], [], []
+    for i in range(length):
+        hidden.append(reference.model(**fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:])
+        logits.append(reference.lm_head(hidden[-1])[..., :CODES])
+        tokens.append(logits[-1].argmax(-1) if codes is None else codes[:, i : i + 1])
+        fed = {"input_ids": tokens[-1]}
+    return torch.cat(hidden, 1), torch.cat(logits, 1), torch.cat(tokens, 1)
 
 
 TINY = {"glm-image": Tiny(write)}
