@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import comfy.model_management as mm
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from ...samplers.contract import Method
 from ...samplers.ending import generate_until, until
 from ...samplers.generate import AnyRequest
 from ...samplers.methods.next_token import NextToken
+from .memory import load_models_gpu
 from .messages import show_text
 from .models import LoadedModel, patcher_of
 from .patcher import Patcher
@@ -39,7 +39,7 @@ class LoadedReader:
     def look(self, images: Tensor, question: str) -> Any:
         """The prompt about images (see ``ImageReader.prompt``); the weights are on the compute device for it."""
         reading = self.reader.reading
-        mm.load_models_gpu([self.patcher], memory_required=reading.activation_bytes(len(images)))
+        load_models_gpu([self.patcher], memory_required=reading.activation_bytes(len(images)))
         bring_the_rest(reading, reading.device)
         return self.reader.prompt(images, question)
 

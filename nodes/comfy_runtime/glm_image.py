@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...model_loaders.decoders import glm_image
 from .folders import MODELS, resolve, search_folders, stamp
+from .memory import load_models_gpu
 from .models import LoadedDecoder, managed, output
 from .operations import Operations
 from .vae import ARVae
@@ -98,12 +99,12 @@ class LoadedGlmImage:
         for codes, image in images:
             mm.throw_exception_if_processing_interrupted()
             sources.append(glm_image.Source(self._encoder.encode(image[None]), codes))
-        mm.load_models_gpu([self._reader], force_full_load=True)
+        load_models_gpu([self._reader], force_full_load=True)
         text, null = self.decoder.read(prompt)
         memory = self.decoder.dit.activation_bytes(
             4 * tokens[0].numel() + text.shape[1], [4 * source.tokens.numel() for source in sources]
         )
-        mm.load_models_gpu([self._dit], memory_required=memory)
+        load_models_gpu([self._dit], memory_required=memory)
         bar = comfy.utils.ProgressBar(len(tokens) * steps)
 
         def report(_step: int) -> None:

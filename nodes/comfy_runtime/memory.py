@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import comfy.model_management as mm
 import torch
@@ -16,6 +19,18 @@ from .patcher import Patcher
 
 # Apple's GPUs, DirectML, a CPU on Linux and one on Windows raise plain RuntimeErrors for it.
 _FULL = ("out of memory", "not enough GPU video memory", "can't allocate memory", "not enough memory: you tried")
+
+
+def load_models_gpu(patchers: Sequence[ModelPatcher], **options: Any) -> None:
+    """ComfyUI's function of this name. Models of a prompt that failed are garbage in a cycle, as ComfyUI's frames keep
+    their traceback. If they were collected while it goes through its list of models, it would read beyond the end."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        mm.load_models_gpu(patchers, **options)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -32,7 +32,7 @@ from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
 from .automatic import Automatic
 from .folders import DRAFTERS, LORAS, MODELS, fingerprint, resolve, search_folders
-from .memory import free_memory
+from .memory import free_memory, load_models_gpu
 from .operations import Operations
 from .patcher import Patcher
 from .previews import Palette
@@ -52,7 +52,7 @@ class LoadedDecoder:
         """Move it to the compute device, with memory for at least one image of ``pixels``, and return how many fit at
         once."""
         memory = self.bytes_for(pixels)
-        mm.load_models_gpu([self.patcher], memory_required=memory, force_full_load=True)
+        load_models_gpu([self.patcher], memory_required=memory, force_full_load=True)
         return max(1, int(free_memory(self.patcher) / memory))
 
     @property
@@ -166,7 +166,7 @@ def manage_text_encoder(encoder: T5Encoder) -> None:
     def place(module: T5) -> None:
         if not patchers:
             patchers.append(ModelPatcher(module, device, mm.text_encoder_offload_device()))
-        mm.load_models_gpu(patchers, force_full_load=True)
+        load_models_gpu(patchers, force_full_load=True)
 
     encoder.place = place
 

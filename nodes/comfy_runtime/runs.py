@@ -14,7 +14,7 @@ from comfy.cli_args import LatentPreviewMethod, args
 from ...model_loaders.decoders.image_decoder import Autoencoder
 from ...samplers.contract import Method
 from ...samplers.generate import AnyRequest
-from .memory import cast_room, fits, out_of_memory, total_memory
+from .memory import cast_room, fits, load_models_gpu, out_of_memory, total_memory
 from .models import LoadedDecoder, LoadedDrafter, LoadedModel
 from .patcher import Patcher
 from .previews import Previews, Sketcher, measure_palette, measured_tokens
@@ -49,7 +49,7 @@ def placed(loaded: LoadedModel, beside: Beside | None, method: Method, request: 
     together = [loaded.patcher] if beside is None else [loaded.patcher, beside.patcher]  # neither may evict the other
     if not fits(together, missing(loaded, memory, session_key)):
         loaded.patcher.release()
-    mm.load_models_gpu(together, memory_required=missing(loaded, memory, session_key))
+    load_models_gpu(together, memory_required=missing(loaded, memory, session_key))
     for patcher in together:
         bring_the_rest(patcher.model, loaded.model.device)
     try:
@@ -110,7 +110,7 @@ def preview_decoder(loaded: LoadedDecoder, memory: int, length: int) -> Autoenco
     memory += loaded.bytes_for(length * loaded.area)
     if not fits([loaded.patcher], memory):
         return None
-    mm.load_models_gpu([loaded.patcher], memory_required=memory, force_full_load=True)
+    load_models_gpu([loaded.patcher], memory_required=memory, force_full_load=True)
     return loaded.decoder
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import comfy.model_management as mm
 import torch
 from torch import Tensor
 
 from ...model_loaders.detect import load_encoder
+from .memory import load_models_gpu
 from .models import LoadedModel, patcher_of
 from .patcher import Patcher
 from .runs import bring_the_rest
@@ -26,7 +26,7 @@ class LoadedEncoder:
     def tokens(self, image: Tensor) -> Tensor:
         """Tokens [h, w] (int64, CPU) of an image [H, W, 3] as the encoder sees it."""
         patches = image.shape[0] * image.shape[1] // self.module.config.patch**2
-        mm.load_models_gpu([self.patcher], memory_required=self.module.activation_bytes(patches))
+        load_models_gpu([self.patcher], memory_required=self.module.activation_bytes(patches))
         bring_the_rest(self.module, self.module.device)
         with torch.inference_mode():
             return self.module(image).cpu()

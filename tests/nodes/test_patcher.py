@@ -10,7 +10,7 @@ import torch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.nodes.comfy_runtime import runs
-from comfyui_specar.nodes.comfy_runtime.memory import fits, free_memory
+from comfyui_specar.nodes.comfy_runtime.memory import fits, free_memory, load_models_gpu
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from comfyui_specar.nodes.comfy_runtime.patcher import Patcher
 from comfyui_specar.samplers.engine import run as engine
@@ -187,3 +187,18 @@ def test_memory_that_models_under_dynamic_vram_hold_counts_as_free(tiny, monkeyp
         monkeypatch.setattr("comfy_aimdo.model_vbar.vbars_analyze", lambda device=None: asked.append(device) or 2**40)
     assert free_memory(patcher) == 1000 + (2**40 if DYNAMIC_VRAM else 0)
     assert fits([patcher], 2**30) == DYNAMIC_VRAM == bool(asked)
+
+
+@pytest.mark.parametrize("wrong", [None, RuntimeError("no memory")])
+def test_no_garbage_is_collected_while_models_are_loaded(wrong, monkeypatch):
+    """Models of a failed prompt would leave ComfyUI's list while it goes through it: an IndexError, seen on a GPU."""
+
+    def load(patchers, force_full_load):
+        assert not gc.isenabled() and patchers == [] and force_full_load
+        if wrong:
+            raise wrong
+
+    monkeypatch.setattr(mm, "load_models_gpu", load)
+    with pytest.raises(RuntimeError, match="no memory") if wrong else nullcontext():
+        load_models_gpu([], force_full_load=True)
+    assert gc.isenabled()
