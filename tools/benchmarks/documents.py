@@ -33,7 +33,11 @@ LATER = {B: ("speed-cpu-bf16-sjd-amd",)}  # of methods that those have not
 FULL = ("speed-cpu-fp32", "speed-cpu-fp32-amd")  # those of the first in fp32
 GROWING = (("default", "speed-cpu-amd"), (B, TIMED[B][-1]), (L, TIMED[L][-1]))  # models by size, on one processor
 PAYING = ("sjd coupled w16", "sjd coupled w32", "chain of 5", "EAGLE-1, 57 drafts", "Cool-SD delta 2")  # methods there
-PROCESSORS = {"Intel(R) Xeon(R) Processor": "Intel Xeon (AMX)", "AMD EPYC": "AMD EPYC (Zen 5)"}
+PROCESSORS = {
+    "Intel(R) Xeon(R) Processor": "Intel Xeon (AMX)",
+    "AMD EPYC": "AMD EPYC (Zen 5)",
+    "AMD EPYC, family 25, model 17": "AMD EPYC (Zen 4)",
+}
 
 # Methods in docs/numbers.md: name with its settings, page in docs/methods, node, and the name of the measured case.
 METHODS = (
@@ -80,18 +84,9 @@ HOW_TO_READ = (
     "steps. SJD's window is 32 if none is named. The vertical scale is a square root, the horizontal one a logarithm; "
     "points without a name are other settings of the tables."
 )
-SMALL, LARGE = 87, 310  # millions of parameters of B and L
 WORDS = {  # the README's table, by language: its columns, and whether the quality is the same
-    "en": (
-        "*AR Sampler*",
-        "forward passes",
-        f"seconds, {SMALL} M parameters",
-        f"seconds, {LARGE} M parameters",
-        "same quality",
-        "yes",
-        "no: may drift",
-    ),
-    "zh": ("“AR采样器”", "前向次数", f"秒，{SMALL} M 参数", f"秒，{LARGE} M 参数", "质量相同", "是", "否：可能偏移"),
+    "en": ("*AR Sampler*", "forward passes", "seconds", "same quality", "yes", "no: may drift"),
+    "zh": ("“AR采样器”", "前向次数", "秒", "质量相同", "是", "否：可能偏移"),
 }
 
 
@@ -144,8 +139,8 @@ def span(numbers: list[float], decimals: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def two_digits(seconds: float) -> str:
-    return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f}"
+def in_seconds(seconds: float) -> str:
+    return f"{seconds:.{2 if seconds < 0.995 else 1}f}"
 
 
 def methods() -> str:
@@ -185,16 +180,11 @@ def methods() -> str:
 def choices(language: str) -> str:
     """The README's table: AR Sampler's choices."""
     *head, yes, no = WORDS[language]
-    small, large = one_run().values()
+    rows = one_run()[B]
     return grid(
         head,
         [
-            (
-                f"*{choice}*",
-                f"{small[case]['pictures_passes']:.0f}",
-                *(two_digits(each[case]["seconds"]["median"]) for each in (small, large)),
-                no if "budget" in case else yes,
-            )
+            (f"*{choice}*", passes_of(rows[case]), in_seconds(median(rows[case])), no if "budget" in case else yes)
             for case, choice in CHOICES.items()
         ],
     )
@@ -210,6 +200,16 @@ def one_run() -> dict[str, dict[str, dict[str, Any]]]:
     return {size: rows_of(size, ONE_RUN) for size in (B, L)}
 
 
+def passes_of(row: dict[str, Any]) -> str:
+    """Mean forward passes of a row."""
+    return f"{row['pictures_passes']:.0f}"
+
+
+def median(row: dict[str, Any]) -> float:
+    """Seconds of an image."""
+    return row["seconds"]["median"]
+
+
 def name_of(case: str) -> str:
     """A case of that run as AR Sampler calls it, or in words."""
     return f"*{CHOICES[case]}*" if case in CHOICES else found.said(case)
@@ -217,22 +217,22 @@ def name_of(case: str) -> str:
 
 def times_of_methods() -> str:
     """docs/numbers.md: passes and seconds of the methods at their default sizes."""
-    small, large = one_run().values()
+    sizes = one_run()
 
-    def cell(row: dict[str, Any]) -> str:
-        return f"{two_digits(row['seconds']['median'])} s ({row['seconds_over']['next_token']:.1f}x)"
+    def cells(rows: dict[str, dict[str, Any]], case: str) -> tuple[str, ...]:
+        row = rows[case]
+        return passes_of(row), in_seconds(median(row)), f"{median(rows['next_token']) / median(row):.1f}x"
 
-    rows = [
+    table = [
         (
             name_of(case),
             "no" if any(word in case for word in RELAXED) else "yes",
-            f"{row['pictures_passes']:.0f}",
-            cell(row),
-            cell(large[case]),
+            *(cell for rows in sizes.values() for cell in cells(rows, case)),
         )
-        for case, row in small.items()
+        for case in sizes[B]
     ]
-    return grid(("method", "exact", "forward passes", "LlamaGen-B", "LlamaGen-L"), rows)
+    columns = [f"{size}: {what}" for size in "BL" for what in ("passes", "seconds", "faster")]
+    return grid(("method", "exact", *columns), table)
 
 
 def quality_of_methods() -> str:
@@ -251,24 +251,22 @@ def quality_of_methods() -> str:
 def sizes_and_gpu() -> str:
     """docs/numbers.md: next token and AR Sampler's default by the size of the model, and on a GPU."""
     rows, both = [], ("next_token", "sjd coupled w16")
-    for size, report, model, machine in (
-        ("default", "speed-cpu-amd", "bundled, 7 M, fp32", "AMD EPYC (Zen 5)"),
-        (B, ONE_RUN, "LlamaGen-B, 87 M, bf16", "AMD EPYC (Zen 4)"),
-        (L, ONE_RUN, "LlamaGen-L, 310 M, bf16", "AMD EPYC (Zen 4)"),
+    for size, report, model in (
+        ("default", "speed-cpu-amd", "bundled, 7 M, fp32"),
+        (B, ONE_RUN, "LlamaGen-B, 87 M, bf16"),
+        (L, ONE_RUN, "LlamaGen-L, 310 M, bf16"),
     ):
-        each = rows_of(size, report)
-        seconds = [each[case]["seconds"]["median"] for case in both]
-        rows.append((model, f"{machine}, 2 threads", seconds, each[both[1]]["seconds_over"]["next_token"]))
+        each, machine = rows_of(size, report), results(report)["machine"]
+        processor = f"{PROCESSORS[machine['processor']]}, {machine['threads']} threads"
+        rows.append((model, processor, *(median(each[case]) for case in both)))
     [stage] = [stage for stage in results(GPU)["stages"] if stage["stage"] == "ratios"]
     each = {row["method"]: row for row in stage["rows"]}
-    rows.append(
-        ("LlamaGen-XL, bf16", results(GPU)["device"], [each[case]["seconds"] for case in both], each[both[1]]["faster"])
-    )
+    rows.append(("LlamaGen-XL, bf16", results(GPU)["device"], *(each[case]["seconds"] for case in both)))
     return grid(
         ("model", "machine", "*next token*", "*fast, exact*", "faster"),
         [
-            (model, machine, *(f"{two_digits(each)} s" for each in seconds), f"{faster:.1f}x")
-            for model, machine, seconds, faster in rows
+            (model, machine, f"{in_seconds(plain)} s", f"{in_seconds(fast)} s", f"{plain / fast:.1f}x")
+            for model, machine, plain, fast in rows
         ],
     )
 
@@ -279,9 +277,9 @@ def speed_of_defaults() -> str:
         (
             size.rpartition("@")[2],
             name_of(case),
-            f"{row['pictures_passes']:.0f}",
-            two_digits(row["seconds"]["median"]),
-            f"{row['seconds_over']['next_token']:.2f}",
+            passes_of(row),
+            in_seconds(median(row)),
+            f"{median(each['next_token']) / median(row):.2f}",
             f"{row['least_seconds_over']:.2f}",
         )
         for size, each in one_run().items()

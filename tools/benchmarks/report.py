@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -47,18 +49,31 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def cpu_name() -> str:
-    """The processor as the kernel names it."""
+def cpu_info() -> dict[str, str]:
+    """What the kernel says of the first processor; nothing where it has no /proc/cpuinfo."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    pairs = (line.split(":", 1) for line in reversed(lines) if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def cpu_name() -> str:
+    """The processor as the kernel names it."""
+    return cpu_info().get("model name", platform.processor())
+
+
+def cpu_generation() -> str:
+    """The processor with what tells its generation, which the name of a virtual machine's may not."""
+    about = cpu_info()
+    return ", ".join(
+        (cpu_name(), *(f"{key.removeprefix('cpu ')} {about[key]}" for key in ("cpu family", "model") if key in about))
+    )
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"processor": cpu_name(), "threads": torch.get_num_threads(), "gpu": gpu, "torch": torch.__version__}
+    return {"processor": cpu_generation(), "threads": torch.get_num_threads(), "gpu": gpu, "torch": torch.__version__}
 
 
 def versions() -> dict[str, str | None]:
@@ -103,7 +118,12 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def measured_on(device: torch.device) -> dict[str, Any]:
     """What every report says of its origin."""
-    return {"machine": machine(device), "versions": versions(), "commit": commit()}
+    return {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "machine": machine(device),
+        "versions": versions(),
+        "commit": commit(),
+    }
 
 
 class Record:

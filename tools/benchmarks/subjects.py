@@ -127,4 +127,5 @@ def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dty
         sizes.narrow(model, STORAGES[storage])
     layout = model.layout()
     stretch = Stretch(layout, 0, layout.length)
-    return Subject(name, model, model.encode_prompt(PROMPTS[0]), SamplingParams(cfg=cfg or 1.0), stretch, eagle, small)
+    params = replace(model.defaults, cfg=cfg or 1.0)
+    return Subject(name, model, model.encode_prompt(PROMPTS[0]), params, stretch, eagle, small)
