@@ -24,7 +24,7 @@ from .prompt_syntax import words_of
 Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a prompt
 SHOWN = 300  # characters of a prompt in a notice
 HINTS = 40  # unknown words in a notice
-SOME = 20  # known words in a notice
+SOME = 100  # known words in a notice
 
 
 class PromptEncoder(Protocol):
@@ -117,10 +117,7 @@ class WordEncoder(PromptEncoder):
         rest = (re.sub("^bg_(.+)", r"\1 background", word) for word in known[self.slots :])
         named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
         some = ", ".join([w for w in self.words if not w.startswith("bg_")][:SOME])
-        nothing = (
-            f"The model knows no word of this prompt, which is as an empty one. Words that it knows: {some}; its model "
-            "card, assets/default/README.md, lists all."
-        )
+        nothing = f"The model knows no word of this prompt, which is as an empty one. Words that it knows: {some}."
         return [
             *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
             *[nothing] * (bool(text.strip()) and not known),

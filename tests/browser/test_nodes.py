@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import Page
 
-from .pages import BY_CHOICE, READY, RENDERERS, ROOT, load, open_page, run, screenshot
+from .pages import BY_CHOICE, FINISHED, READY, RENDERERS, ROOT, load, open_page, run, screenshot
 
 pytestmark = pytest.mark.browser
 
@@ -64,8 +64,9 @@ def test_what_a_run_took_stays_on_its_sampler(page, renderer):
 def test_what_a_run_took_comes_back_with_its_tab_and_its_page(own_page):
     page, text = own_page, "() => document.querySelector('.specar-result')?.textContent"
     load(page, ROOT / f"workflows/{SJD}.json", name="one")
+    set_prompts(page, "apple, xyz")  # its notice stays, too
     run(page)
-    page.wait_for_function(f"() => ({text})()?.includes('instead of 256')")
+    page.wait_for_function(f"() => ({text})()?.includes('instead of 256') && ({text})().includes('xyz')")
     took = page.evaluate(text)
     load(page, ROOT / f"workflows/{START}.json", name="two")
     page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSampler')")
@@ -77,6 +78,16 @@ def test_what_a_run_took_comes_back_with_its_tab_and_its_page(own_page):
     page.reload(wait_until="domcontentloaded")
     page.wait_for_function(READY)
     page.wait_for_function(f"took => ({text})() === took", arg=took)
+
+
+def test_an_interrupted_run_says_so(own_page):
+    page = own_page
+    load(page, ROOT / "workflows/02 Four images at once.json")
+    page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
+    page.wait_for_function("() => document.querySelector('.specar-result')?.textContent.includes('tokens')")
+    page.evaluate("() => app.api.interrupt()")
+    page.wait_for_function(FINISHED)
+    page.wait_for_function("() => document.querySelector('.specar-result')?.textContent.includes('interrupted')")
 
 
 def test_what_a_run_took_is_told_again_of_a_cached_run(browser, comfy):

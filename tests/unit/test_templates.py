@@ -10,6 +10,7 @@ import pytest
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 TEMPLATES = sorted(WORKFLOWS.glob("*.json"))
+OTHER_ITALICS = {"panda", "rocket", "flat", "i", "fps"}  # words of prompts, a number, an output
 BLUEPRINTS = sorted((WORKFLOWS.parent / "subgraphs").glob("*.json"))
 
 
@@ -45,13 +46,27 @@ def box(node: dict, preview: bool = False) -> tuple[float, float, float, float]:
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_a_template_opens_large_enough_to_read_and_no_node_covers_another(path):
-    """The front end fits all nodes into three quarters of the page, here of 1400 x 860 pixels, and draws no text below
+    """The front end fits all nodes into three quarters of the page, here of 1400 x 800 pixels, and draws no text below
     57 %. Above a node is its title; below the widgets of a sampler ComfyUI shows its preview."""
     nodes = json.loads(path.read_text(encoding="utf-8"))["nodes"]
     lefts, tops, rights, bottoms = zip(*map(box, nodes), strict=True)
-    assert 1050 / (max(rights) - min(lefts) + 20) >= 0.6 and 645 / (max(bottoms) - min(tops) + 20) >= 0.6
+    assert 1050 / (max(rights) - min(lefts) + 20) >= 0.58 and 600 / (max(bottoms) - min(tops) + 20) >= 0.58
     for one, other in itertools.combinations([box(node, preview=True) for node in nodes], 2):
         assert max(one[0], other[0]) >= min(one[2], other[2]) or max(one[1], other[1]) >= min(one[3], other[3])
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_note_names_widgets_that_its_template_has(path):
+    graph = json.loads(path.read_text(encoding="utf-8"))
+    nodes = [
+        *graph["nodes"],
+        *(node for sub in graph.get("definitions", {}).get("subgraphs", ()) for node in sub["nodes"]),
+    ]
+    words = json.loads((WORKFLOWS.parent / "locales/en/nodeDefs.json").read_text(encoding="utf-8"))
+    known = {name for node in nodes for name in words.get(node["type"], {}).get("inputs", ())} | OTHER_ITALICS
+    [note] = [node["widgets_values"][0] for node in nodes if node["type"] == "MarkdownNote"]
+    for change in re.findall(r"\*\*Change\*\*.*", note):
+        assert {*re.findall(r"(?<!\*)\*([a-z][a-z_]*)\*(?!\*)", change)} <= known
 
 
 def test_pictures_of_the_help_show_nodes_that_their_templates_have(monkeypatch):

@@ -22,8 +22,12 @@ export function addResult(node) {
   widget.serialize = false;
 }
 
-/** Shows a run (nodes/comfy_runtime/status.py). Other nodes than samplers have no place for it. */
-export const showResult = (node, run) => write(node, 0, inWords(run));
+/** Shows a run (nodes/comfy_runtime/status.py), with its notices once it is over. Other nodes than samplers have no place
+ * for it. */
+export function showResult(node, run) {
+  write(node, 0, inWords(run));
+  if (run.notices) noticed(node, run.notices.map(translated).join("\n"));
+}
 
 /** Shows notices; none: takes them away. Returns false for other nodes than samplers. */
 export const noticed = (node, notices) => write(node, 1, notices);
@@ -40,7 +44,7 @@ function write(node, place, words) {
 
 const unbroken = (text) => text.replace(" ", "\u00a0");
 
-function inWords({ images, passes, done, total, plain, left, seconds, size, used }) {
+function inWords({ images, passes, done, total, plain, left, seconds, size, used, interrupted }) {
   if (!total) return ""; // its notice says why
   if (!passes) return say("Reading the kept part of the image");
   const count = passes === 1 ? "{passes} pass" : plain > passes ? "{passes} passes instead of {plain}" : "{passes} passes";
@@ -48,7 +52,7 @@ function inWords({ images, passes, done, total, plain, left, seconds, size, used
     images > 1 && say("{number} images", { number: images }),
     say(count, { passes, plain }),
     say("{done} of {total} tokens", { done, total }),
-    left && say("~{left} left", { left: unbroken(left) }),
+    interrupted ? say("interrupted") : left && say("~{left} left", { left: unbroken(left) }),
     seconds && unbroken(translated(seconds)),
   ].filter(Boolean).join(", ");
   return used ? `${line}\n${say("{width} x {height} pixels", { width: size[0], height: size[1] })}; ${translated(used)}` : line;

@@ -18,7 +18,7 @@ const VIEW_WIDTH = 400; // at least
 const COLOURS = { // of sockets of our types and their links
   AR_MODEL: "#9d8cff", AR_DRAFTER: "#4fc3c7", AR_RULE: "#f08a5d", AR_TRACE: "#8fce5a", AR_METHOD: "#e0bd4c",
 };
-const NOTICE_SECONDS = 15;
+const NOTICE_SECONDS = 10;
 const PICTURE = "$$canvas-image-preview"; // ComfyUI's own, for results that an earlier graph left under the node's id
 
 document.head.append(Object.assign(document.createElement("link"), {
@@ -105,17 +105,28 @@ function executingNode(id) {
 }
 
 const told = new Set(); // notices of this run that were toasts: a sampler repeats those of its prompts
+let running = null; // {node, run} that was shown last
 
-/** What a run does not do of what was asked for, on the node that says so (see nodes/comfy_runtime/messages.py), and as
- * toasts where that node is not visible: inside a subgraph, or in app mode. */
+function showRun({ detail }) {
+  running = detail;
+  showResult(executingNode(detail.node), detail.run);
+}
+
+/** A sampler would seem to go on. */
+function showInterruption({ detail: { node_id } }) {
+  if (running?.node === node_id) showResult(executingNode(node_id), { ...running.run, interrupted: true });
+}
+
+/** What a run does not do of what was asked for, on the node that says so (see nodes/comfy_runtime/messages.py), and as a
+ * toast where that node is not visible: inside a subgraph, or in app mode. */
 function showNotices({ detail: { node, notices: english } }) {
   const notices = english.map(translated), speaker = executingNode(node);
   if (speaker && !noticed(speaker, notices.join("\n"))) showReport(speaker, notices.join("\n"));
   if (speaker?.graph === app.canvas.graph && app.canvas.canvas.getClientRects().length) return;
-  for (const summary of notices.filter((notice) => !told.has(notice))) {
-    told.add(summary);
-    app.extensionManager.toast.add({ severity: "warn", summary, life: NOTICE_SECONDS * 1000 });
-  }
+  const fresh = notices.filter((notice) => !told.has(notice));
+  if (!fresh.length) return;
+  fresh.forEach((notice) => told.add(notice));
+  app.extensionManager.toast.add({ severity: "warn", summary: fresh.join(" "), life: NOTICE_SECONDS * 1000 });
 }
 
 app.registerExtension({
@@ -123,7 +134,8 @@ app.registerExtension({
   async setup() {
     app.api.addEventListener("specar.notices", showNotices);
     app.api.addEventListener("execution_start", () => told.clear());
-    app.api.addEventListener("specar.run", ({ detail: { node, run } }) => showResult(executingNode(node), run));
+    app.api.addEventListener("specar.run", showRun);
+    app.api.addEventListener("execution_interrupted", showInterruption);
     for (const colours of [app.canvas.default_connection_color_byType, app.canvas.constructor.link_type_colors]) {
       Object.entries(COLOURS).forEach(([type, colour]) => keepColour(colours, type, colour));
     }
