@@ -45,7 +45,7 @@ methods = SimpleNamespace(
     Skipping=Skipping,
 )
 structures = SimpleNamespace(**{structure.__name__: structure for structure in STRUCTURES})
-rules = SimpleNamespace(**{rule.__name__: rule for rule in RULES})
+rules = SimpleNamespace(**{rule.__name__: rule for rule in RULES}, AcceptanceRule=AcceptanceRule)
 SEEDS = 2**64  # how many there are, as in ComfyUI
 GRIDS = ("strength", "skippable", "tokens", "kept")  # arguments with a value per token
 PARTS = {  # a field of a method -> what it takes, and in words

@@ -45,5 +45,6 @@ def generate(method: Method, request: AnyRequest, reserve: Reserve = unmanaged) 
             check_captured(method, request)
             result = method.sample(replace(request, callback=callback))
         output = request.output(result)
-    output.trace.settings |= {"notices": list(request.notices)} if request.notices else {}
+    if notices := [*request.notices, *output.trace.notices]:
+        output.trace.settings["notices"] = notices
     return output

@@ -105,18 +105,31 @@ class Trace:
 
     @property
     def tv_bound(self) -> float | None:
-        """The drift bound of an image: summed over its tokens, the mean of a batch. None where it is not known: of
-        vectors, of SJD++ as printed, which tests kept drafts with a distribution that is not theirs, and where sampled
-        trees decide by themselves whether they are verified (VVS, dynamic)."""
+        """The drift bound of an image: summed over its tokens, the mean of a batch. None where it is not counted, of
+        vectors, or not known: of SJD++ as printed, which tests kept drafts with a distribution that is not theirs, and
+        where sampled trees decide by themselves whether they are verified (VVS, dynamic)."""
         known = self.settings.get("bounded", self.settings.get("reuse") != "threshold_paper")
         if self.continuous or not known:
             return None
         return self.totals["tv_bound"] / self.totals["images"]
 
+    @property
+    def draft_tv(self) -> float | None:
+        """How far apart drafter and model were where a draft was tested (mean total variation). None where that was not
+        measured: without a drafter, and where drafts are its most likely tokens (dynamic trees, ADT-Tree)."""
+        if self.continuous:
+            return None
+        if distance := self.totals["draft_tv"]:
+            return distance
+        ratio = self.positions["ratio"][tested(self.positions)]
+        alike = self.totals["draft_passes"] > 0 and len(ratio) > 0 and bool((ratio == 1).all())
+        return 0.0 if alike else None
+
     def summary(self) -> dict[str, Any]:
-        """Numbers of the whole run, as they were computed at its end; but tv_bound per image, None if not known. With
-        those of :func:`tree_sizes`."""
-        return self.totals | {"tv_bound": self.tv_bound} | tree_sizes(self.positions, self.rounds)
+        """Numbers of the whole run, as they were computed at its end; but tv_bound per image, and None for it and for
+        draft_tv where they are not known. With those of :func:`tree_sizes`."""
+        unknown = {} if self.continuous else {"draft_tv": self.draft_tv}
+        return self.totals | {"tv_bound": self.tv_bound} | unknown | tree_sizes(self.positions, self.rounds)
 
     def report(self) -> dict[str, Any]:
         """The versioned JSON report: schema, settings and summary."""
@@ -128,6 +141,12 @@ class Trace:
         }
 
 
+def tested(positions: dict[str, Tensor]) -> Tensor:
+    """Where a draft was tested [B, S] (bool)."""
+    source = positions["source"]
+    return (source != Source.FORCED) & (source != Source.SKIPPED) & (positions["depth"] > 0)
+
+
 def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dict[str, Any]:
     """Numbers of a whole run that follow from its records and from what it counted, forced tokens excluded.
 
@@ -137,11 +156,10 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
     draft was tested, the fraction decided by an accepted one; of a chain this is the alpha of Leviathan et al. (section
     3.1), and siblings of a tree that are tested at a position count once. tv_bound: the sum of the position field over
     all images. draft_tv: the mean of that field over the positions at which a draft was tested (Cool-SD, assumption 2
-    and table 3).
+    and table 3), 0 where it was not measured.
     """
     source = positions["source"]
-    free = source != Source.FORCED
-    verified = free & (positions["depth"] > 0) & (source != Source.SKIPPED)
+    free, verified = source != Source.FORCED, tested(positions)
     accepted = int(((source == Source.ACCEPTED) | (source == Source.RELAXED)).sum())
     prefix = int((~free & (positions["finalised_at"] == 0)).sum())
     passes = max(sum(counted["passes_per_image"]), 1)

@@ -144,6 +144,16 @@ class ADTTree(Structure):
         widths = min(self.widths[0], widest), widest
         return replace(self, pays=False, nodes=nodes, depths=(shallowest, deepest), widths=widths)
 
+    def notices(self) -> list[str]:
+        depth, width = self.base
+        deepest, widest = self.depths[1], self.nodes if depth == 1 else min(self.widths[1], self.nodes)
+        if depth <= deepest and width <= widest:
+            return []
+        return [
+            f"The base of ADT-Tree (depth {depth}, width {width}; 0: the neighbour's) is beyond its trees, which have "
+            f"at most {deepest} levels of {widest} drafts. Choose the preset LlamaGen (pays=False), or a smaller base."
+        ]
+
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
         return f"ADT-Tree, {settings['initial']}"

@@ -53,6 +53,10 @@ class Structure(ABC):
         """The structure for a run whose passes have these costs."""
         return self
 
+    def notices(self) -> list[str]:
+        """What a run with this structure does not do of what was asked, a sentence each."""
+        return []
+
     @staticmethod
     @abstractmethod
     def in_words(settings: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 CONDITIONS = ("prefix", "drafts")
 PATHS = {"off": 0.0, "paper": 1.0, "official": -1.0}  # sign of log Sigma
 TRIES = 100  # proposals of the residual, as in the published code; giving up then costs up to 0.4 % in total variation
-EXACT_TRIES = 100  # times as many in patient modes: "exact" is then exact to less than 0.004 %
+EXACT_TRIES = 100  # times as many in patient modes: "exact" is then exact to less than 0.004 % a token
 MAX_VALUE = 1e10  # no model samples numbers this large: such a draft is garbage, as NaN is
 SMALLEST_KAPPA, LARGEST_KAPPA = 1e-6, 1e15  # tolerances of zero and infinity
 

@@ -5,7 +5,7 @@ SJD      Teng et al., "Accelerating auto-regressive text-to-image generation wit
          decoding", ICLR 2025 (arXiv:2410.01699): probabilistic test, all other guesses
          resampled                                                                         reuse="resample"
 MC-SJD   So et al., "MC-SJD: maximal coupling speculative Jacobi decoding for autoregressive visual generation
-         acceleration", 2025 (arXiv:2510.24211): guesses are coupled from pass to pass     reuse="coupled"
+         acceleration", ICML 2026 (arXiv:2510.24211): guesses are coupled                  reuse="coupled"
 SJD++    Teng et al., 2025 (arXiv:2512.07503): guesses of high confidence are reused
          (section 4.1); biased                                                             reuse="threshold_paper"
          Jacobi decoding with sampling (table 6): every token is resampled, a guess is
@@ -172,7 +172,7 @@ class SJD(DiscreteMethod):
         return Window(window.committed + count, token, window.passes + 1, window.initial, settled_count)
 
     def test(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
-        """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD, eqs. 2, 3).
+        """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD++, eqs. 2, 3).
 
         A relaxed rule has its own probability and residual. With "gumbel" and "equality" the guess must be the sample.
         """
@@ -205,7 +205,7 @@ class SJD(DiscreteMethod):
 
         gumbel, equality: the sample of the test. none: nothing, as first guesses follow the decided tokens.
         coupled: keep x_k with min(1, p_k/q_k), else sample from [p_k - q_k]+ (MC-SJD); q is p_k.
-        resample: sample from p_k (SJD); q is p_k.
+        resample: sample from p_k (SJD; SJD++, eq. 6); q is p_k.
         threshold_*: keep x_k if its confidence C_k = p_k(x_k) / q_k(x_k) > threshold, else sample from p_k. As q,
         threshold_paper states p_k (SJD++, eq. 2; biased), threshold_exact the true distribution of the new guess,
         q_k 1[p_k/q_k > threshold] + (sum q_k 1[p_k/q_k <= threshold]) p_k.

@@ -1,8 +1,8 @@
 """The published methods by name: settings of the one loop in speculative.py.
 
 Their defaults are here and in the dataclasses of their settings, and nowhere else: nodes read them. What a paper has
-otherwise is given as arguments (docs/api.md). Their trees have the size that pays on the device at hand; those of the
-papers, which are meant for GPUs, are PAPER_STRUCTURES.
+otherwise is given as arguments (docs/api.md). Their trees have the size that pays on the device at hand; those of
+LANTERN's papers, which are meant for GPUs, are PAPER_STRUCTURES.
 """
 
 from __future__ import annotations
@@ -52,12 +52,7 @@ def vvs(drafter: Drafter, structure: Structure = Auto(), rule: AcceptanceRule = 
     return DraftTree(drafter, structure, rule, Skipping(**skipping), name="vvs")
 
 
-PAPER_STRUCTURES: dict[str, Structure] = {  # by method
-    "lantern": Dynamic(),
-    "lantern_pp": Static("lantern_57"),
-    "cool_sd": Static(),
-    "vvs": Dynamic(),
-}
+PAPER_STRUCTURES: dict[str, Structure] = {"lantern": Dynamic(), "lantern_pp": Static("lantern_57")}  # by method
 
 
 @dataclass(frozen=True)

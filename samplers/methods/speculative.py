@@ -267,6 +267,9 @@ class DraftTree(DiscreteMethod):
         return self.structure.expected_tokens(extent)
 
     def annotate(self, trace: Trace) -> None:
+        if notices := self.structure.notices():
+            log.warning("%s", " ".join(notices))
+            trace.settings["notices"] = notices
         if isinstance(self.structure, Auto) and not self.structure.shape(()):
             return  # drafts do not pay
         nodes = trace.rounds["nodes"]

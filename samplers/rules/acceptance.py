@@ -7,9 +7,9 @@ point mass on it.
 
 With acceptance probability f and residual distribution G, a token is distributed as K = q f + (1 - sum q f) G. The
 total variation of K and p is least, sum [q f - p]+, for G ~ [p - q f]+ (Li et al., "Annealed relaxation of speculative
-decoding for faster autoregressive image generation", proposition 3 and eq. 10); a rule's ``tv_bound`` is that distance.
-Its sum over the tested positions bounds, in expectation, the total variation between the generated images and the
-model's own (eq. 8; that G minimises this bound is theorem 2).
+decoding for faster autoregressive image generation", proposition 3; that G is eq. 10); a rule's ``tv_bound`` is that
+distance. Its sum over the tested positions bounds, in expectation, the total variation between the generated images and
+the model's own (theorem 2, eqs. 8 and 9; that G minimises this bound).
 """
 
 from __future__ import annotations

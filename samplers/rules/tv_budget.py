@@ -1,8 +1,9 @@
 """TV budget: the user sets how far the test of a draft may drift, and the rule accepts as much as that allows.
 
 Based on Li et al., "Annealed relaxation of speculative decoding for faster autoregressive image generation", AAAI 2026
-(arXiv:2601.09212): with acceptance min(1, omega p/q) and the optimal residual, the total variation that a test adds is
-exactly g(omega) = sum [min(q, omega p) - p]+ (eq. 10). This rule solves g(omega) = epsilon for omega at every test.
+(arXiv:2601.09212): with acceptance min(1, omega p/q) and the optimal residual (eq. 10), the total variation that a test
+adds is exactly g(omega) = sum [min(q, omega p) - p]+ (eqs. 8 and 9). This rule solves g(omega) = epsilon for omega at
+every test.
 Windows and chains test one draft per position, so that a token drifts by epsilon at most; in a tree the siblings
 tested at a position add up.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comfyui_specar.samplers.registry import RULES
-from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.acceptance import AcceptanceRule, Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.entropy import Entropy
 from comfyui_specar.samplers.rules.grouped import Grouped
@@ -19,4 +19,14 @@ SETTINGS = {
     TVMetered: {"epsilon": 0.1},
     Entropy: {},
 }
-RELAXED = [rule(**SETTINGS[rule]) for rule in RULES if rule is not Exact]
+
+
+def relaxed(rule: type[AcceptanceRule]) -> AcceptanceRule:
+    if rule not in SETTINGS:
+        raise LookupError(
+            f"Add settings with which {rule.__name__} relaxes a lot to SETTINGS of tests/support/rules.py."
+        )
+    return rule(**SETTINGS[rule])
+
+
+RELAXED = [relaxed(rule) for rule in RULES if rule is not Exact]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comfyui_specar.reports.run_report import describe
 from comfyui_specar.samplers.drafts.adt_tree import ANOLE, FLOCK_DISTANCE, INITIAL, LLAMAGEN, ADTTree
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.speculative import DraftTree
@@ -66,6 +67,23 @@ def test_a_fixed_base_is_changed_by_one_step_only(base, deeper, shallower):
     """Table V as printed: with the steps of LlamaGen, a base of one level has trees of one or two."""
     adt = replace(LLAMAGEN, base=base)
     assert shapes(adt, all_of, 9)[-1] == deeper and shapes(adt, none_of, 9)[-1] == shallower
+
+
+@pytest.mark.parametrize("base", [(0, 0), (1, 3), (1, 64), (3, 4), (9, 3)])
+def test_a_fixed_base_that_the_trees_cannot_have_is_a_notice(base, caplog):
+    """Trees of at most 2 levels, of 4 drafts if there are two and of 8 if there is one."""
+    adt, model = ADTTree(depths=(1, 2), widths=(1, 4), first=(2, 3), nodes=8, base=base), ToyModel(plain(2, 3))
+    for structure in (adt, replace(adt, pays=True)):
+        caplog.clear()
+        trace = DraftTree(ToyDrafter(model), structure).sample(request(model, plain(2, 3))).trace
+        beyond = base in ((1, 64), (3, 4), (9, 3))
+        if beyond or not structure.pays:  # what pays here may be less than what is asked for
+            assert bool(trace.notices) == beyond
+        assert trace.notices == caplog.messages
+        if trace.notices:
+            [notice] = trace.notices
+            assert f"depth {base[0]}, width {base[1]};" in notice and "pays=False" in notice
+            assert describe(trace).endswith(notice)
 
 
 # The same, image by image and cell by cell.

@@ -1,9 +1,22 @@
 """What the Python interface says of arguments that cannot be meant."""
 
+from dataclasses import dataclass
+
 import comfyui_specar as specar
 import numpy
 import pytest
 import torch
+
+
+@dataclass(frozen=True)
+class Double(specar.rules.AcceptanceRule):
+    """A rule of the user's own: min(1, 2p/q)."""
+
+    name = "double"
+    lossless = False
+
+    def accepted_mass(self, p, q, depth, strength):
+        return torch.minimum(q, (1 + strength)[..., None] * p)
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +146,19 @@ def test_bundled_lists_models_and_drafters():
 
 def test_the_package_lists_its_names():
     assert {"sample", "load_model", "methods", "acceptance_map"} <= set(dir(specar))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_rule_of_ones_own_works_as_the_same_rule_of_the_pack(model, tree):
+    drafter = specar.load_drafter(specar.bundled("default/eagle"), model)
+    runs = []
+    for rule in (Double(), specar.rules.UniformRSD(2.0)):
+        method = (
+            specar.methods.DraftTree(drafter, specar.structures.Static("eagle_25"), rule)
+            if tree
+            else specar.methods.SJD(rule=rule)
+        )
+        runs.append(specar.sample(model, model.encode_prompt("heart"), method, seed=1))
+    own, ours = (out.trace for out in runs)
+    assert own.settings["rule"] == {"rule": "double"} and "acceptance: double;" in specar.run_report(own)
+    assert torch.equal(runs[0].tokens, runs[1].tokens) and own.tv_bound == pytest.approx(ours.tv_bound, rel=1e-3)

@@ -298,7 +298,7 @@ def test_files_of_schema_1_are_read_under_the_names_of_today(name, tmp_path):
     totals = {RENAMED.get(key, key): value for key, value in old["totals"].items()}
     # These reports had the sum over all images, and nothing of vectors.
     totals["tv_bound"] = None if trace.continuous else totals["tv_bound"] / totals["images"]
-    totals |= {} if trace.continuous else {"draft_tv": 0.0}  # not known
+    totals |= {} if trace.continuous else {"draft_tv": None}
     assert trace.report() == old | {"schema": "specar.trace/2", "totals": totals}
     fields = CONTINUOUS_FIELDS if trace.continuous else POSITION_FIELDS
     assert trace.positions.keys() == fields.keys() and not RENAMED.keys() & (trace.positions | trace.totals).keys()
@@ -362,6 +362,31 @@ def test_the_drift_bound_is_that_of_an_image_and_unknown_for_sjd_plus_plus_as_pr
     biased = trace_of(SJD(window=3, reuse="threshold_paper", rule=rule))
     assert biased.tv_bound is None is biased.report()["totals"]["tv_bound"]
     assert "unknown drift" in describe(biased) and "drift bound" not in describe(biased)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_distance_of_drafter_and_model_is_none_where_nothing_measured_it(name):
+    trace = RUNS[name]()
+    if trace.continuous:
+        assert "draft_tv" not in trace.summary()
+        return
+    measured = name in ("chain", "blocks", "static tree", "vvs")
+    assert (trace.summary()["draft_tv"] is not None) == measured == bool(trace.positions["draft_tv"].any())
+    assert trace.summary()["draft_tv"] == trace.draft_tv
+    assert ("mean total variation" in describe(trace)) == measured
+
+
+def test_a_drafter_like_the_model_is_at_no_distance_but_never_tested_ones_are_at_none():
+    model, layout = CASES["kept"]
+    method = DraftTree(ToyDrafter(model, noise=0, stale=True), TREE)
+    trace = method.sample(request(model, layout, batch=20)).trace
+    assert trace.draft_tv == pytest.approx(0, abs=1e-6) and trace.totals["acceptance_rate"] == 1
+    trace.positions["draft_tv"].zero_()
+    trace.positions["ratio"][trace.positions["depth"] > 0] = 1
+    trace.totals["draft_tv"] = 0.0
+    assert trace.draft_tv == 0 and "mean total variation" not in describe(trace)
+    trace.positions["depth"].zero_()
+    assert trace.draft_tv is None
 
 
 def refused(path):
