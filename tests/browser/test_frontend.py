@@ -318,6 +318,22 @@ def test_runs_charts_maps_and_notices_are_told_in_chinese(browser, comfy):
     page.close()
 
 
+def test_a_template_opens_in_chinese(browser, comfy):
+    page, problems = open_in_chinese(browser, comfy)
+    load(page, ROOT / "workflows/25 SimpleAR (download).json")
+    note = "() => app.graph._nodes.find(node => node.type === 'MarkdownNote').widgets[0].value"
+    assert "按 bf16 计算：GPU 上权重 0.8 GB" in page.evaluate(note)
+    titles = page.evaluate("() => app.graph.serialize().nodes.map(node => node.title)")
+    assert {"提示词", "请先下载"} <= {*titles} and not {"Prompt", "Download first"} & {*titles}
+    assert any("的全部文件，放入 models/ar_models/SimpleAR" in text for text in page.evaluate(REPORTS))
+    assert not page.evaluate("() => app.extensionManager.workflow.activeWorkflow.isModified")
+    load(page, ROOT / "workflows/21 Compare all methods.json")
+    inside = "() => [...app.graph.subgraphs.values()].flatMap(each => each.nodes.map(node => node.title))"
+    assert "EAGLE 草稿树" in page.evaluate(inside)
+    assert not problems
+    page.close()
+
+
 def test_without_its_javascript_and_in_chinese(browser, comfy):
     """Two things that need a page of their own: nodes have their Chinese names, and without web/js the core draws."""
     page, problems = open_in_chinese(browser, comfy, without="**/extensions/*SpecAR*/js/*.js")

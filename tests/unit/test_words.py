@@ -12,6 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("en", "zh")
 NODES = json.loads((ROOT / "locales/en/nodeDefs.json").read_text("utf-8"))
 REFERENCE = {"en": r"other inputs are those of (.+?)\.", "zh": r"其他输入与“(.+?)”相同"}  # to another node's page
+VALUES = {
+    "verbatim": r"\[\S+\]\(\S+\)|hf download .+",
+    "folder": r"models/[^\s*]+",
+    "number": r"[\d.]+",
+}  # of templates
+FACTS = re.compile(r"\]\([^)]+\)|\{\w+\}|models/[\w./-]*\w|[a-zA-Z0-9_-]+\.[a-z]+|\b\d+(?:\.\d+)?")
+TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
+NAMES = {"SJD++", "LANTERN++", "Cool-SD", "ADT-Tree", "VVS"}  # the same in every language
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 MOST_BYTES = 40 * 1024
 
@@ -108,3 +116,37 @@ def test_what_the_page_says_is_offered_to_translators():
     assert said and set(said) <= set(known)
     legend = [name for name, _ in acceptance_map.SOURCES.values()] + [*acceptance_map.CONTINUOUS_NAMES.values()]
     assert set(legend) <= set(known)
+
+
+def texts_of(template: Path) -> list[str]:
+    """The lines of its note, and the names that its nodes, their inputs and groups have of their own."""
+    graph = json.loads(template.read_text("utf-8"))
+    graphs = [graph, *graph.get("definitions", {}).get("subgraphs", ())]
+    nodes = [node for each in graphs for node in each["nodes"]]
+    [note] = [node["widgets_values"][0] for node in nodes if node["type"] == "MarkdownNote"]
+    titles = [each.get("title") for each in (*nodes, *(group for each in graphs for group in each.get("groups", ())))]
+    labels = [slot.get("label") for each in (*nodes, *graphs) for slot in each.get("inputs", ())]
+    return [*re.split(r"\n+", note), *filter(None, titles + labels)]
+
+
+def key_of(text: str) -> str | None:
+    """The first of "specar" that stands for the text of a template."""
+    for key in locale("en", "main")["specar"]:
+        pattern = re.sub(r"\\{(\w+)\\}", lambda name: f"(?:{VALUES.get(name[1], '(?!)')})", re.escape(key))
+        if re.fullmatch(pattern, text):
+            return key
+    return None
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_has_a_translation_with_the_same_numbers_and_links(template):
+    """web/js/templates.js takes a graph for a template only if all lines of its note are keys."""
+    words = locale("zh", "main")["specar"]
+    for text in {*texts_of(template)} - NAMES:
+        assert (key := key_of(text)), text
+        assert sorted(FACTS.findall(words[key])) == sorted(FACTS.findall(key)), key
+
+
+def test_no_translation_is_left_of_a_note_that_has_changed():
+    used = {key_of(text) for template in TEMPLATES for text in texts_of(template)}
+    assert {key for key in locale("en", "main")["specar"] if "**" in key} <= used

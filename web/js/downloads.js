@@ -2,11 +2,12 @@
 // missing models has neither folders nor what a model needs besides its file.
 import { app } from "/scripts/app.js";
 import { showReport } from "./report.js";
+import { translated } from "./words.js";
 
 function tell() {
   for (const node of app.graph._nodes.filter((each) => each.properties?.download)) {
     const [{ value, options }] = node.widgets;
-    showReport(node, options.values.includes(value) ? "" : node.properties.download.replaceAll("; ", "\n"));
+    showReport(node, options.values.includes(value) ? "" : translated(node.properties.download.replaceAll("; ", "\n")));
   }
 }
 

@@ -19,15 +19,19 @@ export async function loadWords(app) {
   patterns = Object.entries(words).map(([english, text]) => [new RegExp(`^${source(english)}$`), text]);
 }
 
-/** A text of the server or of this pack; what has not been translated stays as it is. */
-export function translated(text) {
+/** The translation of a text that is a key; undefined for others. */
+export function translation(text) {
   for (const [pattern, words] of patterns) {
     const found = pattern.exec(text);
     if (found) return filled(words, Object.fromEntries(
       Object.entries(found.groups ?? {}).map(([name, value]) => [name, name === "verbatim" ? value : translated(value)])));
   }
-  const separator = LISTS.find((each) => text.includes(each));
-  return separator ? text.split(separator).map(translated).join(separator) : text;
+}
+
+/** A text of the server or of this pack; what has not been translated stays as it is. */
+export function translated(text) {
+  const whole = translation(text), separator = LISTS.find((each) => text.includes(each));
+  return whole ?? (separator ? text.split(separator).map(translated).join(separator) : text);
 }
 
 /** A text of this pack, with values for its {names}. */
