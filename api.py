@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib import import_module
+from inspect import signature
 from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
+from .common.limits import IMAGES
 from .model_loaders.ar_model import DiscreteModel
 from .model_loaders.continuous_model import ContinuousBase
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from .model_loaders.files.trace_files import load_trace, save_trace
-from .samplers.contract import Method, Output
+from .samplers.continuous_contract import ContinuousParams
+from .samplers.contract import Method, Output, SamplingParams
 from .samplers.drafts.structures import Structure
 from .samplers.generate import generate
 from .samplers.layout import TokenLayout
@@ -39,15 +43,24 @@ __all__ = [
     "structures",
 ]
 
-methods = SimpleNamespace(
+
+class Names(SimpleNamespace):
+    """Classes by their names."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"there is no {name}; there are {', '.join(vars(self))}")
+
+
+methods = Names(
     **{method.__name__: method for method in METHODS},
     **{name: each.build for name, each in PUBLISHED.items()},
     Skipping=Skipping,
 )
-structures = SimpleNamespace(**{structure.__name__: structure for structure in STRUCTURES})
-rules = SimpleNamespace(**{rule.__name__: rule for rule in RULES}, AcceptanceRule=AcceptanceRule)
+structures = Names(**{structure.__name__: structure for structure in STRUCTURES})
+rules = Names(**{rule.__name__: rule for rule in RULES}, AcceptanceRule=AcceptanceRule)
 SEEDS = 2**64  # how many there are, as in ComfyUI
 GRIDS = ("strength", "skippable", "tokens", "kept")  # arguments with a value per token
+MORE = ("grid", "tokens", "kept", *(each.name for kind in (SamplingParams, ContinuousParams) for each in fields(kind)))
 PARTS = {  # a field of a method -> what it takes, and in words
     "rule": (AcceptanceRule, "an object such as rules.Exact()"),
     "structure": (Structure, "an object such as structures.Static()"),
@@ -97,7 +110,7 @@ def sample(
     keep parts of an image; entropy (T0, alpha, theta: see SamplingParams); and for continuous models cfg_schedule,
     steps, kind and iterations (see ContinuousParams), while layout, top_k, top_p, entropy, strength and skippable are
     for models of token ids. Raises ValueError where a parameter is outside its range or not supported (the message says
-    which), TypeError where it has another type, and where the method is none or lacks its drafter.
+    which), TypeError where it has another type or is none of these, and where the method is none or lacks its drafter.
     """
     if not hasattr(model, "request"):
         raise TypeError(f"model is {model!r}, but must be that of load_model(path).")
@@ -106,8 +119,11 @@ def sample(
             raise TypeError(f"{name} is {number!r}, but must be a whole number.")
     if not 0 <= seed < SEEDS:
         raise ValueError(f"seed is {seed}, but must be 0 to {SEEDS - 1}.")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
+    if not 1 <= batch_size <= IMAGES:
+        raise ValueError(f"batch_size is {batch_size}, but must be 1 to {IMAGES}.")
+    if unknown := more.keys() - MORE:
+        *named, _more = signature(sample).parameters
+        raise TypeError(f"there is no argument {min(unknown)}; there are {', '.join(dict.fromkeys((*named, *MORE)))}.")
     sides = (1, 1) if more.get("grid") is None else more["grid"]
     if not isinstance(sides, tuple | list) or len(sides) != 2 or not all(isinstance(side, Integral) for side in sides):
         raise TypeError(f"grid is {sides!r}, but must be two whole numbers: rows and columns of tokens.")

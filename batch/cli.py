@@ -236,8 +236,14 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, 
 
 def on_ray(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, str], Work]:
     """The jobs' fingerprints, and what is to do."""
-    from .model_worker import ModelOptions
-    from .ray_cluster import RayOptions, generate_all, write
+    try:
+        from .model_worker import ModelOptions
+        from .ray_cluster import RayOptions, generate_all, write
+    except ImportError as error:  # a client of servers does without them
+        raise JobsError(
+            f"--ray needs the packages that ComfyUI needs ({error}): use the Python that ComfyUI runs with, or "
+            "pip install -r requirements.txt in ComfyUI's folder"
+        ) from error
 
     device = "cuda" if options.gpus else "cpu"
     model = ModelOptions(options.model, options.method, options.decoder, options.drafter, device, options.dtype)
@@ -279,7 +285,8 @@ def run_and_report(journal: Journal, jobs: list[Job], open_jobs: list[Job], work
         bar.update()
         progress = f" ({before + len(ended)} of {counted(len(jobs), 'job')} ended)" if bar.disable else ""
         if record["status"] != "success":
-            report(f"{record['id']} on {record['server']}: {record['error']}{progress}")
+            where = "" if record["server"] in record["error"] else f" on {record['server']}"  # which some name
+            report(f"{record['id']}{where}: {record['error']}{progress}")
         elif bar.disable:
             report(f"{record['id']}: done{progress}")
         for warning in record["warnings"]:

@@ -127,8 +127,8 @@ class Journal:
         has none may be corrected under its id."""
         if others := [job for job, known in prints.items() if self.done(job) and self.changed(job, known)]:
             raise JournalError(
-                f"{listed(others)}: already in {self.path} with an image of other settings or of "
-                "another workflow. Give such jobs other ids, or choose other --results"
+                f"{listed(others)}: already in {self.path} with an image of other settings, of another workflow or of "
+                "another jobs file. Give such jobs other ids, or choose other --results"
             )
 
     def done(self, job: str) -> bool:

@@ -4,7 +4,7 @@ import io
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from .. import api
 from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE, conditions
-from ..samplers.contract import Method
+from ..samplers.continuous_contract import ContinuousParams
+from ..samplers.contract import Method, SamplingParams, chosen_params
 from ..samplers.registry import METHODS, PUBLISHED
 from ..samplers.settings import Setting, settings_of
 from .jobs import Job, JobsError, for_each
@@ -94,6 +95,7 @@ class ModelOptions:
             found = {name: typed(name, value, known[name], legal.get(name)) for name, value in job.overrides.items()}
             if "prompt" not in found:
                 raise OverrideError("there is no prompt")
+            check_sampling(found, getattr(recipe.settings, "continuous", False))
             return found
 
         return for_each(jobs, of)
@@ -105,6 +107,15 @@ def typed(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
     if legal:
         legal.check(name, found)
     return found
+
+
+def check_sampling(found: dict[str, Any], continuous: bool) -> None:
+    """Raises ValueError for parameters that no model samples with. (How far top_k goes, only the model knows.)"""
+    chosen = {name: found[name] for name in SAMPLING if name in found and name != "seed"}
+    if continuous:
+        chosen_params(ContinuousParams(), chosen, "continuous models").check()
+    else:
+        replace(chosen_params(SamplingParams(), chosen, "models of token ids"), top_k=0).check(0)
 
 
 class ModelWorker:

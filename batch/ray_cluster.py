@@ -1,5 +1,6 @@
 """The same jobs on Ray, an engine for many machines: actors that hold a model generate, this process writes."""
 
+import logging
 import os
 import signal
 import socket
@@ -15,6 +16,8 @@ from .jobs import Job, JobsError, counted
 from .journal import Journal
 from .maps import map_of
 from .model_worker import Made, ModelOptions, ModelWorker
+
+logger = logging.getLogger(__name__)
 
 LOCAL = "local"
 PROBE_SECONDS = 5.0
@@ -92,6 +95,22 @@ def started(options: RayOptions):
     return ray
 
 
+def room(ray, options: RayOptions) -> int:
+    """How many of the actors the cluster can hold at a time. Raises RayRunError where it can hold none, which Ray would
+    wait for in silence, and says where others leave no room for one yet."""
+    count, has, free = options.actors, ray.cluster_resources(), ray.available_resources()
+    for name, need in (("GPU", options.gpus), ("CPU", options.cpus)):
+        there = f"this cluster has {has.get(name, 0):g}"
+        if has.get(name, 0) < need:
+            raise RayRunError(f"an actor needs {need:g} {name} (--{name.lower()}s), but {there}")
+        if free.get(name, 0) < need:
+            logger.warning("Waiting for %g %s: %s, and others use them.", need, name, there)
+        if need and (most := int(has[name] / need)) < count:
+            logger.warning("%d actors instead of %d: each needs %g %s, and %s.", most, count, need, name, there)
+            count = most
+    return count
+
+
 def shared_out(
     ray, model: ModelOptions, options: RayOptions, jobs: list[Job], settings: dict[str, dict[str, Any]], maps: bool
 ) -> Iterator[tuple[Job, Made]]:
@@ -100,7 +119,7 @@ def shared_out(
         num_cpus=options.cpus, num_gpus=options.gpus, max_restarts=-1, max_task_retries=options.retries
     )
     waiting = deque(jobs)
-    actors = [actor.remote(model, maps) for _ in range(min(options.actors, len(jobs)))]
+    actors = [actor.remote(model, maps) for _ in range(min(room(ray, options), len(jobs)))]
     running: dict[Any, tuple[Any, Job | None]] = {worker.__ray_ready__.remote(): (worker, None) for worker in actors}
     ended = 0
     while ended < len(jobs):

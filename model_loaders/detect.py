@@ -87,14 +87,14 @@ def load_model(
     group of 64); or a function that chooses one, or None, for the model on the meta device, before any weight is read.
     Other weights and all computation have ``dtype``. int8_cache: store keys and values in int8, with a scale each
     (models of token ids). adapters: files or folders of LoRAs (see files/adapters.py) and their strengths.
-    Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage,
-    TypeError for a dtype of another type.
+    Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage
+    and for a device that is not there, TypeError for a dtype of another type.
     """
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype is {dtype!r}, but must be None or a torch.dtype such as torch.bfloat16.")
     if not (storage is None or callable(storage) or storage in NARROW):
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
-    device, grid = torch.device(device), grid and legal_grid(grid)
+    device, grid = usable(device), grid and legal_grid(grid)
     checkpoint = replace(opened(path, adapters), storage=storage)
     model = build(checkpoint, dtype or fastest_dtype(device, path), grid, search_folders, operations)
     if int8_cache and model.continuous:
@@ -107,6 +107,17 @@ def load_model(
     model.to(device)
     model.device = device
     return model
+
+
+def usable(device: str | torch.device) -> torch.device:
+    """The device. Raises ValueError for one that is not there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a PyTorch without CUDA
+        there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        there += ["mps"] * torch.backends.mps.is_available()
+        raise ValueError(f"device is {str(device)!r}, but must be one that is there: {', '.join(there)}.") from error
+    return torch.device(device)
 
 
 def opened(path: str | Path, adapters: Sequence[tuple[str | Path, float]]) -> Checkpoint:
@@ -178,10 +189,11 @@ def load_drafter(
     """Load a drafter for ``model`` from a file or folder: an EAGLE drafter, or a smaller model of the same family.
 
     Device and dtype None: those of the model. Raises CheckpointError (a ValueError) for unsupported or damaged files,
-    and for drafters of other models; TypeError for what is no model.
+    and for drafters of other models; ValueError for a device that is not there, TypeError for what is no model.
     """
     if not hasattr(model, "request"):
         raise TypeError(f"model is {model!r}, but must be that of load_model(path).")
+    device = usable(device or model.device)
     checkpoint = open_checkpoint(model_file(path))
     dtype, family = dtype or model.dtype, family_of(checkpoint)
     if eagle.recognise(checkpoint.tensors):
@@ -202,7 +214,6 @@ def load_drafter(
         drafter = small.as_drafter_for(model, checkpoint.path)
     else:
         raise CheckpointError(unknown_drafter(checkpoint.path, checkpoint.tensors))
-    device = device or model.device
     drafter.module.to(device)
     drafter.module.device = device
     return drafter
@@ -294,9 +305,10 @@ def load_image_decoder(
 ) -> Autoencoder:
     """Load a VQ tokenizer or a KL VAE from a file, or from a folder (see ``decoder_in``).
 
-    dtype None: fp32. Raises CheckpointError for unsupported or damaged files.
+    dtype None: fp32. Raises CheckpointError for unsupported or damaged files, ValueError for a device that is not
+    there.
     """
-    path = Path(path)
+    path, device = Path(path), usable(device)
     file = decoder_in(path) if os.path.isdir(path) else path
     checkpoint = open_checkpoint(file or weight_file(path, DECODER_FILES))
     kind = next((kind for kind in KINDS if kind.recognise(checkpoint.tensors)), None)

@@ -48,7 +48,7 @@ class LoadCheckpoint(io.ComfyNode):
     @classmethod
     def execute(cls, model_name: str, dtype: str, grid: str) -> io.NodeOutput:
         if grid not in GRIDS:
-            raise ValueError(f"grid is {grid!r}; choose one of {', '.join(GRIDS)}.")
+            raise ValueError(f"grid is {grid!r}; choose one of: {', '.join(map(repr, GRIDS))}.")
         side = None if grid == "auto" else (int(grid), int(grid))
         loaded = models.open_model(model_name, dtype, side)
         family = loaded.model.family

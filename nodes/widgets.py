@@ -46,8 +46,15 @@ def common_inputs() -> list[io.Input]:
 
 
 def given(inputs: Any, *names: str) -> dict[str, Any]:
-    """The widgets that are not set to the model's default."""
+    """The widgets that are not set to the model's default. Raises ValueError for numbers that are too low."""
     values = {name: getattr(inputs, name) for name in names}
+    for name, value in values.items():
+        least = 1 if name == "cfg" else 0
+        if value < least and value != MODELS_OWN:
+            raise ValueError(
+                f"{name} is {value}, but must be {MODELS_OWN} (auto: the model's own) or at least {least}"
+                f"{' (no guidance)' * (name == 'cfg')}."
+            )
     return {name: value for name, value in values.items() if value != MODELS_OWN}
 
 

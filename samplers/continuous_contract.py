@@ -45,7 +45,7 @@ class ContinuousParams:
         if not 1 <= self.cfg < math.inf:
             raise ValueError(f"cfg is {self.cfg}, but must be finite and at least 1 (no guidance).")
         if self.cfg_schedule not in GUIDANCE:
-            raise ValueError(f"cfg_schedule is {self.cfg_schedule!r}; choose one of {', '.join(GUIDANCE)}.")
+            raise ValueError(f"cfg_schedule is {self.cfg_schedule!r}; choose one of {', '.join(map(repr, GUIDANCE))}.")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}, but must be finite and at least 0 (no noise).")
         if self.iterations is not None and self.iterations < 1:

@@ -36,7 +36,7 @@ class Setting:
 
     def __str__(self) -> str:
         if self.options:
-            return f"choose one of {', '.join(self.options)}"
+            return f"choose one of {', '.join(map(repr, self.options))}"  # some contain commas
         low = f"{self.low:g}" + (" (exact)" if self.exact == self.low else "")
         words = f"must be at least {low}" if self.high == math.inf else f"must be {low} to {self.high:g}"
         return words + (f"; {self.advice}" if self.advice else "")

@@ -12,7 +12,7 @@ from comfy_client import Run, run_prompt
 from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError, free_port
 from comfyui_specar.batch.maps import SAMPLER
 from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
-from comfyui_specar.batch.server import files_of, refusal
+from comfyui_specar.batch.server import files_of, notices_of, refusal
 from comfyui_specar.reports.run_report import drafting
 
 DEFAULT_WORKFLOW = PACK / "workflows/api/06 Same image, fewer passes.json"
@@ -37,6 +37,7 @@ def main() -> int:
         for node in [key for key, content in prompt.items() if SAMPLER.fullmatch(content["class_type"])]:
             prompt[f"{node}_trace"] = {
                 "class_type": "SpecARSaveTrace",
+                "_meta": {"title": "Save Trace"},
                 "inputs": {"trace": [node, 1], "filename_prefix": "specar/trace"},
             }
         make_output()
@@ -100,6 +101,8 @@ def make(server: ComfyServer, prompt: dict, workflow: Path) -> None:
             f"  {method}: {totals['target_passes']} forward passes of the model for {totals['tokens']} tokens, "
             f"{totals['seconds']:.1f} s"
         )
+    for notice in notices_of(run.outputs):
+        print(f"  Notice: {notice}")
 
 
 def costs(run: Run) -> dict[str, dict]:
@@ -125,19 +128,20 @@ def serve(server: ComfyServer) -> None:
 
 
 class ProgressBar:
-    """One line in the terminal that follows the running node; without a terminal, one line per finished node."""
+    """One line in the terminal that follows the running node; without a terminal, a line for each of their titles."""
 
     def __init__(self, prompt: dict):
         self._titles = {key: node.get("_meta", {}).get("title", node["class_type"]) for key, node in prompt.items()}
-        self._live = sys.stdout.isatty()
+        self._live, self._said = sys.stdout.isatty(), set()
 
     async def follow(self, _run: Run, event: str, data: dict) -> None:
         if event == "progress_state":
             for node, state in data["nodes"].items():
                 if state["state"] == "running":
                     self._draw(self._titles[node], state["value"] / max(state["max"], 1))
-        elif event == "executed" and not self._live:
-            print(f"  {self._titles[data['node']]}: done", flush=True)
+        elif event == "executed" and not self._live and (title := self._titles[data["node"]]) not in self._said:
+            self._said.add(title)
+            print(f"  {title}: done", flush=True)
 
     def _draw(self, title: str, fraction: float) -> None:
         if self._live:

@@ -78,7 +78,15 @@ class Autoencoder:
 
     @torch.inference_mode()
     def decode(self, latent: Tensor) -> Tensor:
-        """Latents [B, C, h, w] -> pixels [B, H, W, 3] (fp32) in 0..1."""
+        """Latents [B, C, h, w] -> pixels [B, H, W, 3] (fp32) in 0..1. Raises TypeError for no tensor, ValueError for
+        another shape."""
+        if not isinstance(latent, Tensor):
+            raise TypeError(f"latent is {latent!r:.60}, but must be a tensor, as that of sample() is.")
+        if latent.ndim != 4 or latent.shape[1] != self.channels:
+            raise ValueError(
+                f"latent has the shape {list(latent.shape)}, but must be [images, {self.channels}, rows, columns], as "
+                "that of sample() is."
+            )
         latent = F.pad(latent.to(self.device, self.dtype), (self.margin,) * 4, mode="replicate")
         pixels = self.module.decode(latent)
         cut = self.margin * self.factor

@@ -115,7 +115,7 @@ def open_model(
     graphs.allow(not getattr(args, "disable_cuda_graphs", False))  # an option of newer ComfyUI versions
     path = resolve(choice, MODELS)
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+        raise ValueError(f"dtype is {dtype!r}; choose one of: {', '.join(map(repr, DTYPES))}.")
     device = mm.get_torch_device()
     automatic = Automatic(choice, device, stays_narrow(path)) if dtype == "auto" else None
     model = load_model(

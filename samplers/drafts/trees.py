@@ -198,7 +198,7 @@ PUBLISHED = tuple(_PUBLISHED)
 def published(name: str) -> tuple[Path, ...]:
     """The paths of a published static tree. Raises ValueError for another name."""
     if name not in _PUBLISHED:
-        raise ValueError(f"tree is {name!r}; choose one of {', '.join(PUBLISHED)}, or give a list of paths.")
+        raise ValueError(f"tree is {name!r}; choose one of {', '.join(map(repr, PUBLISHED))}, or give a list of paths.")
     paths, above = [], [()]
     for counts in _PUBLISHED[name]:
         above = [(*path, rank) for path, count in zip(above, counts, strict=False) for rank in range(count)]

@@ -174,7 +174,8 @@ def inpainting(tmp_path) -> Path:
     workflow["12"]["inputs"]["mask"] = ["21", 0]
     (tmp_path / "inpaint.json").write_text(json.dumps(workflow), encoding="utf-8")
     (tmp_path / "jobs.csv").write_text(
-        "id,Picture.image,Mask.image,prompt,seed\nthere,grey.png,right.png,star,1\nmissing,gone.png,right.png,star,1\n",
+        "id,Picture.image,Mask.image,prompt,seed\nthere,grey.png,right.png,dragon,1\n"
+        "missing,gone.png,right.png,star,1\n",
         encoding="utf-8",
     )
     return tmp_path
@@ -190,6 +191,8 @@ def test_rows_name_the_pictures_to_inpaint_and_a_server_that_lacks_one_is_named(
     assert batch.returncode == 3 and "1 of 2 jobs done, 1 failed" in said, said
     records = {record["id"]: record for record in results(inpainting)}
     assert comfy.url in records["missing"]["error"] and "gone.png" in records["missing"]["error"]
+    warnings = records["there"]["warnings"]  # although no node takes the trace
+    assert "dragon" in warnings[0] and all(f"there: warning: {warning}" in said for warning in warnings)
     with Image.open(inpainting / "out/there.png") as image:
         sent = json.loads(image.text["prompt"])
     assert [sent[node]["inputs"]["image"] for node in ("20", "21")] == ["grey.png", "right.png"]

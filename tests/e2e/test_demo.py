@@ -26,7 +26,7 @@ def demo(comfyui: Path, *arguments: str) -> subprocess.CompletedProcess:
 def test_demo_leaves_images_and_traces_prints_the_passes_and_serves_until_it_is_ended(comfyui, tmp_path):
     command = [sys.executable, str(ROOT / "tools/demo.py"), "--comfyui", str(comfyui), "--serve"]
     run = subprocess.Popen(
-        [*command, "--prompt", "yellow star", "--seed", "11"],
+        [*command, "--prompt", "yellow star, zebra", "--seed", "11"],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"TMPDIR": str(tmp_path)},
@@ -46,7 +46,11 @@ def test_demo_leaves_images_and_traces_prints_the_passes_and_serves_until_it_is_
         assert word in names
     reports = [json.loads(file.read_text("utf-8")) for file in files if file.suffix == ".json"]
     assert {report["totals"]["seed"] for report in reports} == {11}
-    assert {report["settings"]["prompt"] for report in reports} == {"yellow star"}
+    assert {report["settings"]["prompt"] for report in reports} == {"yellow star, zebra"}
+    done = [line for line in said if line.endswith(": done\n")]
+    assert len(done) == len(set(done)) and "  Save Trace: done\n" in done and not any("SpecAR" in line for line in done)
+    [notice] = (line for line in said if line.startswith("  Notice: "))
+    assert "zebra" in notice
     passes = dict(re.findall(r"^  (.*): (\d+) forward passes", "".join(said), re.MULTILINE))
     assert list(passes) == ["SJD, same seed, window 16", "next token"]
     assert int(passes["SJD, same seed, window 16"]) < int(passes["next token"]) == 256

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from comfyui_specar.nodes.comfy_runtime.messages import notify
-from comfyui_specar.nodes.latents import NOTHING
+from comfyui_specar.nodes.latents import EVERYTHING, NOTHING, STRETCHED
 
 import nodes as core
 
@@ -120,7 +120,7 @@ def test_an_image_without_a_mask_is_said_to_be_unused(sample):
     assert trace.notices == []
     [notice] = sample("NextToken", latent_image=latent)[1].notices
     assert "only its size" in notice and "Set Latent Noise Mask" in notice
-    masked = {**latent, "noise_mask": torch.ones(1, 4, 4)}
+    masked = {**latent, "noise_mask": torch.ones(1, 4, 4).triu()}
     assert sample("NextToken", latent_image=masked)[1].notices == []
 
 
@@ -199,6 +199,22 @@ def test_a_mask_that_selects_no_token_is_said_to(grey, sample):
     latent, trace = sample("SJD", latent_image={**first, "noise_mask": torch.full((1, 4, 4), grey)})
     assert torch.equal(latent["ar_tokens"], first["ar_tokens"])
     assert trace.notices == [NOTHING]
+
+
+@pytest.mark.parametrize("grey", [0.5, 1.0])
+def test_so_is_one_that_selects_every_token(grey, sample):
+    first, _ = sample("NextToken")
+    _, trace = sample("SJD", latent_image={**first, "noise_mask": torch.full((1, 4, 4), grey)})
+    assert trace.notices == [EVERYTHING]
+
+
+@pytest.mark.parametrize(("size", "said"), [((64, 8), [STRETCHED]), ((64, 70), []), ((4, 4), [])])
+def test_so_is_one_of_other_proportions(size, said, sample):
+    first, _ = sample("NextToken")
+    mask = torch.zeros(1, *size)
+    mask[:, size[0] // 2 :] = 1
+    _, trace = sample("SJD", latent_image={**first, "noise_mask": mask})
+    assert trace.notices == said
 
 
 def test_an_image_of_another_vae_is_refused_before_its_size(sample):

@@ -99,10 +99,10 @@ def test_negative_prompt_counts_and_an_empty_one_does_not(sample, tiny):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"cfg": 0.5}, "cfg.* 0.5"),
+        ({"cfg": 0.5}, "cfg.* 0.5.*-1 .auto.*at least 1 .no guidance"),
         ({"top_k": 65}, "top_k.*65.*64"),
         ({"top_p": 0.0}, "top_p.* 0"),
-        ({"temperature": -0.5}, "temperature.* -0.5"),
+        ({"temperature": -0.5}, "temperature.* -0.5.*-1 .auto.*at least 0"),
         ({"window": 17}, "window.*17.*2 to 16"),
         ({"front_drafts": 2}, "front_drafts is 2.*removed.*Recreate"),
         ({"settling": 0.1, "refinement": "redraw (SJD, exact)"}, "settle.* 0.1.*settling.*coupled"),

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from comfyui_specar.batch import answers, cli, server
 from comfyui_specar.batch.answers import UnexpectedAnswerError
-from comfyui_specar.batch.server import Server, ServerAwayError, entry, files_of, reports_of
-from comfyui_specar.common.limits import FILES
+from comfyui_specar.batch.server import Server, ServerAwayError, entry, files_of, notices_of, reports_of
+from comfyui_specar.common.limits import FILES, NOTICES
 
 
 def unexpected(function, *arguments, match=None):
@@ -140,6 +140,18 @@ def test_reports_belong_to_the_nodes_whose_traces_they_are_of():
     assert reports_of(node, {"specar": reports[:1]}) == [(None, reports[0])]
     assert reports_of(None, {"specar": reports}) == [(None, report) for report in reports]
     assert reports_of(node, {}) == []
+
+
+def test_notices_are_those_of_samplers_and_of_reports_once_each():
+    """A sampler of an older version of this pack tells none; the report of its trace does."""
+    said = {"specar_run": [json.dumps({"passes": 16, "notices": ["a", "b"]})]}
+    shown = {"specar": [{"settings": {"notices": ["b", "c"]}, "totals": {}}, {"family": "no run"}]}
+    assert notices_of({"1": {"specar_run": ["{}"]}, "2": said, "3": shown}) == ["a", "b", "c"]
+    assert notices_of({"3": shown}) == ["b", "c"] and notices_of({"1": {"images": []}}) == []
+    many = json.dumps({"notices": [str(number) for number in range(NOTICES + 1)]})
+    assert len(notices_of({"1": {"specar_run": [many]}})) == NOTICES
+    for odd in ("no JSON", "[]", '{"notices": [1]}', "\ud800"):
+        unexpected(notices_of, {"1": {"specar_run": [odd]}})
 
 
 def test_the_first_signal_cancels_and_the_second_ends_the_program(monkeypatch, capsys):

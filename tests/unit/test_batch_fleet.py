@@ -23,13 +23,15 @@ class DiedError(RuntimeError):
 
 
 class FakeRay:
-    """A Ray that notes what it is asked. Of its actors the first `here` are there; `deadly`: prompts that they die of.
-    What an actor is asked for is a function, which `get` calls."""
+    """A Ray that notes what it is asked. Of its actors the first `here` are there; `deadly`: prompts that they die of;
+    `free`: GPUs that no other program uses. What an actor is asked for is a function, which `get` calls."""
 
-    def __init__(self, here: int = 9, deadly: str = ""):
+    def __init__(self, here: int = 9, deadly: str = "", gpus: int = 2, free: int = 2):
         self.here, self.deadly, self.asked, self.jobs_at = here, deadly, {}, []
         self.exceptions = SimpleNamespace(RayError=RuntimeError, RayActorError=DiedError)
         self.remote = lambda _worker: SimpleNamespace(options=self.options)
+        self.cluster_resources = lambda: {"CPU": 16.0} | ({"GPU": float(gpus)} if gpus else {})
+        self.available_resources = lambda: {"CPU": 16.0} | ({"GPU": float(free)} if free else {})
         self.init = lambda **given: self.asked.update(init=given)
         self.shutdown = lambda: self.asked.update(shutdown=True)
 
@@ -122,6 +124,37 @@ def test_an_actor_that_is_there_has_one_job_at_a_time_and_one_that_dies_of_it_ge
     assert all(record["id"] == job for job, (record, image, _) in found.items() if image)
     assert len(list(shared_out(one := FakeRay(), "model", RayOptions(actors=8), JOBS[:1], SETTINGS, False))) == 1
     assert len(one.asked["actors"]) == 1, "no more than there are jobs"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "options", "actors", "said"),
+    [
+        (2, 2, RayOptions(actors=3, gpus=0.5), 3, ""),
+        (0, 0, RayOptions(actors=3), 3, ""),
+        (2, 2, RayOptions(actors=3, gpus=1), 2, "2 actors instead of 3: each needs 1 GPU, and this cluster has 2."),
+        (2, 2, RayOptions(actors=3, cpus=8), 2, "2 actors instead of 3: each needs 8 CPU, and this cluster has 16."),
+        (2, 0, RayOptions(gpus=1), 1, "Waiting for 1 GPU: this cluster has 2, and others use them."),
+    ],
+)
+def test_there_are_as_many_actors_as_the_cluster_can_hold(caplog, gpus, free, options, actors, said):
+    ray = FakeRay(gpus=gpus, free=free)
+    assert len(list(shared_out(ray, "model", options, JOBS, SETTINGS, False))) == 4
+    assert len(ray.asked["actors"]) == actors and caplog.messages == [said] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (RayOptions(gpus=1), "an actor needs 1 GPU .--gpus., but this cluster has 0"),
+        (RayOptions(cpus=17), "an actor needs 17 CPU .--cpus., but this cluster has 16"),
+    ],
+)
+def test_a_cluster_that_never_has_room_for_an_actor_is_an_error(options, said):
+    """Ray would wait in silence."""
+    ray = FakeRay(gpus=0, free=0)
+    with pytest.raises(ray_cluster.RayRunError, match=said):
+        next(shared_out(ray, "model", options, JOBS, SETTINGS, False))
+    assert "actors" not in ray.asked
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_batch_and_ray(ray):

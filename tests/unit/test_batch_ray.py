@@ -14,7 +14,7 @@ import comfyui_specar as specar
 import numpy as np
 import pytest
 from comfyui_specar.batch import cli, ray_cluster
-from comfyui_specar.batch.jobs import Job, read_jobs
+from comfyui_specar.batch.jobs import Job, RowsError, read_jobs
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.model_worker import RECIPES, ModelOptions, ModelWorker
 from comfyui_specar.batch.overrides import fingerprint
@@ -24,10 +24,10 @@ from comfyui_specar.tests.support.mortal import MortalWorker
 from comfyui_specar.tests.support.patience import PATIENCE
 from PIL import Image
 
-TABLE = """id,prompt,seed,window,temperature
+TABLE = """id,prompt,seed,window,top_k
 before,"star, 3d, on a blue background",1,,
 star,"star, 3d, on a blue background",1,16,
-refused,star,1,,-3
+refused,star,1,,9999
 poison,poison,1,,
 late,"heart, 3d, aple, on a red background",2,,
 """
@@ -57,7 +57,7 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     assert records["star"]["status"] == records["late"]["status"] == "success"
     assert "aple" in records["late"]["warnings"][0] and records["star"]["warnings"] == []
     assert records["refused"]["warnings"] == [] and "refused: warning" not in said
-    assert "-3" in records["refused"]["error"] and "2 attempts" in records["poison"]["error"]
+    assert "0 (off) to 1024" in records["refused"]["error"] and "2 attempts" in records["poison"]["error"]
     [trace] = records["star"]["traces"]
     assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
     assert sorted(path.name for path in Path("out").iterdir()) == ["late.png", "star.png"]
@@ -129,6 +129,25 @@ def test_it_asks_for_ray(table, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)  # not installed
     assert cli.main(COMMAND) == cli.BAD_INPUT
     assert 'pip install -e ".[ray]"' in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "comfyui_specar.batch.model_worker", None)  # which imports numpy
+    assert cli.main(COMMAND) == cli.BAD_INPUT
+    assert "pip install -r requirements.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "column", "value", "said"),
+    [
+        ("sjd", "window", "-3", "window is -3"),
+        ("sjd", "cfg", "0", "cfg is 0.*at least 1"),
+        ("sjd", "temperature", "-1", "temperature is -1.*0 .greedy"),
+        ("sjd", "top_p", "3", "top_p is 3.*at most 1"),
+        ("continuous_next_token", "temperature", "-1", "temperature is -1.*at least 0"),
+        ("continuous_next_token", "top_p", "0.9", "top_p: .*continuous"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_anything_runs(method, column, value, said):
+    with pytest.raises(RowsError, match=f"line 5: {said}"):
+        ModelOptions("default", method).settings([Job("a", {"prompt": "cat", column: value}, 5)])
 
 
 LOADERS = {name: functools.cache(getattr(specar.api, name)) for name in ("load_model", "load_image_decoder")}

@@ -45,6 +45,9 @@ def model():
         ({"seed": 1.5}, TypeError, "seed is 1.5.*whole"),
         ({"seed": "7"}, TypeError, "seed is '7'.*whole"),
         ({"batch_size": 0}, ValueError, "batch_size is 0.*1"),
+        ({"batch_size": 10**6}, ValueError, "batch_size is 1000000.*1 to 4096"),
+        ({"cgf": 2}, TypeError, "no argument cgf; there are .*cfg.*batch_size.*grid"),
+        ({"steps": 9}, ValueError, "steps: not supported for models of token ids"),
         ({"batch_size": 1.5}, TypeError, "batch_size.*whole"),
         ({"cfg": "a"}, TypeError, "cfg is 'a'.*number"),
         ({"strength": torch.ones(3, 3)}, ValueError, r"strength.*\[1, 3, 3\].*\[1, 16, 16\]"),
@@ -123,6 +126,31 @@ def test_so_is_a_path_instead_of_a_model(model):
 def test_a_dtype_is_torchs():
     with pytest.raises(TypeError, match="dtype is 'bf16'.*torch.bfloat16"):
         specar.load_model(specar.bundled("default"), dtype="bf16")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_is_one_that_is_there(model, device):
+    for load in (
+        specar.load_model,
+        specar.load_image_decoder,
+        lambda *path, **on: specar.load_drafter(*path, model, **on),
+    ):
+        with pytest.raises(ValueError, match=f"device is '{device}'.*there: cpu"):
+            load(specar.bundled("default"), device=device)
+
+
+def test_a_name_that_there_is_not_is_told_with_those_that_there_are():
+    with pytest.raises(AttributeError, match="no Sjd; there are .*SJD"):
+        specar.methods.Sjd  # noqa: B018
+
+
+def test_what_is_decoded_is_a_latent(model):
+    vae = specar.load_image_decoder(specar.bundled("default"))
+    for wrong in (torch.zeros(1, 16, 16), torch.zeros(1, 16, 16, 8)):
+        with pytest.raises(ValueError, match=r"latent has the shape \[1, 16, 16.*\[images, 8, rows"):
+            vae.decode(wrong)
+    with pytest.raises(TypeError, match="latent is None.*tensor"):
+        vae.decode(None)
 
 
 def test_one_mask_may_be_meant_for_all_images(model):

@@ -192,7 +192,9 @@ def test_a_check_refuses_and_names_what_is_beyond_any_limit(name):
         for value in beyond(legal):
             with pytest.raises(ValueError, match=rf"^{setting} is {value!r}") as error:
                 check(owner(**required | {setting: value}))
-            named = legal.options or [f"{limit:g}" for limit in (legal.low, legal.high) if limit < math.inf]
+            named = list(map(repr, legal.options)) or [
+                f"{limit:g}" for limit in (legal.low, legal.high) if limit < math.inf
+            ]
             assert all(word in str(error.value) for word in named)
 
 
