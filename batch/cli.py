@@ -309,6 +309,8 @@ def run_and_report(journal: Journal, jobs: list[Job], open_jobs: list[Job], work
         f"{counts['success']} of {counted(len(jobs), 'job')} done, {', '.join(failures)}, {len(left)} still to do. "
         f"{journal.path}"
     )
+    if warned := [job.id for job in jobs if job.id not in left and journal.results[job.id].get("warnings")]:
+        report(f"With warnings: {listed(warned)}")
     if code is not None:
         return code
     if counts["success"] < len(jobs) - len(left):

@@ -89,7 +89,10 @@ def started(options: RayOptions):
     except SystemExit as error:  # of the handler that Ray sets
         raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RayRunError(f"no Ray at {options.address}: {error}") from error
+        raise RayRunError(
+            f"no Ray at {options.address} ({str(error).split(':')[0]}): start one there (ray start --head), or use "
+            "this machine alone (--ray without an address)"
+        ) from error
     finally:
         signal.signal(signal.SIGTERM, cancel)
     return ray

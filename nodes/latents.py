@@ -22,17 +22,14 @@ TORN = (
     "scaled, blended or changed it. Change the image before VAE Encode instead (Upscale Image)."
 )
 NOTHING = (
-    "The mask selects no token, so all of the image is kept: a token needs half of its area masked. To paint a mask, "
-    "right-click Load Image: Open in Mask Editor. With Continue Image, set keep below 1."
+    "The mask selects no token, so all of the image is kept: a token needs half of its area masked. Load Image's mask "
+    "is what you paint in its Mask Editor; for a black and white picture take Load Image (as Mask). With Continue "
+    "Image, set keep below 1."
 )
 EVERYTHING = (
     "The mask selects every token, so nothing of the image is kept. Mask less of it; with Continue Image, set keep "
     "higher: it keeps whole rows or columns of tokens."
 )
-STRETCHED = (
-    "The mask has other proportions than the image, and was stretched to it. Make it as wide and as high as the image."
-)
-SIMILAR = 1.1  # proportions: sides of images are cut to whole tokens, which masks are not
 
 
 def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:
@@ -68,10 +65,7 @@ def unused(latent: Latent, model: Model, keep: Tensor | None = None) -> list[str
         vectors = codebook is not None and samples.shape[1] == codebook.shape[1]
         torn = [TORN] * changed(samples, codebook if vectors else None)
         if keep is None or (keep.any() and not keep.all()):
-            rows, cols = samples.shape[-2:]
-            height, width = latent["noise_mask"].shape[-2:]
-            low, high = sorted((height * cols, width * rows))
-            return [*torn, *[STRETCHED] * (high > SIMILAR * low)]
+            return torn
         return [*torn, NOTHING if keep.any() else EVERYTHING]
     return ["latent_image holds an image, but only its size is used. Add Set Latent Noise Mask to keep parts of it."]
 

@@ -121,7 +121,7 @@ def failure(run: Run) -> str:
 
 def serve(server: ComfyServer) -> None:
     """Waits for Ctrl-C. Raises DemoError where ComfyUI ends before that."""
-    print(f"ComfyUI is at {server.url} (Workflow > Browse Templates > {PACK_FOLDER}).", flush=True)
+    print(f"ComfyUI is at {server.url} (Browse Templates > {PACK_FOLDER}).", flush=True)
     print(f"Ctrl-C ends it; only {OUTPUT.name}/ stays.", flush=True)
     code = server.process.wait()
     raise DemoError(f"ComfyUI ended ({f'signal {-code}' if code < 0 else f'code {code}'}); its log is {server.log}")

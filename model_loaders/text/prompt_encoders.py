@@ -108,19 +108,26 @@ class WordEncoder(PromptEncoder):
         words += [*self.synonyms, *self.backgrounds, "background"]
         return "".join(get_close_matches(word, words, 1, cutoff=0.75))
 
+    def hint(self, word: str) -> str:
+        """An unknown word, with the known one that it resembles."""
+        like = self.resembling(word)
+        more = "only as the colour of a background" if like == word else like and f"{like}?"
+        return f"{word:.{SHOWN}}" + (f" ({more})" if more else "")
+
     def notices(self, text: str) -> list[str]:
         """Unknown words, each with the known one that it resembles, and known words beyond the slots. Where no word is
         known, some that are."""
         known, unknown = self.parse(text)
-        hints = ((word, self.resembling(word)) for word in unknown[:HINTS])
-        named = [f"{word:.{SHOWN}} ({like}?)" if like else word[:SHOWN] for word, like in hints]
+        named = [self.hint(word) for word in unknown[:HINTS]]
         rest = (re.sub("^bg_(.+)", r"\1 background", word) for word in known[self.slots :])
         named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
         some = ", ".join([w for w in self.words if not w.startswith("bg_")][:SOME])
-        nothing = f"The model knows no word of this prompt, which is as an empty one. Words that it knows: {some}."
+        some += f"; and backgrounds: {', '.join([*self.backgrounds][:SOME])}" * bool(self.backgrounds)
+        asked = " ".join(text.split())
+        nothing = f'The model knows no word of "{asked:.40}", which is as an empty prompt. Words that it knows: {some}.'
         return [
             *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
-            *[nothing] * (bool(text.strip()) and not known),
+            *[nothing] * (bool(asked) and not known),
             *left_out(self.slots, "words of a prompt", ", ".join(rest)),
         ]
 

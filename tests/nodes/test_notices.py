@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from comfyui_specar.nodes.comfy_runtime.messages import notify
-from comfyui_specar.nodes.latents import EVERYTHING, NOTHING, STRETCHED
+from comfyui_specar.nodes.latents import EVERYTHING, NOTHING
 
 import nodes as core
 
@@ -206,15 +206,6 @@ def test_so_is_one_that_selects_every_token(grey, sample):
     first, _ = sample("NextToken")
     _, trace = sample("SJD", latent_image={**first, "noise_mask": torch.full((1, 4, 4), grey)})
     assert trace.notices == [EVERYTHING]
-
-
-@pytest.mark.parametrize(("size", "said"), [((64, 8), [STRETCHED]), ((64, 70), []), ((4, 4), [])])
-def test_so_is_one_of_other_proportions(size, said, sample):
-    first, _ = sample("NextToken")
-    mask = torch.zeros(1, *size)
-    mask[:, size[0] // 2 :] = 1
-    _, trace = sample("SJD", latent_image={**first, "noise_mask": mask})
-    assert trace.notices == said
 
 
 def test_an_image_of_another_vae_is_refused_before_its_size(sample):

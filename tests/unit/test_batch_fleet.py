@@ -103,7 +103,7 @@ def test_a_ray_that_is_not_there_is_named(ray, error):
         raise error("nobody")
 
     ray.init = init
-    with pytest.raises(ray_cluster.RayRunError, match="no Ray at auto: nobody"):
+    with pytest.raises(ray_cluster.RayRunError, match=r"no Ray at auto \(nobody\): start one"):
         ray_cluster.started(RayOptions(address="auto"))
 
 

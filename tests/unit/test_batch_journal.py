@@ -199,6 +199,7 @@ def test_failed_and_interrupted_jobs_are_counted_and_run_again_only_when_asked(t
     said = capsys.readouterr().err
     assert "good: done (1 of 3 jobs ended)" in said and f"bad on {one.url}: Encoder: no such word (2 of 3" in said
     assert "good: warning: The model does not know these words and ignores them: aple." in said
+    assert "With warnings: good\n" in said
     assert "by someone else (3 of 3 jobs ended)" in said and "--retry-failed" in said
     assert "1 of 3 jobs done, 1 failed, 1 interrupted, 0 still to do" in said
     again = FakeComfy()
@@ -328,7 +329,7 @@ ONE = "seed\n1\n"
         ("prompt\ncat\n", ("--ray", "--dry-run"), "--ray needs --out"),
         ("prompt,windw\ncat,3\n", ON_RAY, "jobs.csv, line 2: .*windw; .*prompt, negative, seed, cfg"),
         ("prompt,window\ncat,2.5\n", ON_RAY, "line 2: window.*whole.*2.5"),
-        ("prompt,reuse\ncat,coupled\ncat,foo\n", ON_RAY, "line 3: reuse.*'foo'.*coupled, gumbel"),
+        ("prompt,reuse\ncat,coupled\ncat,foo\n", ON_RAY, "line 3: reuse.*'foo'.*'coupled', 'gumbel'"),
         ("prompt,window\ncat,\ncat,0\n", ON_RAY, "line 3: window.*0.*at least 2"),
         ("prompt,seed\ncat,-1\n", ON_RAY, "line 2: seed.*0 to.*-1"),
         ("prompt,seed\ncat,1\ncat,1.23457E+18\n", ON_RAY, "line 3: seed.*E.18.*format the column as text"),

@@ -100,6 +100,11 @@ def test_without_a_known_word_some_are_named(encoder, prompt):
     assert encoder.notices("") == []
 
 
+def test_a_colour_that_only_backgrounds_have_is_said_to_be_one(encoder):
+    [notice] = encoder.notices("a blue cat")
+    assert notice.endswith("ignores them: blue (only as the colour of a background).")
+
+
 @pytest.mark.parametrize("prompt", ["a red cat on a (blue) background", "[red:0.2] {cat} on a ((blue)) background"])
 def test_brackets_are_not_read(encoder, prompt):
     assert encoder.parse(prompt) == encoder.parse("a red cat on a blue background")

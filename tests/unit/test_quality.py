@@ -228,7 +228,7 @@ def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     rows = {row["name"]: row for row in report["rows"]}
     assert report["dtype"] == "torch.bfloat16" and set(report["weights"]) >= {"model.safetensors", "vq.safetensors"}
     assert list(rows) == only and report["outside"] == [] and report["images"] == 4
-    assert all(set(row["measured"]) == {"machine", "versions", "commit"} for row in rows.values())
+    assert all(set(row["measured"]) == {"command", "machine", "versions", "commit"} for row in rows.values())
     assert "EAGLE-2" in report["missing"] and rows["next_token"]["passes"]["value"] == 256
     assert rows["Cool-SD delta 2"]["tv_bound_per_token"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
     for row in rows.values():

@@ -60,7 +60,8 @@ def first_seed(name: str) -> int:
 
 
 def published(eagle) -> list[Case]:
-    """The papers' settings, where the cases of runs.py have our defaults: "as published" where nothing differs.
+    """The papers' settings, where the cases of runs.py have our defaults: "as published" where nothing differs but
+    Cool-SD's tree, which is that of LANTERN++ (the paper has EAGLE-1's).
 
     LANTERN's 1000 neighbours are a sixteenth of LlamaGen's codebook, but nearly all of the bundled model's: 63 are a
     sixteenth of it. First drafts of SJD++ are uniform with their true distribution, not with the certainty of the
