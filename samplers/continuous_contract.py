@@ -178,14 +178,14 @@ class ContinuousRequest:
         tokens = result.tokens.unflatten(1, self.grid)
         return Output(tokens, self.model.to_latent(result.tokens, self.grid), result.trace)
 
-    def covered(self, committed: Tensor) -> float:
+    def sampled(self, committed: Tensor) -> float:
         """How many of ``committed`` [B] (int64, on the CPU) tokens are not kept, on average over images."""
         kept = 0 if self.kept is None else self.kept.sum(1).cpu()
         return float((committed - kept).float().mean())
 
     def next_token_passes(self, committed: Tensor) -> float:
         """Forward passes that next-token sampling takes for these tokens, one for each cell of the model."""
-        return self.covered(committed) / self.model.group
+        return self.sampled(committed) / self.model.group
 
     def sketch(self, progress: ContinuousProgress) -> Sketch:
         """The first image as far as it is decided. It has no drafts, since every round drafts again."""

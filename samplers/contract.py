@@ -343,15 +343,17 @@ class Request:
         latent = None if self.model.codebook is None else self.model.dequantize(tokens)
         return Output(tokens, latent, result.trace)
 
-    def covered(self, committed: Tensor) -> float:
-        """How many of the first ``committed`` [B] (int64, on the CPU) tokens stand from the first sampled one to the
-        last, on average over images. Forced tokens before and after these take no passes."""
-        at_start = (self.layout.forced >= 0).cumprod(1).sum(1).cpu()
-        return float((committed.minimum(self.layout.end.cpu()) - at_start).clamp(min=0).float().mean())
+    def sampled(self, committed: Tensor) -> float:
+        """How many of the first ``committed`` [B] (int64, on the CPU) tokens are sampled ones, on average over
+        images."""
+        free = (self.layout.forced < 0).cpu() & (torch.arange(self.layout.length) < committed[:, None])
+        return float(free.sum(1).float().mean())
 
     def next_token_passes(self, committed: Tensor) -> float:
-        """Forward passes that next-token sampling takes for them: one for each, forced ones too."""
-        return self.covered(committed)
+        """Forward passes that next-token sampling takes for them: one for each token from the first sampled one to the
+        last, forced ones too. Forced tokens before and after these take none."""
+        at_start = (self.layout.forced >= 0).cumprod(1).sum(1).cpu()
+        return float((committed.minimum(self.layout.end.cpu()) - at_start).clamp(min=0).float().mean())
 
     def sketch(self, progress: Progress) -> Sketch:
         """The first image as far as it is decided, and the drafts after that. Kept tokens are known from the start."""

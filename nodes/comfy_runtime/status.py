@@ -23,7 +23,7 @@ class Status:
 
     def __init__(self, request: AnyRequest):
         self.request = request
-        self.total = request.covered(torch.full((request.batch,), request.length))
+        self.total = request.sampled(torch.full((request.batch,), request.length))
         self.first: tuple[float, float] | None = None  # time and tokens when first asked, after the prompt was read
 
     def show(self, progress: Any) -> None:
@@ -32,7 +32,7 @@ class Status:
 
     def __call__(self, progress: Any) -> Run:
         """After a pass, with the seconds that are left, once these are known."""
-        now, done = time.perf_counter(), self.request.covered(progress.committed)
+        now, done = time.perf_counter(), self.request.sampled(progress.committed)
         self.first = self.first or (now, done)
         began, before = self.first
         run = numbers(self.request.batch, progress.passes, done, self.total)
@@ -45,7 +45,7 @@ def finished(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
     """After a run: also the passes of next-token sampling (``plain``), the seconds that it took, the ``size`` (width,
     height) of an image, the settings that were ``used``, and ``notices`` of what was asked for but not done."""
     whole, settings = torch.full((request.batch,), request.length), trace.settings
-    tokens = request.covered(whole)
+    tokens = request.sampled(whole)
     used = [": ".join(filter(None, named(settings))), judgement(settings), drawing(settings)]
     if settings["lossless"]:
         del used[1]
