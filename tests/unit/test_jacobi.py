@@ -41,7 +41,7 @@ def test_the_window_is_that_of_16_tokens_unless_given(window, length, width):
     [
         (SJD(window=17), "window.*17.*2 to 16"),
         (SJD(window=1), "window.* 1.*2 to 16"),
-        (SJD(reuse="magic"), "reuse.*'magic'.*coupled, gumbel"),
+        (SJD(reuse="magic"), "reuse.*'magic'.*'coupled', 'gumbel'"),
         (SJD(threshold=0), "threshold.* 0.*above 0"),
         (SJD(threshold=float("nan")), "threshold.*nan"),
         (Jacobi(window=40), "window.*40.*2 to 16"),

@@ -225,7 +225,7 @@ def trace_of(rows: int, cols: int, images: int = 1, **changes) -> Trace:
 
 
 def saved(trace: Trace, tmp_path: Path) -> Path:
-    trace.totals.setdefault("tv_bound", 0.0)
+    trace.totals = {"tv_bound": 0.0, "draft_tv": 0.0} | trace.totals
     return save_trace(trace, tmp_path / "trace")[1]
 
 
