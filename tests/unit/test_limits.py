@@ -256,7 +256,9 @@ def test_settings_of_a_trace_are_quoted_short_and_printable(tmp_path):
     trace = trace_of(2, 2)
     trace.settings["chosen"] = CONTROL * 5000
     counts = dict.fromkeys(("accepted_drafts", "prefix_tokens"), 0)
-    rates = dict.fromkeys(("acceptance_rate", "accepted_length", "step_compression", "tv_bound", "mean_log_p"), 1.0)
+    rates = dict.fromkeys(
+        ("acceptance_rate", "accepted_length", "step_compression", "tv_bound", "draft_tv", "mean_log_p"), 1.0
+    )
     trace.totals |= counts | rates | {"sources": {}}
     for text in (*run_report.labels([trace])[0], *run_report.describe(trace).split("\n"), comparison.table([trace])):
         assert "\x1b" not in text and len(text) < 2 * limits.MESSAGE
