@@ -65,8 +65,8 @@ def cpu_name() -> str:
 def cpu_generation() -> str:
     """The processor with what tells its generation, which the name of a virtual machine's may not."""
     about = cpu_info()
-    return ", ".join(
-        (cpu_name(), *(f"{key.removeprefix('cpu ')} {about[key]}" for key in ("cpu family", "model") if key in about))
+    return (
+        f"{cpu_name()}, family {about['cpu family']}, model {about['model']}" if "cpu family" in about else cpu_name()
     )
 
 

@@ -104,7 +104,7 @@ function executingNode(id) {
   return graph?.getNodeById(last);
 }
 
-const told = new Set(); // notices of this run that were toasts: a sampler repeats those of its prompts
+const toasted = new Set(); // notices of this run that were toasts: a sampler repeats those of its prompts
 let running = null; // {node, run} that was shown last
 
 function showRun({ detail }) {
@@ -123,17 +123,17 @@ function showNotices({ detail: { node, notices: english } }) {
   const notices = english.map(translated), speaker = executingNode(node);
   if (speaker && !noticed(speaker, notices.join("\n"))) showReport(speaker, notices.join("\n"));
   if (speaker?.graph === app.canvas.graph && app.canvas.canvas.getClientRects().length) return;
-  const fresh = notices.filter((notice) => !told.has(notice));
-  if (!fresh.length) return;
-  fresh.forEach((notice) => told.add(notice));
-  app.extensionManager.toast.add({ severity: "warn", summary: fresh.join(" "), life: NOTICE_SECONDS * 1000 });
+  const others = notices.filter((notice) => !toasted.has(notice));
+  if (!others.length) return;
+  others.forEach((notice) => toasted.add(notice));
+  app.extensionManager.toast.add({ severity: "warn", summary: others.join(" "), life: NOTICE_SECONDS * 1000 });
 }
 
 app.registerExtension({
   name: "specar.report",
   async setup() {
     app.api.addEventListener("specar.notices", showNotices);
-    app.api.addEventListener("execution_start", () => told.clear());
+    app.api.addEventListener("execution_start", () => toasted.clear());
     app.api.addEventListener("specar.run", showRun);
     app.api.addEventListener("execution_interrupted", showInterruption);
     for (const colours of [app.canvas.default_connection_color_byType, app.canvas.constructor.link_type_colors]) {
