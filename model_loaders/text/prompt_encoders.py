@@ -25,6 +25,9 @@ Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a promp
 SHOWN = 300  # characters of a prompt in a notice
 HINTS = 40  # unknown words in a notice
 SOME = 100  # known words in a notice
+LATIN = "a-z0-9\u00df-\u024f"
+# A word, one in another script, or a symbol such as an emoji.
+WORD = re.compile(rf"[{LATIN}]+(?:[_'-]+[{LATIN}]+)*|[^\W{LATIN}_]+|[\u2190-\u2bff\U0001f000-\U0001faff]")
 
 
 class PromptEncoder(Protocol):
@@ -91,7 +94,7 @@ class WordEncoder(PromptEncoder):
         colours = "|".join(map(re.escape, self.backgrounds))
         text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
         known, unknown = [], []
-        words: list[str] = re.findall(r"[a-z0-9_'-]+", text)
+        words: list[str] = WORD.findall(text)
         for word in words:
             forms = (word, word.rstrip("s"), word.removesuffix("es"))
             form = next((each for each in forms if each in self.index or each in self.synonyms), word)

@@ -45,7 +45,9 @@ def encoder():
         ("a quantum cat of the deep", ["cat"], ["quantum", "deep"]),
         ("", [], []),
         ("the of and", [], []),
-        ("猫 ♥ 12%", [], ["12"]),
+        ("猫 ♥ 12%", [], ["猫", "♥", "12"]),
+        ("红色cat❤️，Café — 🐼👍", ["cat"], ["红色", "❤", "café", "🐼", "👍"]),
+        ("'cat' - dog--", ["cat", "dog"], []),
     ],
 )
 def test_words_of_a_prompt(encoder, prompt, known, unknown):
