@@ -11,6 +11,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..model_loaders.conditions import conditions
+from ..model_loaders.decoders.image_decoder import RESIZE
 from ..model_loaders.text.prompts import Conditioning
 from ..reports.run_report import FIRST_DRAFTS
 from ..samplers.contract import Method
@@ -96,7 +97,7 @@ def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
     except ValueError as error:
         if latent.get("noise_mask") is not None:
             image_samples(latent, model)
-            raise ValueError(f"{error} Scale the image to that size (Upscale Image) before VAE Encode.") from error
+            raise ValueError(f"{error} {RESIZE}") from error
         if latent["samples"].shape[1] != model.latent_channels:
             raise ValueError(
                 f"{error} Connect Empty AR Latent with this model: it has a token for {model.pixels_per_token} pixels "

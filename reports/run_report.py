@@ -106,11 +106,10 @@ def describe(trace: Trace) -> str:
     if "initial" in settings:
         method += f", first drafts: {FIRST_DRAFTS.get(settings['initial'], settings['initial'])}"
     images, length = totals["images"], trace.positions["source"].shape[1]
-    sampled, plain = totals["tokens"] // images, length - totals["prefix_tokens"] // images
+    sampled = totals["tokens"] // images
     count = f"{', '.join(map(str, passes))} passes for {sampled} tokens"
-    baseline = f"{'one token a pass' if trace.continuous else 'next token'}: {plain} passes"
     count += "" if sampled == length else f" of {length} (the others were kept or fixed)"
-    count += f": {totals['accepted_length']:.2f} tokens per pass ({baseline})"
+    count += f": {totals['accepted_length']:.2f} tokens per pass"
     judged = f"acceptance: {judgement(settings)}; {fidelity(trace)}"
     lines = [printable(method, MESSAGE), printable(judged, MESSAGE), count]
     if totals["draft_passes"]:

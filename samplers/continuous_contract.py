@@ -169,6 +169,11 @@ class ContinuousRequest:
         return self.grid[0] * self.grid[1]
 
     @property
+    def group(self) -> int:
+        """Tokens of a pass of next-token sampling: those of a cell of the model."""
+        return self.model.group
+
+    @property
     def guided(self) -> bool:
         """Is there a second prompt?"""
         return self.params.cfg != 1
@@ -182,10 +187,6 @@ class ContinuousRequest:
         """How many of ``committed`` [B] (int64, on the CPU) tokens are not kept, on average over images."""
         kept = 0 if self.kept is None else self.kept.sum(1).cpu()
         return float((committed - kept).float().mean())
-
-    def next_token_passes(self, committed: Tensor) -> float:
-        """Forward passes that next-token sampling takes for these tokens, one for each cell of the model."""
-        return self.sampled(committed) / self.model.group
 
     def sketch(self, progress: ContinuousProgress) -> Sketch:
         """The first image as far as it is decided. It has no drafts, since every round drafts again."""

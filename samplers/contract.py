@@ -331,6 +331,7 @@ class Request:
     skippable: Tensor | None = None
     notices: tuple[str, ...] = ()
     continuous: ClassVar[bool] = False
+    group: ClassVar[int] = 1
 
     @property
     def length(self) -> int:
@@ -348,12 +349,6 @@ class Request:
         images."""
         free = (self.layout.forced < 0).cpu() & (torch.arange(self.layout.length) < committed[:, None])
         return float(free.sum(1).float().mean())
-
-    def next_token_passes(self, committed: Tensor) -> float:
-        """Forward passes that next-token sampling takes for them: one for each token from the first sampled one to the
-        last, forced ones too. Forced tokens before and after these take none."""
-        at_start = (self.layout.forced >= 0).cumprod(1).sum(1).cpu()
-        return float((committed.minimum(self.layout.end.cpu()) - at_start).clamp(min=0).float().mean())
 
     def sketch(self, progress: Progress) -> Sketch:
         """The first image as far as it is decided, and the drafts after that. Kept tokens are known from the start."""

@@ -19,6 +19,7 @@ from ..files.names import numbered
 from ..files.weights import Weights, load_weights
 
 A = TypeVar("A", bound="Autoencoder")
+RESIZE = "Scale it (Upscale Image) or change its padding before VAE Encode."
 
 
 def encoder_sizes(tensors: Mapping[str, Tensor], levels: str, blocks: str) -> tuple[int, tuple[int, ...], int]:
@@ -101,8 +102,7 @@ class Autoencoder:
         height, width = pixels.shape[1:3]
         if height % self.factor or width % self.factor:
             raise ValueError(
-                f"The image is {width} x {height}, but both sides must be multiples of {self.factor} pixels. "
-                "Resize it: scale the image (Upscale Image) before VAE Encode."
+                f"The image is {width} x {height}, but both sides must be multiples of {self.factor} pixels. {RESIZE}"
             )
         return (rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1).to(self.device, self.dtype)
 

@@ -42,15 +42,16 @@ class Status:
 
 
 def finished(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
-    """After a run: also the passes of next-token sampling (``plain``), the seconds that it took, the ``size`` (width,
-    height) of an image, the settings that were ``used``, and ``notices`` of what was asked for but not done."""
+    """After a run: also the passes that one for each sampled token would be (``plain``), the seconds that it took, the
+    ``size`` (width, height) of an image, the settings that were ``used``, and ``notices`` of what was asked for but not
+    done."""
     whole, settings = torch.full((request.batch,), request.length), trace.settings
     tokens = request.sampled(whole)
     used = [": ".join(filter(None, named(settings))), judgement(settings), drawing(settings)]
     if settings["lossless"]:
         del used[1]
     return numbers(request.batch, trace.totals["target_passes"], tokens, tokens) | {
-        "plain": round(request.next_token_passes(whole)),
+        "plain": round(tokens / request.group),
         "seconds": duration(trace.totals["seconds"]),
         "size": [trace.cols * pixels_per_token, trace.rows * pixels_per_token],
         "used": "; ".join(used),

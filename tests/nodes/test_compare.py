@@ -68,8 +68,8 @@ def test_kept_tokens_are_told_apart_from_sampled_ones(sample):
     mask[:, :2] = mask[:, 3, :2] = 0
     _, trace = sample("SJD", latent_image={**first, "noise_mask": mask})
     [passes] = trace.totals["passes_per_image"]
-    wanted = f"\n{passes} passes for 6 tokens of 16 (the others were kept or fixed): {6 / passes:.2f} tokens per pass "
-    assert wanted + "(next token: 8 passes)\n" in describe(trace)
+    wanted = f"\n{passes} passes for 6 tokens of 16 (the others were kept or fixed): {6 / passes:.2f} tokens per pass\n"
+    assert wanted in describe(trace)
 
 
 def test_continuous_runs_report_their_tolerance_and_their_distance(run, nodes, draw_vectors, runs):

@@ -28,16 +28,8 @@ def continuous(kept=KEPT, **options):
     return toy_heads.request(toy_heads.ToyHead(2, (2, 2)), 2, kept=kept, tokens=tokens, **options)
 
 
-@pytest.mark.parametrize("forced", [FORCED, FORCED.expand(2, -1)])
-def test_a_run_covers_the_tokens_from_the_first_to_the_last_that_is_sampled(forced):
-    asked = discrete(forced)
-    for committed, covered in (([0, 0], 0), ([2, 3], 0.5), ([6, 6], 4), ([4, 5], 2.5), ([1, 6], 2)):
-        assert asked.next_token_passes(torch.tensor(committed)) == covered
-
-
 def test_images_force_tokens_of_their_own():
-    asked = discrete(torch.cat((FORCED, torch.full((1, 6), -1))))
-    assert asked.next_token_passes(torch.tensor([6, 6])) == 5 and asked.sampled(torch.tensor([6, 6])) == 4.5
+    assert discrete(torch.cat((FORCED, torch.full((1, 6), -1)))).sampled(torch.tensor([6, 6])) == 4.5
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(1, 3), (2, 4), (3, 6), (4, 6), (0, 1)])
@@ -51,9 +43,6 @@ def test_the_beginning_of_an_image_has_so_many_tokens_to_sample_in_every_image(t
 
 def test_tokens_of_continuous_models_that_are_sampled_are_those_not_kept():
     assert continuous().sampled(torch.tensor([4, 2])) == 2 and continuous(None).sampled(torch.tensor([4, 2])) == 3
-    asked = continuous(None)
-    asked.model.group = 2
-    assert asked.next_token_passes(torch.tensor([4, 2])) == 1.5
     assert continuous().length == 4 and continuous().guided == (continuous().params.cfg != 1)
 
 
