@@ -46,7 +46,7 @@ from ..drafts.guesses import INITIAL, Memory, first_guesses
 from ..engine.run import DiscreteMethod, Extent, Run
 from ..engine.session import session_key
 from ..rng import Purpose
-from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_resample
+from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_resample, bound
 from ..settings import check_settings, setting, within
 from ..trace import Source, Trace
 from .settling import accept_settled, count_settled
@@ -324,7 +324,7 @@ class SJD(DiscreteMethod):
         return session_key(request, self, self.width(request))
 
     def bound(self, request: Request) -> SJD:
-        return replace(self, window=self.width(request), rule=self.rule.bind(request.model))
+        return replace(self, window=self.width(request), rule=bound(self.rule, request.model))
 
     def memory(self, request: Request, into: Memory | None) -> Memory:
         model, layout = request.model, request.layout

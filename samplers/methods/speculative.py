@@ -40,7 +40,7 @@ from ..drafts.trees import Tree
 from ..engine.run import DiscreteMethod, Extent, Run
 from ..engine.session import session_key
 from ..rng import Purpose
-from ..rules.acceptance import AcceptanceRule, Exact
+from ..rules.acceptance import AcceptanceRule, Exact, bound
 from ..trace import Source, Trace
 from ..verification.tree import (
     RoundRandom,
@@ -255,7 +255,7 @@ class DraftTree(DiscreteMethod):
         return run.call("verify", self.verify, state, tree)
 
     def bound(self, request: Request) -> DraftTree:
-        return replace(self, rule=self.rule.bind(request.model))
+        return replace(self, rule=bound(self.rule, request.model))
 
     def feeds_tree(self) -> bool:
         return True

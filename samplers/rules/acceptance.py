@@ -25,6 +25,9 @@ from ...kernels.verification import EPS, AcceptanceBudget, maximal_coupling
 from ..contract import ARModel
 from ..settings import check_settings, settings_of
 
+TRIED = 5  # positions, at which `bound` tries a rule
+SLACK = 1e-5  # of what it computes
+
 
 @dataclass(frozen=True)
 class AcceptanceRule:
@@ -66,8 +69,9 @@ class AcceptanceRule:
         return at(self.accepted_mass(p, q, depth, strength), token) / at(q, token).clamp(min=EPS)
 
     def accepted_mass(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        """q f of every token [..., V+]. Not needed of a rule that defines the other three methods itself."""
-        raise NotImplementedError
+        """q f of every token [..., V+]: from 0 to q, and to p where the rule is lossless. Not needed of a rule that
+        defines the other three methods itself."""
+        raise NotImplementedError(f"{type(self).__name__} has no accepted_mass(p, q, depth, strength)")
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """Unnormalised distribution [..., V+] to sample from after a rejection, here G. No row is all zero."""
@@ -104,6 +108,25 @@ class Exact(AcceptanceRule):
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return torch.zeros_like(strength)
+
+
+def bound(rule: AcceptanceRule, model: ARModel) -> AcceptanceRule:
+    """The rule, bound to the model. Raises ValueError if its ``accepted_mass`` is illegal for random p and q."""
+    rule = rule.bind(model)
+    if type(rule).accepted_mass is AcceptanceRule.accepted_mass:
+        return rule
+    chance = torch.Generator().manual_seed(0)
+    p, q = torch.rand(2, 1, TRIED, model.vocab_total, generator=chance).mul(1.5).sub(0.5).clamp(min=0).pow(8)
+    p, q = ((each / each.sum(-1, keepdim=True).clamp(min=EPS)).to(model.device) for each in (p, q))
+    depth = torch.arange(1, TRIED + 1, device=model.device)[None]
+    mass = rule.accepted_mass(p, q, depth, torch.ones_like(depth, dtype=p.dtype))
+    most = torch.minimum(p, q) if rule.lossless else q
+    if mass.shape != q.shape or not ((mass >= -SLACK) & (mass <= most + SLACK)).all():
+        raise ValueError(
+            f"accepted_mass of the rule {type(rule).__name__} is illegal. It is q times the probability of accepting "
+            "each token, of q's shape: from 0 to q, and of a rule with lossless = True at most p."
+        )
+    return rule
 
 
 def exact_probability(p: Tensor, q: Tensor, token: Tensor) -> Tensor:

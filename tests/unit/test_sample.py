@@ -190,3 +190,19 @@ def test_a_rule_of_ones_own_works_as_the_same_rule_of_the_pack(model, tree):
     own, ours = (out.trace for out in runs)
     assert own.settings["rule"] == {"rule": "double"} and "acceptance: double;" in specar.run_report(own)
     assert torch.equal(runs[0].tokens, runs[1].tokens) and own.tv_bound == pytest.approx(ours.tv_bound, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mass", "lossless"),
+    [
+        (lambda p, q: torch.clamp(p / q, max=1), False),
+        (lambda p, q: 2 * p, False),
+        (lambda p, q: torch.minimum(p, q) - 0.002, False),
+        (lambda p, q: torch.minimum(2 * p, q), True),
+        (lambda p, q: p.amax(-1), False),
+    ],
+)
+def test_a_rule_of_ones_own_with_an_illegal_mass_is_told(model, mass, lossless):
+    rule = type("Mine", (Double,), {"accepted_mass": lambda self, p, q, *_: mass(p, q), "lossless": lossless})()
+    with pytest.raises(ValueError, match="accepted_mass of the rule Mine is illegal.*from 0 to q"):
+        specar.sample(model, model.encode_prompt("heart"), specar.methods.SJD(rule=rule))
