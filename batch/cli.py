@@ -294,8 +294,8 @@ def run_and_report(journal: Journal, jobs: list[Job], open_jobs: list[Job], work
 
     with bar:
         failed = [job.id for job in jobs if job.id not in begun and not journal.done(job.id)]
-        if failed:
-            report("Failed before: " + listed([f"{job}: {journal.results[job].get('error')}" for job in failed]))
+        for job in failed:
+            report(f"{job} failed before: {journal.results[job].get('error')}")
         try:
             code = work(journal, open_jobs, on_result)
         except KeyboardInterrupt:

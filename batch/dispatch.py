@@ -347,6 +347,7 @@ class Batch:
             "attempt": queued.attempt,
             "seconds": round(found.seconds, 3),
             "files": found.files,
+            "copies": [],
             "traces": found.traces,
             "warnings": found.warnings,
             "error": "interrupted by someone else" if found.outcome == "interrupted" else found.error,

@@ -51,7 +51,7 @@ class Skipping:
         children (in a sampled tree these are a sample from the drafter).
     truncate: take at most the mean length of leaf paths.
     refresh: the drafter observes skipped tokens again once their true features are known (ours).
-    guard: no skip while at most this many tokens of the image are decided (ours).
+    guard: no skip while at most this many tokens of the image are decided (the authors' code).
     features: one of FEATURES, how stale the features are that the drafter gets of the tokens decided last: -1 the true
         ones, 0 the newest that were cached before the round, n those of n tokens before these (tables 3, 5 and 6).
     """

@@ -114,6 +114,7 @@ async def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
                 "seconds": 0.25,
                 "error": "",
                 "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
+                "copies": [],
                 "traces": [{"node": "3", "method": "sjd", "target_passes": 5}],
                 "warnings": [],
                 "versions": {"comfyui": "0.1", "torch": "2.0"},

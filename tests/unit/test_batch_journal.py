@@ -204,7 +204,8 @@ def test_failed_and_interrupted_jobs_are_counted_and_run_again_only_when_asked(t
     assert "1 of 3 jobs done, 1 failed, 1 interrupted, 0 still to do" in said
     again = FakeComfy()
     assert run_beside(again) == cli.FAILED and again.drawn == []
-    assert "Failed before: bad: Encoder: no such word, other: interrupted by" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "bad failed before: Encoder: no such word\n" in said and "other failed before: interrupted by" in said
     again._ended = lambda prompt, stopped: FakeComfy._ended(again, {**prompt, "1": WORKFLOW["1"]}, stopped)
     for _ in range(2):
         assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2", "p_other.try2"]
