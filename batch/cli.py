@@ -22,7 +22,7 @@ from .copies import fetch_missing
 from .dispatch import GIVE_UP_SECONDS, NEVER_ANSWERED_SECONDS, Batch, Options
 from .jobs import Job, JobsError, RowsError, counted, listed, read_jobs
 from .journal import Journal, JournalError
-from .maps import check_ids, with_maps
+from .maps import check_ids, has_map, with_maps
 from .overrides import ROLES, OverrideError, Workflow, fingerprint, prompts_of, read_workflow, settable, texts_reaching
 from .server import PORT
 
@@ -198,7 +198,14 @@ def run(options: argparse.Namespace, jobs: list[Job]) -> int:
     if options.out:
         make_folder(options.out)
     with Journal(options.results or options.jobs.with_suffix(".results.jsonl")) as journal:
-        return run_and_report(journal, jobs, unfinished(journal, jobs, prints, options), work)
+        open_jobs = unfinished(journal, jobs, prints, options)
+        bare = [job.id for job in jobs if journal.done(job.id) and not has_map(journal.results[job.id])]
+        if options.maps and bare:
+            report(
+                f"made without --maps, and therefore without a map: {listed(bare)}. To make these again, delete all "
+                "their lines from the results"
+            )
+        return run_and_report(journal, jobs, open_jobs, work)
 
 
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, str], Work]:

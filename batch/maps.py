@@ -3,6 +3,7 @@
 import copy
 import re
 from pathlib import Path
+from typing import Any
 
 from .jobs import Job, RowsError
 from .overrides import OverrideError, Workflow
@@ -52,6 +53,12 @@ def sampler_of(workflow: Workflow, node: str) -> str | None:
             else:
                 found.add(origin)
     return found.pop() if len(found) == 1 else None
+
+
+def has_map(record: dict[str, Any]) -> bool:
+    """Was the map of a result saved, too?"""
+    drawn = (str(file.get("node", "")) for file in record.get("files", []))
+    return any(name.endswith(MAP) for name in (*drawn, *(Path(copy).stem for copy in record.get("copies", []))))
 
 
 def map_of(image: Path) -> Path:

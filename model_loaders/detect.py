@@ -88,10 +88,12 @@ def load_model(
     Other weights and all computation have ``dtype``. int8_cache: store keys and values in int8, with a scale each
     (models of token ids). adapters: files or folders of LoRAs (see files/adapters.py) and their strengths.
     Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage
-    and for a device that is not there, TypeError for a dtype of another type.
+    and for a device that is not there, TypeError for a dtype of another kind.
     """
-    if not isinstance(dtype, torch.dtype | None):
-        raise TypeError(f"dtype is {dtype!r}, but must be None or a torch.dtype such as torch.bfloat16.")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"dtype is {dtype!r}, but must be None or a torch.dtype such as torch.bfloat16. Narrower weights: storage."
+        )
     if not (storage is None or callable(storage) or storage in NARROW):
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
     device, grid = usable(device), grid and legal_grid(grid)

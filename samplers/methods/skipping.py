@@ -39,6 +39,10 @@ FEATURES = {  # name -> the paper's s1 and s2, and whether they take turns
     "-1 or 1": (-1, 1, True),
     "-1 or 5": (-1, 5, True),
 }
+NONE_SKIPPED = (
+    "VVS took no draft unverified in this run. With the schedule dynamic, choose a static or dynamic tree instead of "
+    "auto, whose trees may be too small, or lower threshold."
+)
 
 
 @dataclass(frozen=True)

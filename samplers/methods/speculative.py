@@ -55,7 +55,7 @@ from ..verification.tree import (
 from . import skipped_rounds
 from .pass_costs import pass_costs
 from .rounds import Observed, Round
-from .skipping import Skipping, check_codebook
+from .skipping import NONE_SKIPPED, Skipping, check_codebook
 
 log = logging.getLogger(__name__)
 DRAFTERS = {"eagle": "EAGLE", "model": "small model"}  # kind of a drafter -> for people
@@ -267,7 +267,10 @@ class DraftTree(DiscreteMethod):
         return self.structure.expected_tokens(extent)
 
     def annotate(self, trace: Trace) -> None:
-        if notices := self.structure.notices():
+        notices = self.structure.notices()
+        if self.skipping and not (trace.positions["source"] == Source.SKIPPED).any():
+            notices.append(NONE_SKIPPED)
+        if notices:
             log.warning("%s", " ".join(notices))
             trace.settings["notices"] = notices
         if isinstance(self.structure, Auto) and not self.structure.shape(()):

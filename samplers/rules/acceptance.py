@@ -48,6 +48,8 @@ class AcceptanceRule:
     def check(self) -> None:
         """Raise ValueError naming the first illegal setting and its legal values."""
         check_settings(self)
+        if missing := [name for name in ("name", "lossless") if not hasattr(self, name)]:
+            raise TypeError(f"The rule {type(self).__name__} has no {' and no '.join(missing)}.")
 
     def bind(self, model: ARModel) -> AcceptanceRule:
         """The rule with what it needs of a model. Raises ValueError if the model does not have it."""
@@ -116,16 +118,19 @@ def bound(rule: AcceptanceRule, model: ARModel) -> AcceptanceRule:
     if type(rule).accepted_mass is AcceptanceRule.accepted_mass:
         return rule
     chance = torch.Generator().manual_seed(0)
-    p, q = torch.rand(2, 1, TRIED, model.vocab_total, generator=chance).mul(1.5).sub(0.5).clamp(min=0).pow(8)
-    p, q = ((each / each.sum(-1, keepdim=True).clamp(min=EPS)).to(model.device) for each in (p, q))
+    some = torch.rand(2, 1, TRIED, model.vocab_total, generator=chance).mul(1.5).sub(0.5).clamp(min=0).pow(8)
+    some[..., 0] += EPS  # some probabilities are 0, but not all
+    p, q = (some / some.sum(-1, keepdim=True)).to(model.device)
     depth = torch.arange(1, TRIED + 1, device=model.device)[None]
-    mass = rule.accepted_mass(p, q, depth, torch.ones_like(depth, dtype=p.dtype))
-    most = torch.minimum(p, q) if rule.lossless else q
-    if mass.shape != q.shape or not ((mass >= -SLACK) & (mass <= most + SLACK)).all():
-        raise ValueError(
-            f"accepted_mass of the rule {type(rule).__name__} is illegal. It is q times the probability of accepting "
-            "each token, of q's shape: from 0 to q, and of a rule with lossless = True at most p."
-        )
+    for strength in (0.0, 1.0):
+        mass = rule.accepted_mass(p, q, depth, torch.full_like(depth, strength, dtype=p.dtype))
+        most = torch.minimum(p, q) if rule.lossless or not strength else q
+        if mass.shape != q.shape or not ((mass >= -SLACK) & (mass <= most + SLACK)).all():
+            raise ValueError(
+                f"accepted_mass of the rule {type(rule).__name__} is illegal. It is q times the probability of "
+                "accepting each token, of q's shape: from 0 to q, and at most p where strength is 0 or the rule "
+                "has lossless = True."
+            )
     return rule
 
 

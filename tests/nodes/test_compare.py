@@ -1,7 +1,9 @@
 """Compare Runs, and runs in words."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +72,10 @@ def test_kept_tokens_are_told_apart_from_sampled_ones(sample):
     [passes] = trace.totals["passes_per_image"]
     wanted = f"\n{passes} passes for 6 tokens of 16 (the others were kept or fixed): {6 / passes:.2f} tokens per pass\n"
     assert wanted in describe(trace)
+    words = json.loads((Path(__file__).parents[2] / "locales/en/main.json").read_text("utf-8"))["specar"]
+    assert any(re.fullmatch(re.sub(r"\\{\w+\\}", ".+", re.escape(key)), wanted.strip()) for key in words), (
+        "untranslated"
+    )
 
 
 def test_continuous_runs_report_their_tolerance_and_their_distance(run, nodes, draw_vectors, runs):

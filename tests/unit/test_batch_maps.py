@@ -12,7 +12,7 @@ from comfyui_specar.batch import ray_cluster
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.journal import Journal
-from comfyui_specar.batch.maps import SAMPLER, sampler_of, with_maps
+from comfyui_specar.batch.maps import SAMPLER, has_map, sampler_of, with_maps
 from comfyui_specar.batch.model_worker import ModelOptions, ModelWorker
 from comfyui_specar.batch.overrides import OverrideError, fingerprint, read_workflow
 from comfyui_specar.tests.support.fake_comfy import FakeComfy
@@ -113,6 +113,7 @@ def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path
         "p_map_mapped_00001_.png",
     ]
     assert results["mapped"]["copies"] == [str(tmp_path / f"out/{name}.png") for name in ("mapped", "mapped_map")]
+    assert has_map(results["mapped"]) and not has_map(results["plain"])
 
 
 def test_a_worker_draws_the_map_of_its_image(monkeypatch):

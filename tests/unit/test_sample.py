@@ -124,6 +124,8 @@ def test_so_is_a_path_instead_of_a_model(model):
 
 
 def test_a_dtype_is_torchs():
+    with pytest.raises(TypeError, match="dtype is torch.int8.*storage"):
+        specar.load_model(specar.bundled("default"), dtype=torch.int8)
     with pytest.raises(TypeError, match="dtype is 'bf16'.*torch.bfloat16"):
         specar.load_model(specar.bundled("default"), dtype="bf16")
 
@@ -199,10 +201,17 @@ def test_a_rule_of_ones_own_works_as_the_same_rule_of_the_pack(model, tree):
         (lambda p, q: 2 * p, False),
         (lambda p, q: torch.minimum(p, q) - 0.002, False),
         (lambda p, q: torch.minimum(2 * p, q), True),
+        (lambda p, q: torch.minimum(1.5 * p, q), False),
         (lambda p, q: p.amax(-1), False),
     ],
 )
 def test_a_rule_of_ones_own_with_an_illegal_mass_is_told(model, mass, lossless):
     rule = type("Mine", (Double,), {"accepted_mass": lambda self, p, q, *_: mass(p, q), "lossless": lossless})()
     with pytest.raises(ValueError, match="accepted_mass of the rule Mine is illegal.*from 0 to q"):
+        specar.sample(model, model.encode_prompt("heart"), specar.methods.SJD(rule=rule))
+
+
+def test_a_rule_of_ones_own_says_what_it_is(model):
+    rule = type("Bare", (specar.rules.AcceptanceRule,), {})()
+    with pytest.raises(TypeError, match="Bare has no name and no lossless"):
         specar.sample(model, model.encode_prompt("heart"), specar.methods.SJD(rule=rule))

@@ -107,6 +107,24 @@ def test_translated_page_has_the_same_lists_and_code(node):
     assert CHINESE.search(chinese)
 
 
+def patterns() -> dict[str, re.Pattern]:
+    """By key, what web/js/words.js takes for its text."""
+    script = (ROOT / "web/js/words.js").read_text("utf-8")
+    numbers = re.findall(r'"(\w+)"', re.search(r"const NUMBERS = \[(.*)\]", script)[1])
+    value = {name: r"-?[\\d.]+%?" for name in numbers}
+    return {
+        key: re.compile(re.sub(r"\\{(\w+)\\}", lambda name: value.get(name[1], ".+?"), re.escape(key)))
+        for key in locale("en", "main")["specar"]
+    }
+
+
+def test_no_text_is_taken_for_another_that_stands_before_it():
+    known = patterns()
+    for key in known:
+        text = re.sub(r"\{\w+\}", "7", key)
+        assert next(each for each, pattern in known.items() if pattern.fullmatch(text)) == key
+
+
 def test_what_the_page_says_is_offered_to_translators():
     """Texts of web/js and of legends and charts are keys of main.json, which the page looks them up by."""
     known = locale("en", "main")["specar"]
