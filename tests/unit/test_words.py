@@ -111,7 +111,7 @@ def patterns() -> dict[str, re.Pattern]:
     """By key, what web/js/words.js takes for its text."""
     script = (ROOT / "web/js/words.js").read_text("utf-8")
     numbers = re.findall(r'"(\w+)"', re.search(r"const NUMBERS = \[(.*)\]", script)[1])
-    value = {name: r"-?[\\d.]+%?" for name in numbers}
+    value = {name: r"-?[\d.]+%?" for name in numbers}
     return {
         key: re.compile(re.sub(r"\\{(\w+)\\}", lambda name: value.get(name[1], ".+?"), re.escape(key)))
         for key in locale("en", "main")["specar"]
