@@ -104,7 +104,7 @@ def test_images_of_a_batch_do_not_mix(decoder):
 
 
 def test_sides_that_are_no_whole_tokens(decoder):
-    with pytest.raises(ValueError, match=rf"multiples of {decoder.factor}.*Resize"):
+    with pytest.raises(ValueError, match=rf"multiples of {decoder.factor}.*Upscale Image"):
         decoder.encode_latent(torch.rand(1, 2 * decoder.factor, 3 * decoder.factor + 1, 3))
 
 
