@@ -57,8 +57,9 @@ def sampler_of(workflow: Workflow, node: str) -> str | None:
 
 def has_map(record: dict[str, Any]) -> bool:
     """Was the map of a result saved, too?"""
-    drawn = (str(file.get("node", "")) for file in record.get("files", []))
-    return any(name.endswith(MAP) for name in (*drawn, *(Path(copy).stem for copy in record.get("copies", []))))
+    nodes = (str(file.get("node", "")) for file in record.get("files", []))
+    copies = {Path(copy) for copy in record.get("copies", [])}  # Ray names no nodes
+    return any(node.endswith(MAP) for node in nodes) or any(map_of(copy) in copies for copy in copies)
 
 
 def map_of(image: Path) -> Path:

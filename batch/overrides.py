@@ -72,11 +72,11 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
     """
     changed = copy.deepcopy(workflow)
     inputs, of_nodes = settable(workflow)
-    if unknown := ", ".join(name for name in overrides if name not in inputs and name not in of_nodes):
+    if unknown := [name for name in overrides if name not in inputs and name not in of_nodes]:
         nodes = ", ".join(f"{key} ({title(node)})" for key, node in workflow.items())
         advice = ". For a negative prompt, connect a CLIP Text Encode to it first" if "negative" in unknown else ""
         raise OverrideError(
-            f"the workflow has no {unknown} that can be set (what another node computes cannot); it has "
+            f"the workflow has no {', '.join(unknown)} that can be set (what another node computes cannot); it has "
             f"{', '.join(sorted(inputs))}, each also of one node, as NODE.input: {nodes}{advice}"
         )
     for known in (inputs, of_nodes):

@@ -331,7 +331,7 @@ class Request:
     skippable: Tensor | None = None
     notices: tuple[str, ...] = ()
     continuous: ClassVar[bool] = False
-    group: ClassVar[int] = 1
+    group: ClassVar[int] = 1  # tokens of a pass of next-token sampling
 
     @property
     def length(self) -> int:

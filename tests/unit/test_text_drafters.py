@@ -318,14 +318,13 @@ def test_a_model_with_its_own_way_to_embed_codes_is_taught_for(tmp_path):
     """Janus has no table of image tokens, but layers that make its embeddings from code vectors."""
     model = load_model(tiny_janus.write(tmp_path / "model", layers=1))
     objective = EagleObjective(model, 1)
-    wanted = model.backbone.tok_embeddings(torch.arange(model.vocab))
-    assert torch.allclose(objective.module.tok_embeddings.weight, wanted, atol=1e-6)
+    with torch.no_grad():  # where linear layers may take another kernel
+        wanted = model.backbone.tok_embeddings(torch.arange(model.vocab))
+    assert torch.equal(objective.module.tok_embeddings.weight, wanted)
     drafter_export.write_eagle(objective.module, model, tmp_path / "drafter")
     drafter = load_drafter(tmp_path / "drafter", model)
     assert torch.allclose(drafter.module.tok_embeddings.weight, wanted, atol=0.01)
     tensors = load_file(tmp_path / "drafter" / "model.safetensors")
     del tensors["embed_tokens.weight"]
     save_file(tensors, tmp_path / "bare.safetensors")
-    assert torch.allclose(
-        load_drafter(tmp_path / "bare.safetensors", model).module.tok_embeddings.weight, wanted, atol=1e-6
-    )
+    assert torch.equal(load_drafter(tmp_path / "bare.safetensors", model).module.tok_embeddings.weight, wanted)
