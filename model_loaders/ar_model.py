@@ -153,7 +153,7 @@ class DiscreteModel(Prompted):
             callback,
             None if strength is None else layout.spread(strength.float(), fill=1.0),
             None if skippable is None else layout.spread(skippable, fill=True),
-            self.notices(conditioning, negative, asked.guided, size),
+            self.notices(conditioning, negative, asked.cfg, self.defaults.cfg, size),
         )
 
     def checked_ids(self, tokens: Tensor, kept: Tensor) -> Tensor:

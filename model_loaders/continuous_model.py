@@ -109,7 +109,7 @@ class ContinuousBase(Prompted):
         asked = chosen_params(self.defaults, params, "continuous models")
         positive = self.read(conditioning, batch, "positive")
         other = self.read(negative, batch, "negative")
-        notices = self.notices(conditioning, negative, asked.cfg != 1, grid)
+        notices = self.notices(conditioning, negative, asked.cfg, self.defaults.cfg, grid)
         tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
         return ContinuousRequest(self, positive, grid, asked, other, seed, batch, callback, tokens, kept, notices)
 

@@ -122,11 +122,13 @@ class Prompted(Placed):
         self,
         positive: Conditioning | EncodedPrompt,
         negative: Conditioning | EncodedPrompt | None,
-        guided: bool,
+        cfg: float,
+        own_cfg: float,
         grid: tuple[int, int],
     ) -> tuple[str, ...]:
-        """What the model does not use of the prompts of a run on ``grid`` (rows, cols), ``read`` before, a sentence
-        each. guided: is there a second branch."""
+        """What the model does not use of the prompts of a run on ``grid`` (rows, cols), ``read`` before, and a ``cfg``
+        far above ``own_cfg``, the model's default, a sentence each."""
+        guided = cfg != 1
         if prompt_text(negative) == "":  # which is none
             negative = None
         pixels = grid[0] * self.pixels_per_token, grid[1] * self.pixels_per_token
@@ -145,6 +147,8 @@ class Prompted(Placed):
                 found.append(f"AR models do not use what is set on the {name} prompt: {', '.join(settings)}.")
         if negative is not None and not guided:
             found.append("The negative prompt is not used, because cfg is 1. Set cfg above 1 to use it.")
+        if 1 < own_cfg < cfg / 2:
+            found.append(f"cfg is {cfg:g}, but this model's own is {own_cfg:g}. So high, the image may fall apart.")
         return tuple(dict.fromkeys(found))
 
     def encode_class(self, number: int) -> Conditioning:

@@ -1,6 +1,7 @@
 """What a run does not do of what it was asked for, said in its trace, its report, the log and Python's Output."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,14 @@ def test_every_reader_has_the_same_notices(model, caplog):
 def test_a_negative_prompt_without_guidance_is_not_used(model):
     [notice] = sample(model, model.encode_prompt("a cat"), model.encode_prompt("red quark"), cfg=1.0).notices
     assert "negative prompt is not used" in notice and "cfg" in notice
+
+
+@pytest.mark.parametrize("cfg, said", [(1.0, False), (4.0, False), (4.5, True)])
+def test_guidance_far_above_the_models_own_is_said(model, monkeypatch, cfg, said):
+    monkeypatch.setattr(model, "defaults", replace(model.defaults, cfg=2.0))
+    notices = sample(model, model.encode_prompt("a cat"), cfg=cfg).notices
+    expected = ["cfg is 4.5, but this model's own is 2. So high, the image may fall apart."]
+    assert notices == (expected if said else [])
 
 
 # Captions of T5
