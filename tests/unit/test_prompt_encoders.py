@@ -23,7 +23,7 @@ SYNONYMS = {"kitten": "cat", "smiley": "grin face", "crimson": "red"}
 @pytest.fixture
 def encoder():
     table = torch.arange(len(WORDS), dtype=torch.float16)[:, None] * torch.ones(CAPTION, dtype=torch.float16)
-    return WordEncoder(table, WORDS, STOP, SYNONYMS, ["blue", "dark-red"], slots=6)
+    return WordEncoder(table, WORDS, STOP, SYNONYMS, ["blue", "dark-red"], ["cat", "dog", "bus"], slots=6)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,22 @@ def test_what_is_left_out_of_a_prompt_is_said(encoder, prompt, expected):
     assert len(found) == len(expected) and all(map(re.search, expected, found))
 
 
-@pytest.mark.parametrize("prompt", ["quantum entanglement", "the", "猫"])
-def test_without_a_known_word_some_are_named(encoder, prompt):
+@pytest.mark.parametrize(
+    "prompt", ["quantum entanglement", "the", "猫", "a red quantum", "a quantum on a blue background"]
+)
+def test_without_a_known_subject_those_are_named(encoder, prompt):
+    assert encoder.notices(prompt)[-1] == "The model knows these subjects: cat, dog, bus."
+
+
+@pytest.mark.parametrize("prompt", ["", "red", "on a blue background"])
+def test_a_prompt_of_known_words_needs_no_subject(encoder, prompt):
+    assert encoder.notices(prompt) == []
+
+
+@pytest.mark.parametrize("prompt", ["quantum", "the"])
+def test_a_prompt_without_a_known_word_is_as_an_empty_one(encoder, prompt):
     assert not encoder.encode(prompt).numel() and not encoder.encode("").numel()
-    notice = encoder.notices(prompt)[-1]
-    assert "cat, dog, red" in notice and "bg_blue" not in notice
-    assert encoder.notices("") == []
+    assert "which is as an empty prompt." in encoder.notices(prompt)[-2]
 
 
 def test_a_colour_that_only_backgrounds_have_is_said_to_be_one(encoder):
