@@ -93,6 +93,8 @@ class Journal:
         self.submitted: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> "Journal":
+        if self.path.is_dir():
+            raise JournalError(f"{self.path} is a folder: choose a file for --results")
         try:
             self._submissions = JsonLines(self.path.with_name(self.path.name + ".journal"))
             lock(self._submissions.file)

@@ -29,7 +29,7 @@ TOGETHER, TOKENS = 4, 2048  # most images that are described in one run, and mos
 SHOWN = 300  # characters at the end of an answer that the node shows while it is written
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # ComfyUI quotes the inputs of a node that failed
 class LoadedReader:
     """What of a model reads images, under ComfyUI's memory management."""
 

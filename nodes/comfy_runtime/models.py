@@ -40,7 +40,7 @@ from .previews import Palette
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # ComfyUI quotes the inputs of a node that failed
 class LoadedDecoder:
     """An image decoder under ComfyUI's memory management. palette: colours of its tokens, computed on first use."""
 
@@ -69,7 +69,7 @@ class LoadedDecoder:
         return 12 * self.decoder.module.config.base_channels * pixels * 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # ComfyUI quotes the inputs of a node that failed
 class LoadedModel:
     """An AR model under ComfyUI's memory management, its image decoder if one was found, and its name.
 
@@ -171,7 +171,7 @@ def manage_text_encoder(encoder: T5Encoder) -> None:
     encoder.place = place
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # ComfyUI quotes the inputs of a node that failed
 class LoadedDrafter:
     """A drafter under ComfyUI's memory management, its name, and the model it was loaded for."""
 

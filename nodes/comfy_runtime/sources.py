@@ -16,7 +16,7 @@ from .patcher import Patcher
 from .runs import bring_the_rest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # ComfyUI quotes the inputs of a node that failed
 class LoadedEncoder:
     """The encoder of a model's files, under ComfyUI's memory management."""
 
