@@ -106,7 +106,8 @@ def csv_rows(text: str) -> Iterator[Row]:
                 yield begun, {column: cell for column, cell in zip(header, cells, strict=True) if cell.strip()}
             else:
                 found = f"{counted(len(cells), 'value')} for {counted(len(header), 'column')}, {', '.join(header)}"
-                yield begun, ValueError(f"{found} (a text that contains the separator stands in quotation marks)")
+                how = "(a text that contains the separator stands in quotation marks, without a space before them)"
+                yield begun, ValueError(f"{found} {how}")
     except csv.Error as error:  # where the next row begins is unknown
         yield line, ValueError(f"{error} (a quotation mark inside a quoted text is written twice)")
     except ValueError as error:
@@ -180,7 +181,7 @@ def jobs_of(rows: list[Row]) -> list[Job]:
             problems.append((line, f"the id {job_id!r} may have only letters, digits, _ and - {why}"))
         first = lines.setdefault(job_id.casefold(), line)  # some file systems do not tell A from a
         if first != line:
-            problems.append((line, f"the id {job_id!r} was used on line {first}"))
+            problems.append((line, f"the id {job_id!r} was used on line {first} (a and A count as the same)"))
         jobs.append(Job(job_id, values, line))
     if problems:
         raise RowsError(problems)
