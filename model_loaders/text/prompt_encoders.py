@@ -24,7 +24,7 @@ from .prompt_syntax import words_of
 Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a prompt
 SHOWN = 300  # characters of a prompt in a notice
 HINTS = 40  # unknown words in a notice
-SUBJECTS = 100  # in a notice
+SOME = 100  # known words in a notice
 LATIN = "a-z0-9\u00df-\u024f"
 # A word, one in another script, or a symbol such as an emoji.
 WORD = re.compile(rf"[{LATIN}]+(?:[_'-]+[{LATIN}]+)*|[^\W{LATIN}_]+|[\u2190-\u2bff\U0001f000-\U0001faff]")
@@ -48,7 +48,7 @@ class WordEncoder(PromptEncoder):
     """One learned vector per known word: the bundled model's text encoder.
 
     "... on a blue background" becomes the single word ``bg_blue``. Stop words are removed, synonyms replaced, and at
-    most ``slots`` words used. subjects: the words of which a prompt needs one.
+    most ``slots`` words used.
     """
 
     def __init__(
@@ -58,13 +58,11 @@ class WordEncoder(PromptEncoder):
         stop_words: list[str],
         synonyms: dict[str, str],
         backgrounds: list[str],
-        subjects: list[str],
         slots: int,
     ):
         self.table, self.words, self.slots = table.float(), words, slots
         self.index = {word: i for i, word in enumerate(words)}
         self.stop_words, self.synonyms, self.backgrounds = set(stop_words), synonyms, backgrounds
-        self.subjects = subjects
 
     @classmethod
     def open(cls, path: Path, slots: int) -> WordEncoder:
@@ -75,7 +73,6 @@ class WordEncoder(PromptEncoder):
             words, stop_words, backgrounds = (
                 _legal_words(metadata.get(name)) for name in ("words", "stop_words", "backgrounds")
             )
-            subjects = _legal_words(metadata.get("subjects", []))
             pairs = metadata.get("synonyms")
             if not isinstance(pairs, dict):
                 raise FileError("it has no synonyms")
@@ -88,7 +85,7 @@ class WordEncoder(PromptEncoder):
             raise CheckpointError(
                 f"{path.name} is not a word-table text encoder, or damaged: {error}. Download it again."
             ) from error
-        return cls(table, words, stop_words, synonyms, backgrounds, subjects, slots)
+        return cls(table, words, stop_words, synonyms, backgrounds, slots)
 
     def parse(self, text: str) -> tuple[list[str], list[str]]:
         """(known words in order, unknown words) of a prompt."""
@@ -121,20 +118,21 @@ class WordEncoder(PromptEncoder):
         return f"{word:.{SHOWN}}" + (f" ({more})" if more else "")
 
     def notices(self, text: str) -> list[str]:
-        """Unknown words, each with the known one that it resembles, and known words beyond the slots. Where no subject
-        is known, those that are."""
+        """Unknown words, each with the known one that it resembles, and known words beyond the slots. Where one
+        resembles none, those that are known."""
         known, unknown = self.parse(text)
         named = [self.hint(word) for word in unknown[:HINTS]]
         rest = (re.sub("^bg_(.+)", r"\1 background", word) for word in known[self.slots :])
         named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
         asked = " ".join(text.split())
         nothing = f'The model knows no word of "{asked:.40}", which is as an empty prompt.'
-        subjects = f"The model knows these subjects: {', '.join(self.subjects[:SUBJECTS])}."
-        lacking = bool(self.subjects) and {*self.subjects}.isdisjoint(known)
+        some = ", ".join([w for w in self.words if not w.startswith("bg_")][:SOME])
+        some += f"; and backgrounds: {', '.join([*self.backgrounds][:SOME])}" * bool(self.backgrounds)
+        strange = any(not self.resembling(word) for word in unknown[:HINTS])
         return [
             *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
             *[nothing] * (bool(asked) and not known),
-            *[subjects] * (lacking and bool(unknown or (asked and not known))),
+            *[f"The model knows these words: {some}."] * (strange or (bool(asked) and not known)),
             *left_out(self.slots, "words of a prompt", ", ".join(rest)),
         ]
 

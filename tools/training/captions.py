@@ -113,8 +113,7 @@ class Captions:
             if owners[word] == 1 and len(word) > 2
         }
         known = (*STYLES, *map(background_word, BACKGROUNDS), *COLOURS, *PLACE_WORDS)
-        self.subjects = sorted(set(self.names.values()) - set(known))
-        self.words = [*known, *self.subjects]
+        self.words = [*known, *sorted(set(self.names.values()) - set(known))]
         self.number = {word: i for i, word in enumerate(self.words)}
         self.slots = min(setting.caption_slots, MOST_WORDS)
         self.random = random.Random(seed)

@@ -52,7 +52,6 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
             "stop_words": STOP_WORDS,
             "synonyms": captions.synonyms(),
             "backgrounds": [*BACKGROUNDS, *COLOUR_SYNONYMS],
-            "subjects": captions.subjects,
         },
     )
 
