@@ -52,11 +52,11 @@ def test_a_report_with_some_cases_and_one_model(results):
     write(results, quality_report.model("default", CASES, measured=5))
     assert all(table() for table in documents.TABLES.values())
     table = quality_tables.quality("default")
-    assert "Not measured yet: Cool-SD delta 2, as published; VVS every 4th, EAGLE-1." in table
-    assert "| LANTERN delta 0.3 | " in table and "\n| source images |  |  |  | 97.0 ± 1.0 |" in table
+    assert "Not measured yet: Cool-SD delta 2, reconstructed; VVS every 4th, EAGLE-1." in table
+    assert "| LANTERN k 1000, delta 0.3 | " in table and "\n| source images |  |  |  | 97.0 ± 1.0 |" in table
     assert quality_tables.distances("continuous", "own") == quality_tables.NONE
     rows = documents.methods().splitlines()
-    [measured] = [line for line in rows if line.startswith("| [LANTERN, delta 0.3]")]
+    [measured] = [line for line in rows if line.startswith("| [LANTERN, k 1000, delta 0.3]")]
     row = quality_tables.measured("default")["LANTERN delta 0.3"]
     assert measured.endswith(
         f"| {row['changes']['log_p']['value']:+.2f} ± 0.03 | {100 * row['agreement']['all']['value']:.0f} ± 2 % |"
@@ -136,7 +136,7 @@ def test_exact_methods_are_on_the_line_and_others_where_they_were_measured(resul
     points = {p.name: p for p in documents.quality_points(lambda row: row["changes"]["log_p"])}
     assert points["SJD, coupled (MC-SJD)"].loss == 0 and points["SJD, coupled (MC-SJD)"].listed
     row = quality_tables.measured("default")["LANTERN delta 0.3"]["changes"]["log_p"]
-    lantern = points["LANTERN, delta 0.3"]
+    lantern = points["LANTERN, k 1000, delta 0.3"]
     assert lantern.loss == -row["value"] > 0 and lantern.interval == (-row["interval"][1], -row["interval"][0])
     assert points["biased"].loss == 0.2 and points["biased"].interval == pytest.approx((0.1, 0.3))
 
@@ -146,7 +146,7 @@ def test_an_interval_around_nothing_begins_at_the_line(results):
     model["rows"][4]["changes"]["log_p"] = {"value": 0.01, "interval": [-0.03, 0.02]}
     write(results, model)
     points = {p.name: p for p in documents.quality_points(lambda row: row["changes"]["log_p"])}
-    assert points["LANTERN, delta 0.3"].interval == (0, 0.03) and points["LANTERN, delta 0.3"].loss == 0.01
+    assert points["LANTERN, k 1000, delta 0.3"].interval == (0, 0.03) and points["LANTERN, k 1000, delta 0.3"].loss == 0.01
     below = documents._above_zero({"value": -0.01, "interval": [-0.03, 0.02]})
     assert below == {"value": 0, "interval": [0, 0.02]}
 

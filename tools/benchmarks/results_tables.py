@@ -27,7 +27,15 @@ PAIRED = (
     "VVS every 4th, EAGLE-1",
 )  # the first is what the others are compared with
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
-NAMES = {"next_token": "next token", "TV-metered": "TV budget", "UniformRSD": "Uniform Relaxation", "w32": "window 32"}
+NAMES = {
+    "next_token": "next token",
+    "TV-metered": "TV budget",
+    "UniformRSD": "Uniform Relaxation",
+    "w32": "window 32",
+    "LANTERN delta": "LANTERN k 1000, delta",
+    "Cool-SD delta 1.1, as published": "Cool-SD delta 1.1, reconstructed",
+    "Cool-SD delta 2, as published": "Cool-SD delta 2, reconstructed",
+}
 
 
 @cache
