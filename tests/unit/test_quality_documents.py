@@ -146,7 +146,8 @@ def test_an_interval_around_nothing_begins_at_the_line(results):
     model["rows"][4]["changes"]["log_p"] = {"value": 0.01, "interval": [-0.03, 0.02]}
     write(results, model)
     points = {p.name: p for p in documents.quality_points(lambda row: row["changes"]["log_p"])}
-    assert points["LANTERN, k 1000, delta 0.3"].interval == (0, 0.03) and points["LANTERN, k 1000, delta 0.3"].loss == 0.01
+    lantern = points["LANTERN, k 1000, delta 0.3"]
+    assert lantern.interval == (0, 0.03) and lantern.loss == 0.01
     below = documents._above_zero({"value": -0.01, "interval": [-0.03, 0.02]})
     assert below == {"value": 0, "interval": [0, 0.02]}
 
