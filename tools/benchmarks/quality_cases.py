@@ -100,13 +100,11 @@ def published(eagle) -> list[Case]:
 
 
 def defaults(eagle) -> list[Case]:
-    """Relaxed settings that are the defaults of nodes, or what the help advises for a small codebook (k 63), and of
-    which neither runs.py nor the papers have a case."""
+    """Relaxed settings that are the defaults of nodes, and of which neither runs.py nor the papers have a case."""
     m, r = specar.methods, specar.rules
     return [
         Case("SJD coupled, entropy rule, w32", m.SJD(window=32, rule=r.Entropy())),
         Case("VVS every 4th, EAGLE-2", m.VVS(eagle, specar.structures.Dynamic())),
-        Case("LANTERN k 63, delta 0.3", m.Lantern(eagle, specar.structures.Dynamic(), neighbours=63, delta=0.3)),
     ]
 
 

@@ -21,20 +21,10 @@ COOL_SD = ("Cool-SD delta 1.1", "Cool-SD delta 2")
 HELP_PAGES = {  # node -> the cases that its help page shows, the default first
     "SpecARSampler": ("SJD coupled, TV budget 0.1, w32",),
     "SpecARSJDSampler": ("sjd threshold_paper w32", "sjd coupled w32, settling 0.05"),
-    "SpecARLanternSampler": (
-        "LANTERN++ k 10, lambda 2",
-        "LANTERN k 63, delta 0.3",
-        "LANTERN delta 0.1",
-        "LANTERN delta 0.3",
-    ),
+    "SpecARLanternSampler": ("LANTERN++ k 10, lambda 2", "LANTERN delta 0.1", "LANTERN delta 0.3"),
     "SpecARCoolSDSampler": COOL_SD,
     "SpecARVVSSampler": ("VVS every 4th, EAGLE-2", "VVS every 4th, EAGLE-1"),
-    "SpecARRuleLantern": (
-        "LANTERN k 63, delta 0.3",
-        "LANTERN delta 0.1",
-        "LANTERN delta 0.3",
-        "ADT-Tree, LANTERN delta 0.3",
-    ),
+    "SpecARRuleLantern": ("LANTERN delta 0.1", "LANTERN delta 0.3", "ADT-Tree, LANTERN delta 0.3"),
     "SpecARRuleLanternPP": ("LANTERN++ k 10, lambda 2",),
     "SpecARRuleUniformRSD": ("UniformRSD delta 2",),
     "SpecARRuleCoolSD": (*COOL_SD, "SJD coupled, Cool-SD delta 2, w32"),
