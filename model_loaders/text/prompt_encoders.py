@@ -111,28 +111,22 @@ class WordEncoder(PromptEncoder):
         words += [*self.synonyms, *self.backgrounds, "background"]
         return "".join(get_close_matches(word, words, 1, cutoff=0.75))
 
-    def hint(self, word: str) -> str:
-        """An unknown word, with the known one that it resembles."""
-        like = self.resembling(word)
-        more = "only as the colour of a background" if like == word else like and f"{like}?"
-        return f"{word:.{SHOWN}}" + (f" ({more})" if more else "")
-
     def notices(self, text: str) -> list[str]:
         """Unknown words, each with the known one that it resembles, and known words beyond the slots. Where one
         resembles none, those that are known."""
         known, unknown = self.parse(text)
-        named = [self.hint(word) for word in unknown[:HINTS]]
+        likes = {word: self.resembling(word) for word in unknown[:HINTS]}
+        named = [_hint(word, like) for word, like in likes.items()]
         rest = (re.sub("^bg_(.+)", r"\1 background", word) for word in known[self.slots :])
         named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
         asked = " ".join(text.split())
-        nothing = f'The model knows no word of "{asked:.40}", which is as an empty prompt.'
+        nothing = bool(asked) and not known
         some = ", ".join([w for w in self.words if not w.startswith("bg_")][:SOME])
         some += f"; and backgrounds: {', '.join([*self.backgrounds][:SOME])}" * bool(self.backgrounds)
-        strange = any(not self.resembling(word) for word in unknown[:HINTS])
         return [
             *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
-            *[nothing] * (bool(asked) and not known),
-            *[f"The model knows these words: {some}."] * (strange or (bool(asked) and not known)),
+            *[f'The model knows no word of "{asked:.40}", which is as an empty prompt.'] * nothing,
+            *[f"The model knows these words: {some}."] * (nothing or "" in likes.values()),
             *left_out(self.slots, "words of a prompt", ", ".join(rest)),
         ]
 
@@ -140,6 +134,12 @@ class WordEncoder(PromptEncoder):
         """Features [1, n, F] of the n known words."""
         known, _ = self.parse(text)
         return self.table[[self.index[word] for word in known[: self.slots]]][None]
+
+
+def _hint(word: str, like: str) -> str:
+    """An unknown word, with the known one that it resembles ("": none)."""
+    more = "only as the colour of a background" if like == word else like and f"{like}?"
+    return f"{word:.{SHOWN}}" + (f" ({more})" if more else "")
 
 
 def _legal_words(words: Any) -> list[str]:
