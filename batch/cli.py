@@ -306,6 +306,7 @@ def run_and_report(journal: Journal, jobs: list[Job], open_jobs: list[Job], work
         try:
             code = work(journal, open_jobs, on_result)
         except KeyboardInterrupt:
+            report("Cancelled")
             code = CANCELLED
         except (OSError, RuntimeError) as error:
             code = report_stop(error)
@@ -322,8 +323,8 @@ def run_and_report(journal: Journal, jobs: list[Job], open_jobs: list[Job], work
         return code
     if counts["success"] < len(jobs) - len(left):
         report(
-            "Correct the rows of failed jobs, or what is wrong with their server, and repeat the command. It runs "
-            "corrected rows; with --retry-failed also the others that failed, were interrupted or given up."
+            "Repeat the command: it runs failed rows that you corrected, and with --retry-failed also the others that "
+            "failed, were interrupted or given up."
         )
     return UNFINISHED if left else DONE if counts["success"] == len(jobs) else FAILED
 

@@ -152,7 +152,7 @@ class LoadTrace(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, trace_name: str) -> bool | str:
+    def validate_inputs(cls, trace_name: str | None = None) -> bool | str:
         return available(trace_name, folders.trace_path)
 
     @classmethod

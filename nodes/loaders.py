@@ -38,7 +38,7 @@ class LoadCheckpoint(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model_name: str) -> bool | str:
+    def validate_inputs(cls, model_name: str | None = None) -> bool | str:
         return available(model_name, lambda name: folders.resolve(name, folders.MODELS))
 
     @classmethod
@@ -74,7 +74,7 @@ class LoadDrafter(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, drafter_name: str) -> bool | str:
+    def validate_inputs(cls, drafter_name: str | None = None) -> bool | str:
         return available(drafter_name, lambda name: folders.resolve(name, folders.DRAFTERS))
 
     @classmethod
@@ -102,7 +102,7 @@ class LoadLora(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, lora_name: str) -> bool | str:
+    def validate_inputs(cls, lora_name: str | None = None) -> bool | str:
         return available(lora_name, lambda name: folders.resolve(name, folders.LORAS))
 
     @classmethod
@@ -126,7 +126,7 @@ class LoadImageDecoder(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, decoder_name: str) -> bool | str:
+    def validate_inputs(cls, decoder_name: str | None = None) -> bool | str:
         return available(decoder_name, lambda name: folders.resolve(name, "vae", folders.MODELS))
 
     @classmethod

@@ -100,8 +100,8 @@ def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
             raise ValueError(f"{error} {RESIZE}") from error
         if latent["samples"].shape[1] != model.latent_channels:
             raise ValueError(
-                f"{error} Connect Empty AR Latent with this model: it has a token for {model.pixels_per_token} pixels "
-                "a side, other models have their own, and Empty Latent Image has a cell for 8."
+                f"Connect Empty AR Latent with this model to latent_image: it has a token for {model.pixels_per_token} "
+                f"pixels a side, other models have their own, and Empty Latent Image has a cell for 8. {error}"
             ) from error
         raise
 

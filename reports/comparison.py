@@ -76,7 +76,7 @@ def times_compare(traces: list[Trace]) -> str:
     """Why the wall times of these runs do not compare, in a sentence; empty if they do."""
     servers = {t.settings.get("server") for t in traces}
     if None in servers or len(servers) > 1:
-        return "No wall times: these runs were not all made by the same running server, so their times do not compare."
+        return "No wall times: they compare only for runs of the same running ComfyUI server."
     if len({(t.totals["images"], t.totals["tokens"]) for t in traces}) > 1:
         return "No wall times: these runs sampled different numbers of images or tokens, so their times do not compare."
     return ""

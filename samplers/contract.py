@@ -250,7 +250,8 @@ def chosen_params(defaults: P, chosen: dict[str, Any], kind: str) -> P:
     """
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if unknown := chosen.keys() - {field.name for field in fields(defaults)}:
-        raise ValueError(f"{', '.join(sorted(unknown))}: not supported for {kind}. Leave it at its default.")
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"{names}: not supported for {kind}. Leave it at its default (in a node: -1).")
     whole = {field.name for field in fields(defaults) if field.type.startswith("int")}
     for name, value in chosen.items():
         if isinstance(getattr(defaults, name), Real) and not isinstance(value, Real):

@@ -47,7 +47,7 @@ def test_wall_times_only_of_one_server_and_equal_work(runs, sample):
     for strange in (changed(runs[1], server="another"), changed(runs[1], server=None)):
         pair = [runs[0], strange]
         assert "wall time" not in [column.name for column in comparison.columns(pair)]
-        assert "same running server" in comparison.table(pair).splitlines()[-1]
+        assert "same running ComfyUI server" in comparison.table(pair).splitlines()[-1]
         assert len(comparison.chart(pair)) > len(comparison.chart([runs[0], runs[1]]))  # space for the sentence
     more = [runs[0], sample("NextToken", batch=2)[1]]
     assert "different numbers of images" in comparison.table(more)

@@ -38,6 +38,7 @@ def test_a_file_that_is_not_there_is_refused_before_the_prompt_is_queued(
     """In our words: newer ComfyUIs would only say that the value is not in the list."""
     validate = nodes[node].validate_inputs
     assert validate(**{widget: good}) is True and validate(**{widget: None}) is True, "None: from a link"
+    assert validate() is True, "an empty list, of which ComfyUI says that the input is required"
     for bad in ("gone.safetensors", "../../gone", "gone\0", "", 7, ["gone"]):
         answer = validate(**{widget: bad})
         assert isinstance(answer, str) and (not bad or re.search(r"gone|\b7\b|list", answer)), bad
