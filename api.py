@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .common.limits import IMAGES
 from .model_loaders.ar_model import DiscreteModel
+from .model_loaders.conditions import conditions
 from .model_loaders.continuous_model import ContinuousBase
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from .model_loaders.files.trace_files import load_trace, save_trace
@@ -134,6 +135,8 @@ def sample(
             raise TypeError(f"{name} is {grid!r}, but must be a tensor with a value for every token, or None.")
     if skippable is not None and getattr(method, "skipping", None) is None:
         raise ValueError("skippable says where drafts may be accepted unverified, which is for methods.VVS alone.")
+    if strength is not None and not relaxes(method):
+        raise ValueError("strength says how far a relaxed rule or settling may go, and this method has neither.")
     strength, skippable = (None if grid is None else grid[None] for grid in (strength, skippable))
     request = model.request(
         conditioning,
@@ -150,7 +153,14 @@ def sample(
         top_p=top_p,
         **more,
     )
-    return generate(method or (ContinuousNextToken() if model.continuous else SJD()), request)
+    output = generate(method or (ContinuousNextToken() if model.continuous else SJD()), request)
+    output.trace.settings |= {"model": model.family} | conditions(model)
+    return output
+
+
+def relaxes(method: Method | None) -> bool:
+    """Does it accept drafts that the exact rule may reject, so that a strength says where?"""
+    return bool(getattr(method, "settle", 0)) or not getattr(getattr(method, "rule", None), "lossless", True)
 
 
 def check_parts(method: Method) -> None:

@@ -63,7 +63,7 @@ def judgement(settings: dict[str, Any]) -> str:
         which = f"one draft in {skipping['interval']}" if uniform else f"drafts alike from {skipping['threshold']:g}"
         return f"VVS: {which} unverified, the others {text}"
     if settings.get("reuse") == "threshold_paper":
-        text += " test of reused drafts"  # with a distribution that is not theirs
+        text += " but for reused drafts"  # tested with a distribution that is not theirs
     return text + (f" but for settling below {settings['settle']:g}" if "settle" in settings else "")
 
 

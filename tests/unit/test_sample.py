@@ -50,7 +50,12 @@ def model():
         ({"steps": 9}, ValueError, "steps: not supported for models of token ids"),
         ({"batch_size": 1.5}, TypeError, "batch_size.*whole"),
         ({"cfg": "a"}, TypeError, "cfg is 'a'.*number"),
-        ({"strength": torch.ones(3, 3)}, ValueError, r"strength.*\[1, 3, 3\].*\[1, 16, 16\]"),
+        (
+            {"strength": torch.ones(3, 3), "method": specar.methods.SJD(settle=0.05)},
+            ValueError,
+            r"strength.*\[1, 3, 3\].*\[1, 16, 16\]",
+        ),
+        ({"strength": torch.ones(16, 16)}, ValueError, "strength.*relaxed rule or settling.*neither"),
         ({"skippable": torch.ones(16, 16).bool()}, ValueError, "skippable.*VVS"),
         ({"top_k": 1.5}, TypeError, "top_k is 1.5.*whole"),
         ({"method": specar.methods.SJD(window=4.5)}, TypeError, "window is 4.5.*whole"),
@@ -167,6 +172,13 @@ def test_numbers_of_numpy_are_numbers(model):
     prompt = model.encode_prompt("star")
     out = specar.sample(model, prompt, seed=numpy.int64(3), batch_size=numpy.int32(2), top_k=numpy.int64(5))
     assert torch.equal(out.tokens, specar.sample(model, prompt, seed=3, batch_size=2, top_k=5).tokens)
+
+
+def test_a_trace_tells_its_model_and_precision(tmp_path):
+    model = specar.load_model(specar.bundled("default"), storage=torch.uint4)
+    specar.save_trace(specar.sample(model, model.encode_prompt("star"), specar.methods.SJD(96)).trace, tmp_path / "a")
+    made = {"model": "llamagen-t2i", "dtype": "fp32, int4 (storage)", "device": "cpu"}
+    assert specar.load_trace(tmp_path / "a.json").settings.items() >= made.items()
 
 
 def test_bundled_lists_models_and_drafters():
