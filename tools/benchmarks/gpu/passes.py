@@ -170,7 +170,7 @@ def run_ratios(findings: Findings, **_options: object) -> None:
                     sampler(0)  # captures, compiles
                 runs = [sampler.asked(prompt)(seed) for seed, prompt in enumerate(asked)]
                 passes = statistics.fmean(run.passes + 1 for run in runs)  # and that of the prompt
-                seconds = statistics.median(run.seconds for run in runs)
+                seconds = statistics.fmean(run.seconds for run in runs)
                 base = base or (passes, seconds)
                 row |= {"passes": round(passes, 1), "fewer passes": round(base[0] / passes, 2)}
                 if not dry:
