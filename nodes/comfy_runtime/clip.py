@@ -65,7 +65,7 @@ def check_unused(options: Mapping[str, Any]) -> None:
 
 def wrong_node(missing: str) -> str:
     """Error message for a use of this CLIP that needs what there is not."""
-    return f"This CLIP belongs to an AR image model and has no {missing}: use it with {NODE}."
+    return f"This CLIP belongs to an AR image model and has no {missing}: connect it straight to {NODE}."
 
 
 def text_of(conditioning: Conditioning) -> str | None:

@@ -45,7 +45,7 @@ def called(module, name, clip):
 
 @pytest.mark.parametrize(("module", "name"), TEXTS)
 def test_nodes_that_encode_text_for_other_models_name_the_one_to_use(module, name, tiny):
-    with pytest.raises((ValueError, AttributeError), match="AR image model.*use it with CLIP Text Encode"):
+    with pytest.raises((ValueError, AttributeError), match="AR image model.*straight to CLIP Text Encode"):
         called(module, name, tiny[1])
 
 
