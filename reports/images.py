@@ -39,6 +39,6 @@ def check_images(trace: Trace, count: int) -> None:
     """Raise ValueError unless ``count`` images are as many as the trace has."""
     if count != (expected := batch_size(trace)):
         raise ValueError(
-            f"The trace is of a batch of {expected}, but image is one of {count}. "
+            f"The trace is of {expected} image{'s' * (expected > 1)}, but image has {count}. "
             "Use the images that were decoded from the same run."
         )
