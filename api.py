@@ -171,7 +171,7 @@ def check_parts(method: Method) -> None:
             f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}."
         )
     drafter = getattr(method, "drafter", None)
-    if hasattr(method, "drafter") and not hasattr(drafter, "device" if method.continuous else "kind"):
+    if hasattr(method, "drafter") and not hasattr(drafter, "channels" if method.continuous else "kind"):
         raise TypeError(
             f"{type(method).__name__}'s drafter is {drafter!r:.60}, but must be that of load_drafter(path, model)."
         )

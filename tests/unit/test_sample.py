@@ -119,6 +119,9 @@ def test_so_is_what_should_have_a_value_per_token(model, name, value):
 def test_so_is_a_model_that_is_no_drafter_and_a_path_that_is_no_model(model):
     with pytest.raises(TypeError, match=r"(?s)DraftTree's drafter is DiscreteModel.*load_drafter"):
         specar.sample(model, model.encode_prompt("heart"), specar.methods.DraftTree(model))
+    eagle = specar.load_drafter(specar.bundled("default/eagle"), model)
+    with pytest.raises(TypeError, match="ContinuousSpeculative's drafter is .*load_drafter"):
+        specar.sample(model, model.encode_prompt("heart"), specar.methods.ContinuousSpeculative(eagle))
     with pytest.raises(TypeError, match="model is .*load_model"):
         specar.load_drafter(specar.bundled("default/eagle"), specar.bundled("default"))
 

@@ -32,17 +32,19 @@ HELP_PAGES = {  # node -> the cases that its help page shows, the default first
     "SpecARRuleTVMetered": ("TV-metered 0.05", "SJD coupled, TV budget 0.1, w32"),
     "SpecARRuleEntropy": ("SJD coupled, entropy rule, w32",),
 }
-HELP = {  # language -> a line, what the lines show, and that there are none
+HELP = {  # language -> a line, what the lines show, what is said of trees, and that there are no lines
     "en": (
         "* {}: {} forward passes, log p {} per token, {} as asked",
         "Bundled model, {images} images each at guidance 2, temperature 1. log p: nats relative to next token. ±: half "
         "a 95 % interval. Other models may differ.",
+        " Trees have the papers' 57 or 58 drafts; those of *auto* may be smaller and need more passes.",
         "Not measured yet.",
     ),
     "zh": (
         "* {}：前向 {} 次，每个 token 的 log p {}，{} 符合提示词",
         "自带模型，每项 {images} 张图像，引导 2，温度 1。log p：与逐 token 的差（nat）。±：95 % 区间的一半。"
         "其他模型可能不同。",
+        "草稿树为论文的大小（57 或 58 个草稿）；*auto* 的树可能更小，需要更多次前向。",
         "尚未测量。",
     ),
 }
@@ -192,7 +194,7 @@ def brief(row: dict[str, Any] | None) -> tuple[str, str]:
 
 def help_page(node: str, language: str) -> str:
     """What the help page of a node with relaxed settings says of their images, beside next token's."""
-    found, (line, about, none) = model("default"), HELP[language]
+    found, (line, about, trees, none) = model("default"), HELP[language]
     rows = measured("default")
     wanted = [rows[name] for name in HELP_PAGES[node] if name in rows]
     if found is None or not wanted:
@@ -201,6 +203,7 @@ def help_page(node: str, language: str) -> str:
         line.format(said(row["name"]), f"{row['passes']['value']:.0f}", *brief(row))
         for row in (found["rows"][0], *wanted)
     ]
+    about += trees * any(not row["name"].lower().startswith("sjd") for row in wanted)
     return "\n".join([*lines, "", about.format(images=found["images"])])
 
 
