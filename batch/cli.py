@@ -226,10 +226,11 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, 
             done = [job for job in jobs if journal.done(job.id)]
             without = asyncio.run(fetch_missing(journal, done, options.out, urls))
         cancelled = run_batch(journal, urls, chosen, open_jobs, prompts, on_result)
-        if not options.out and any(journal.done(job.id) for job in jobs):
-            report(
-                "The images are in the output folders of the servers. The same command with --out FOLDER copies them."
-            )
+        files = [file for job in jobs if journal.done(job.id) for file in journal.results[job.id].get("files", [])]
+        if files and not options.out:
+            lost = any(file.get("type") == "temp" for file in files)
+            where = f"output folders of the servers{' (previews only until these end: use Save Image)' * lost}"
+            report(f"The images are in the {where}. The same command with --out FOLDER copies them.")
         if without:
             report(
                 f"{counted(len(without), 'job')} done, but without a copy: repeat the command when its server answers; "

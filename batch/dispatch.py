@@ -136,7 +136,7 @@ class Batch:
                 self.waiting.append(queued)
                 continue
             queued.attempt, url, prompt_id = last["attempt"], last["server"], last["prompt_id"]
-            ended = self.journal.results.get(job.id, {}).get("prompt_id") == prompt_id
+            ended = not self.journal.open(job.id)
             if ended or self.journal.changed(job.id, queued.fingerprint):
                 self.waiting.append(queued)
             else:

@@ -124,6 +124,11 @@ class Journal:
         """Was the job submitted with other settings, or for another workflow?"""
         return job in self.submitted and self.submitted[job]["fingerprint"] != fingerprint
 
+    def open(self, job: str) -> bool:
+        """Was the job submitted, and has that submission no result yet?"""
+        last = self.submitted.get(job)
+        return last is not None and self.results.get(job, {}).get("prompt_id") != last["prompt_id"]
+
     def check(self, prints: dict[str, str]) -> None:
         """Raises JournalError for jobs that have an image and another fingerprint (job id -> fingerprint). A job that
         has none may be corrected under its id."""
@@ -138,9 +143,9 @@ class Journal:
         return self.results.get(job, {}).get("status") == "success"
 
     def ended(self, job: str, fingerprint: str, retry_failed: bool) -> bool:
-        """Is nothing left to do for the job? A failed job that was corrected since is run again."""
-        failed = job in self.results and not retry_failed and not self.changed(job, fingerprint)
-        return self.done(job) or failed
+        """Is nothing left to do for the job? A failed job that was corrected or submitted since is run again."""
+        again = retry_failed or self.changed(job, fingerprint) or self.open(job)
+        return self.done(job) or (job in self.results and not again)
 
     def prompt_id(self, job: str, attempt: int) -> str:
         """The id of an attempt: the same after a crash, and different for every attempt of every batch."""

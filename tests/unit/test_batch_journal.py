@@ -104,13 +104,15 @@ def test_a_job_that_has_its_image_cannot_change_under_its_id(tmp_path):
             journal.write_submission(job, "old", 1, "http://x")
         journal.write_result(RECORD)
         journal.write_result(RECORD | {"id": "b"})
-        journal.write_result({"id": "c", "status": "error"})
+        journal.write_result({"id": "c", "status": "error", "prompt_id": journal.prompt_id("c", 1)})
         journal.check({"a": "old", "b": "old", "c": "new", "d": "new", "e": "new"})
         with pytest.raises(JournalError, match=r"^a, b: .*r\.jsonl.*settings.*workflow"):
             journal.check(dict.fromkeys("abcde", "new"))
         left = [job for job in "abcde" if not journal.ended(job, "old", retry_failed=False)]
         corrected = [job for job in "abcde" if not journal.ended(job, "new", retry_failed=False)]
         assert left == ["d", "e"] and corrected == ["c", "d", "e"]
+        journal.write_submission("c", "new", 2, "http://x")
+        assert not journal.ended("c", "new", retry_failed=False)
 
 
 def command(*more: str) -> list[str]:
@@ -189,6 +191,13 @@ async def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goe
 def test_exit_codes_stay():
     """Scripts rely on them."""
     assert (cli.DONE, cli.UNFINISHED, cli.BAD_INPUT, cli.FAILED, cli.CANCELLED) == (0, 1, 2, 3, 130)
+
+
+def test_previews_that_go_with_their_server_are_told(table, here, capsys):
+    one = FakeComfy()
+    one._ended = lambda *given: {**(ended := FakeComfy._ended(one, *given)), "outputs": {"10": ended["outputs"]["10"]}}
+    assert run_beside(one) == cli.DONE
+    assert "(previews only until these end: use Save Image)" in capsys.readouterr().err
 
 
 def test_failed_and_interrupted_jobs_are_counted_and_run_again_only_when_asked(table, here, capsys):
@@ -289,7 +298,11 @@ def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here,
     assert "1 of 2 jobs done, 0 failed, 1 still to do" in capsys.readouterr().err
     again = FakeComfy()
     assert run_beside(again) == cli.DONE and again.drawn == ["p_bad.try2"]
-    assert lines(table / "jobs.results.jsonl")[-1]["overrides"] == {"prompt": "dog"}
+    results = table / "jobs.results.jsonl"
+    assert lines(results)[-1]["overrides"] == {"prompt": "dog"}
+    results.write_bytes(b"".join(results.read_bytes().splitlines(keepends=True)[:-1]))  # as if killed before
+    again = FakeComfy()
+    assert run_beside(again) == cli.DONE and again.drawn == ["p_bad.try3"]
 
 
 ON_RAY = ("--ray", "--out", "out")

@@ -97,6 +97,18 @@ def test_so_are_tokens_of_a_continuous_model(given, message):
         specar.sample(model, model.encode_prompt("star"), **given)
 
 
+def test_an_image_is_inpainted_by_a_continuous_model():
+    """As docs/api.md says: the kept half is the image's, as its VAE keeps it."""
+    model, vae = (load(specar.bundled("continuous")) for load in (specar.load_model, specar.load_image_decoder))
+    pixels = vae.decode(specar.sample(model, model.encode_prompt("heart, flat, on a red background"), seed=1).latent)
+    latent = vae.encode_latent(pixels)
+    tokens, kept = model.from_latent(latent).unflatten(1, latent.shape[2:]), torch.ones(1, *latent.shape[2:]) > 0
+    kept[:, :, kept.shape[2] // 2 :] = False
+    out = specar.sample(model, model.encode_prompt("star"), tokens=tokens, kept=kept, seed=2)
+    assert torch.equal(out.tokens[kept], tokens[kept])
+    torch.testing.assert_close(out.latent[:, :, kept[0]], latent[:, :, kept[0]])
+
+
 @pytest.mark.parametrize("prompt", ["heart", "x", None, 5, {}, torch.zeros(1, 2, 3)], ids=str)
 def test_so_is_a_prompt_that_was_not_encoded(model, prompt):
     with pytest.raises(TypeError, match="prompt is (.|\n)*encode_prompt"):
