@@ -107,7 +107,10 @@ def describe(trace: Trace) -> str:
         method += f", first drafts: {FIRST_DRAFTS.get(settings['initial'], settings['initial'])}"
     images, length = totals["images"], trace.positions["source"].shape[1]
     sampled = totals["tokens"] // images
-    count = f"{', '.join(map(str, passes))} passes for {sampled} tokens"
+    count = f"{', '.join(map(str, passes))} passes"
+    if totals["target_passes"] > max(passes):  # a round that one image skips is a pass of another
+        count += f" ({totals['target_passes']} of the batch)"
+    count += f" for {sampled} tokens"
     count += "" if sampled == length else f" of {length} (the others were kept or fixed)"
     count += f": {totals['accepted_length']:.2f} tokens per pass"
     judged = f"acceptance: {judgement(settings)}; {fidelity(trace)}"

@@ -1,6 +1,7 @@
 """Reports from Python, without ComfyUI: the example of docs/api.md, and what becomes of real and of wrong images."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import comfyui_specar as specar
@@ -83,7 +84,7 @@ def test_a_map_without_an_image_has_its_tokens_only(example):
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        (torch.rand(2, 8, 8, 3), r"\b1 images.*\b2\b"),
+        (torch.rand(2, 8, 8, 3), r"\b1 image\b.*\b2\b"),
         (torch.rand(8, 8), r"shape \[8, 8\].*\[B, H, W, 3\]"),
         (torch.rand(1, 3, 8, 8)[..., :2], r"shape.*\[B, H, W, 3\]"),
         (torch.ones((1, 8, 8, 3), dtype=torch.int64), "int64.*uint8"),
@@ -129,3 +130,5 @@ def test_runs_are_compared_and_reported(example):
     assert specar.comparison_table(traces).count("\n| ") == 1 + len(traces)
     for trace in traces:
         assert f"{trace.totals['passes_per_image'][0]} passes for" in specar.run_report(trace)
+        skipped = replace(trace, totals=trace.totals | {"target_passes": 999})  # images of a batch skip in other rounds
+        assert "passes (999 of the batch) for" in specar.run_report(skipped)
