@@ -228,9 +228,12 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, 
         cancelled = run_batch(journal, urls, chosen, open_jobs, prompts, on_result)
         files = [file for job in jobs if journal.done(job.id) for file in journal.results[job.id].get("files", [])]
         if files and not options.out:
-            lost = any(file.get("type") == "temp" for file in files)
-            where = f"output folders of the servers{' (previews only until these end: use Save Image)' * lost}"
-            report(f"The images are in the {where}. The same command with --out FOLDER copies them.")
+            previews = any(file.get("type") == "temp" for file in files)
+            report(
+                "The images are in the output folders of the servers"
+                f"{' (previews only until these end: use Save Image)' * previews}. "
+                "The same command with --out FOLDER copies them."
+            )
         if without:
             report(
                 f"{counted(len(without), 'job')} done, but without a copy: repeat the command when its server answers; "

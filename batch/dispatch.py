@@ -136,13 +136,13 @@ class Batch:
                 self.waiting.append(queued)
                 continue
             queued.attempt, url, prompt_id = last["attempt"], last["server"], last["prompt_id"]
-            ended = not self.journal.open(job.id)
-            if ended or self.journal.changed(job.id, queued.fingerprint):
+            underway = self.journal.underway(job.id)
+            if not underway or self.journal.changed(job.id, queued.fingerprint):
                 self.waiting.append(queued)
             else:
                 queued.prompt_id = prompt_id
                 workers.setdefault(url, Worker(Server(session, url), excluded=True))
-            if not ended and url in workers:
+            if underway and url in workers:
                 workers[url].given[prompt_id] = queued
         self.workers = list(workers.values())
 

@@ -124,7 +124,7 @@ class Journal:
         """Was the job submitted with other settings, or for another workflow?"""
         return job in self.submitted and self.submitted[job]["fingerprint"] != fingerprint
 
-    def open(self, job: str) -> bool:
+    def underway(self, job: str) -> bool:
         """Was the job submitted, and has that submission no result yet?"""
         last = self.submitted.get(job)
         return last is not None and self.results.get(job, {}).get("prompt_id") != last["prompt_id"]
@@ -144,7 +144,7 @@ class Journal:
 
     def ended(self, job: str, fingerprint: str, retry_failed: bool) -> bool:
         """Is nothing left to do for the job? A failed job that was corrected or submitted since is run again."""
-        again = retry_failed or self.changed(job, fingerprint) or self.open(job)
+        again = retry_failed or self.changed(job, fingerprint) or self.underway(job)
         return self.done(job) or (job in self.results and not again)
 
     def prompt_id(self, job: str, attempt: int) -> str:

@@ -90,8 +90,8 @@ def available(choice: Any, find: Callable[[str], Any]) -> bool | str:
     """True if a loader can find the file of this choice, else the error message. Called before a prompt is queued,
     instead of ComfyUI's "Value not in list".
 
-    find: raises FileNotFoundError or ValueError. choice None: comes from a link and is not known
-    yet, or is missing (of a list without files), which ComfyUI reports itself.
+    find: raises FileNotFoundError or ValueError. choice None: comes from a link and is not known yet, or is missing
+    (the list has no files), which ComfyUI reports itself.
     """
     if choice is None:
         return True
