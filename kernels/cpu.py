@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from .batch_invariant import BLOCKS, invariant_rows, split
 
 ROWS = 32  # that oneDNN chooses the order for; others are multiplied about as fast
+MANY = 2**15  # outputs; four rows have 131,072 products
 
 log = logging.getLogger(__name__)
 
@@ -40,27 +42,55 @@ def linear(layer: nn.Module, x: Tensor, own_weights: bool = False) -> Tensor:
     if own_weights and packable(layer) and shape not in _refused:
         try:
             pack(layer)
-            return in_blocks(partial(onednn, layer), x, ("packed", *shape))
+            return in_blocks(onednn, layer, x, ("packed", *shape))
         except (RuntimeError, AttributeError, TypeError) as error:  # torch promises neither operators nor arguments
             log.info("Products of %s are torch's own, as oneDNN has none with a packed weight: %s", shape, error)
             _refused.add(shape)
     unpack(layer)
-    return layer(x) if x.dtype == torch.float32 else in_blocks(layer, x, shape)
+    return layer(x) if x.dtype == torch.float32 else in_blocks(called, layer, x, shape)
 
 
-def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, kind: Hashable) -> Tensor:
-    """A product of x [..., inputs] in blocks of rows. kind: products of one have blocks of one size, which is found by
-    trying."""
+def in_blocks(product: Callable[[Any, Tensor], Tensor], layer: nn.Module, x: Tensor, kind: Hashable) -> Tensor:
+    """product(layer, rows) of x [..., inputs] in blocks of rows. kind: those of one have blocks of one size, which is
+    found by trying."""
     if kind not in _blocks:
-        rows = torch.randn(BLOCKS[0], x.shape[-1], generator=torch.Generator().manual_seed(0))
-        _blocks[kind] = invariant_rows(product, rows.to(x.dtype))
-    found = split(product, x.reshape(-1, x.shape[-1]), _blocks[kind])
+        twin, rows = trial(layer, x.shape[-1], x.dtype)
+        if product is onednn:
+            pack(twin)
+        _blocks[kind] = invariant_rows(partial(product, twin), rows)
+    found = split(partial(product, layer), x.reshape(-1, x.shape[-1]), _blocks[kind])
     return found.reshape(*x.shape[:-1], found.shape[-1])
+
+
+def trial(layer: nn.Module, inputs: int, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    """A layer of the same shape, and rows [BLOCKS[0], inputs] whose products with it tell the order of their sums.
+
+    The second half of such a row is minus the first, and that of the matrix repeats the first, in an order that both
+    share. Of these sums only their rounding is left, while rounding to bf16 hides another order in all but one of some
+    30,000 sums. Where a product has enough of them for that, or where a layer is of another class, it is tried itself.
+    """
+    generator = torch.Generator().manual_seed(0)
+    outputs = len(layer.weight) if isinstance(layer, nn.Linear) else MANY
+    if outputs >= MANY:
+        return layer, torch.randn(BLOCKS[0], inputs, generator=generator).to(dtype)
+    order = torch.randperm(inputs, generator=generator)
+    half = (inputs + 1) // 2
+    rows, matrix = (torch.randn(n, half, generator=generator).to(dtype) for n in (BLOCKS[0], outputs))
+    twin = nn.Linear(inputs, outputs, layer.bias is not None, device="meta")
+    twin.weight = nn.Parameter(torch.cat((matrix, matrix), dim=1)[:, order], requires_grad=False)
+    if layer.bias is not None:
+        twin.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
+    return twin, torch.cat((rows, -rows), dim=1)[:, order]
+
+
+def called(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """layer(rows)."""
+    return layer(rows)
 
 
 def onednn(layer: nn.Linear, rows: Tensor) -> Tensor:
     """layer(rows) for rows [M, inputs] and a packed weight."""
-    return torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(rows, layer.packed[1], layer.bias, "none", [], "")
 
 
 def packable(layer: nn.Linear) -> bool:
@@ -68,17 +98,29 @@ def packable(layer: nn.Linear) -> bool:
     return not layer.weight.requires_grad
 
 
+def is_packed(layer: nn.Linear) -> bool:
+    """Is the weight of a layer packed, and no other one in its place since?"""
+    return getattr(layer, "packed", (None,))[0] is layer.weight
+
+
 def pack(layer: nn.Linear) -> None:
-    """Pack the weight of a layer, unless it is. Every use of it but ``onednn`` raises an error from then on."""
-    if not layer.weight.is_mkldnn:
-        with torch.inference_mode(False), torch.no_grad():
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
-        layer.weight = nn.Parameter(packed, requires_grad=False)
+    """Pack the weight of a layer, unless it is.
+
+    A packed weight has no storage, for which programs ask parameters (ComfyUI 0.18 to 0.22 those of every model that it
+    loads). So it is none, and the parameter remains, of its shape and dtype: one NaN, which a use of it would show.
+    """
+    if is_packed(layer):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
+        weight = nn.Parameter(layer.weight.new_full((), torch.nan).expand_as(layer.weight), requires_grad=False)
+    layer.packed, layer.weight = (weight, packed), weight
 
 
 def unpack(module: nn.Module) -> None:
     """Give the layers of a module their own weights again."""
     for layer in module.modules():
-        if isinstance(layer, nn.Linear) and layer.weight.is_mkldnn:
+        if isinstance(layer, nn.Linear) and is_packed(layer):
             with torch.inference_mode(False), torch.no_grad():
-                layer.weight = nn.Parameter(layer.weight.to_dense(), requires_grad=False)
+                layer.weight = nn.Parameter(layer.packed[1].to_dense(), requires_grad=False)
+            del layer.packed
