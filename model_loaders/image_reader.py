@@ -142,13 +142,14 @@ class PatchReader(ImageReader):
         return square(image, self.side)
 
     def prompt(self, images: Tensor, question: str) -> EncodedPrompt:
-        ids, place = self._write(checked_text(question, "question"), self.reading.config.patches)
+        asked = checked_text(question, "question")
+        ids, place = self._write(asked, self.reading.config.patches)
         with torch.inference_mode():
             seen = self.reading(images)
             words = self.reading.words(torch.tensor(ids, device=seen.device)).to(seen)
             before, after = words[:place], words[place + seen.shape[1] :]
             parts = [before.expand(len(seen), -1, -1), seen, after.expand(len(seen), -1, -1)]
-        return EncodedPrompt(torch.cat(parts, dim=1), None)
+        return EncodedPrompt(torch.cat(parts, dim=1), asked or None)
 
 
 class TokenReader(ImageReader):
@@ -184,7 +185,7 @@ class TokenReader(ImageReader):
     def prompt(self, images: Tensor, question: str) -> EncodedPrompt:
         asked = checked_text(question, "question")
         ids = torch.tensor([self._write(asked, image) for image in images], device=self.reading.device)
-        return EncodedPrompt(self.reading.words(ids), None)
+        return EncodedPrompt(self.reading.words(ids), asked or None)
 
 
 def square(image: Tensor, side: int) -> Tensor:

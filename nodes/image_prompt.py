@@ -68,7 +68,7 @@ class ImagePrompt(io.ComfyNode):
             positive = model.model.encode_prompt(text, tokens)
             if reads.seen:  # the decoder reads them, too
                 positive[0][1]["ar"]["sources"] = sources
-            notify(model.model.prompt_encoder.notices(text))
+            notify(dict.fromkeys((*model.model.text_notices(text), *model.model.text_notices(negative_text))))
         except (ValueError, FileNotFoundError) as error:
             notify([str(error)])
             raise

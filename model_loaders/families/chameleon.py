@@ -142,7 +142,7 @@ def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | No
         (side, side),
         grids,
         (words[ROW_END], words[END]),
-        TextEncoder(write, (side, side), images=omni(checkpoint.path, words, tokenizer, grids)),
+        TextEncoder(tokenizer, write, (side, side), images=omni(checkpoint.path, words, tokenizer, grids)),
         partial(lumina_opening, words),
     )
 
@@ -196,7 +196,7 @@ def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -
         (side, side),
         grids,
         (words[ROW_END], words[END]),
-        TextEncoder(partial(lumina2_prompt, words, tokenizer), (side, side)),
+        TextEncoder(tokenizer, partial(lumina2_prompt, words, tokenizer), (side, side)),
         partial(lumina_opening, words),
         cfg=4.0,
         top_k=4096,
@@ -209,7 +209,8 @@ def anole(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> 
     tokens = (BOS, TURN_END, BEGIN, END)
     tokenizer = open_tokenizer("Anole", source, words, tokens, checkpoint.path, _TOKENIZERS, search)
     write = partial(anole_prompt, words, tokenizer)
-    return Kind("anole", grid, [grid], (words[END],), TextEncoder(write, grid), partial(anole_null, words))
+    encoder = TextEncoder(tokenizer, write, grid)
+    return Kind("anole", grid, [grid], (words[END],), encoder, partial(anole_null, words))
 
 
 def check(checkpoint: Checkpoint) -> None:

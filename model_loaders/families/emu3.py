@@ -172,7 +172,7 @@ def assembled(
     def framed(template: str, text: str, size: Grid) -> list[int]:
         return prompt_ids(words, tokenizer, template.replace("{}", text, 1), size)
 
-    encoder = TextEncoder(partial(framed, prompt), default, partial(framed, negative), images)
+    encoder = TextEncoder(tokenizer, partial(framed, prompt), default, partial(framed, negative), images)
     params = {**params, "top_k": min(params["top_k"], words.codes), **checkpoint.own_settings.get("defaults", {})}
     return build(
         checkpoint,

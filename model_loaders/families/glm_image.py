@@ -109,7 +109,7 @@ def load(
         grid=default,
         grids=grids,
         defaults=SamplingParams(**{"temperature": 0.9, "top_p": 0.75} | meta.get("defaults", {})),
-        prompt_encoder=TextEncoder(write, default, images=images),
+        prompt_encoder=TextEncoder(tokenizer, write, default, images=images),
         pixels_per_token=_PIXELS,
         positions=positions,
         longest=positive(settings, "max_position_embeddings", 131_072),

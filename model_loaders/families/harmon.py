@@ -111,6 +111,7 @@ def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
     """Formats prompts as the authors do: a prompt becomes "Generate an image: ...", without one any image is asked for;
     a negative prompt is all that the user says."""
     return TextEncoder(
+        tokenizer,
         lambda text, _size: prompt_ids(tokenizer, f"Generate an image: {text}" if text else _ANY),
         grid,
         write_negative=lambda text, _size: prompt_ids(tokenizer, text),

@@ -112,7 +112,7 @@ def load(
         "janus-pro",
         own,
         SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
-        TextEncoder(partial(written, tokenizer, meaning(title(path), _OTHER_ROLES) or _ROLES), own),
+        TextEncoder(tokenizer, partial(written, tokenizer, meaning(title(path), _OTHER_ROLES) or _ROLES), own),
         meta.get("pixels_per_token", 16),
         positions=SequencePositions(rope_theta(settings)),
         longest=int(positive(settings, "max_position_embeddings", 16384)),

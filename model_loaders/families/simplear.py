@@ -150,9 +150,7 @@ def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
         whole = text if text.startswith(_BEGIN) else _BEGIN + template.format(text)
         return tokenizer.ids(whole if whole.endswith(_END) else whole + _END)
 
-    return TextEncoder(
-        lambda text, size: write(text, _PROMPT), grid, write_negative=lambda text, size: write(text, "{}")
-    )
+    return TextEncoder(tokenizer, lambda text, size: write(text, _PROMPT), grid, lambda text, size: write(text, "{}"))
 
 
 _COSMOS = "Cosmos-1.0-Tokenizer-DV8x16x16"

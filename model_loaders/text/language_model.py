@@ -280,6 +280,16 @@ class Tokenizer:
         with readable(self._path):
             return opened.encode(text, add_special_tokens=False).ids
 
+    def specials_in(self, text: str) -> list[str]:
+        """The special tokens in a string, each once. Some files also list plain letters among the tokens that were
+        added."""
+        ids = dict.fromkeys(self.ids(text))
+        with readable(self._path):
+            added = self._open().get_added_tokens_decoder()
+        tokens = (added[id] for id in ids if id in added)
+        marked = [token.content for token in tokens if token.special or token.content.startswith("<")]
+        return [name for name in marked if name in text]  # an unknown letter has the id of a special token, too
+
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens and ids that stand for nothing."""
         opened = self._open()

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ...common.limits import WORDS, FileError, legal_name
 from ..files.checkpoint import CheckpointError, open_checkpoint
+from .language_model import Tokenizer
 from .prompt_syntax import words_of
+from .tiktoken_file import RankTokenizer
 
 Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a prompt
 SHOWN = 300  # characters of a prompt in a notice
@@ -40,7 +42,7 @@ class PromptEncoder(Protocol):
         ...
 
     def notices(self, text: str) -> list[str]:
-        """What of a prompt ``encode`` leaves out, a sentence each."""
+        """What of a prompt ``encode`` leaves out, or does not read as words, a sentence each."""
         return []
 
 
@@ -154,6 +156,15 @@ def left_out(slots: int, units: str, rest: str) -> list[str]:
     return [f"The model reads at most {slots} {units} and leaves out: {shorten(rest, SHOWN)}."] * bool(rest)
 
 
+def special_tokens(tokenizer: Tokenizer | RankTokenizer, text: str) -> list[str]:
+    """What to say of the special tokens that a user wrote: as in the authors' code, they stay what they are."""
+    names = shorten(", ".join(tokenizer.specials_in(text)), SHOWN)
+    return [
+        f"The model reads these as its special tokens, not as words: {names}. Leave them out, unless you mean them: it "
+        "adds its own."
+    ] * bool(names)
+
+
 def grids_of(images: Images) -> list[tuple[int, int]]:
     """Rows and columns of each of the images."""
     return [(image.shape[0], image.shape[1]) for image in images]
@@ -188,11 +199,12 @@ class ImagePrompts:
 class TextEncoder(PromptEncoder):
     """The tokenizer of a language model, with the prompt template of its training.
 
-    write: (prompt, grid (rows, cols) of the image) -> all ids before the first image token. grid: the default grid.
-    write_negative: the same for a negative prompt, if its template differs (None: the same). images: how prompts with
-    images are written (None: the model cannot read images).
+    write: (prompt, grid (rows, cols) of the image) -> all ids before the first image token, by the ``tokenizer``. grid:
+    the default grid. write_negative: the same for a negative prompt, if its template differs (None: the same). images:
+    how prompts with images are written (None: the model cannot read images).
     """
 
+    tokenizer: Tokenizer | RankTokenizer
     write: Callable[[str, tuple[int, int]], Sequence[int]]
     grid: tuple[int, int]
     write_negative: Callable[[str, tuple[int, int]], Sequence[int]] | None = None
@@ -210,6 +222,10 @@ class TextEncoder(PromptEncoder):
             return features_of(write_both(text, grid or self.grid, images))
         write = self.write_negative if negative and self.write_negative else self.write
         return features_of(write(text, grid or self.grid))
+
+    def notices(self, text: str) -> list[str]:
+        """Special tokens."""
+        return special_tokens(self.tokenizer, text)
 
 
 class ClassEncoder(PromptEncoder):

@@ -115,7 +115,8 @@ class Prompted(Placed):
         return self.prompt_encoder.parse(text)[1] if isinstance(self.prompt_encoder, WordEncoder) else []
 
     def text_notices(self, text: str) -> list[str]:
-        """What the model does not use of a prompt's text, a sentence each."""
+        """What the model does not use of a prompt's text, or not as words, a sentence each."""
+        text = checked_text(text, "prompt")
         return [*prompt_syntax.notices(text), *self.prompt_encoder.notices(text)]
 
     def notices(

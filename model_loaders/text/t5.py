@@ -20,7 +20,7 @@ from ..files.names import count, meaning
 from ..files.weights import load_weights
 from .caption_cleaning import clean_caption
 from .language_model import Tokenizer, find_tokenizer
-from .prompt_encoders import SHOWN, PromptEncoder, left_out
+from .prompt_encoders import SHOWN, PromptEncoder, left_out, special_tokens
 
 _END = "</s>"
 _ENDS = {_END: 1}  # in every T5
@@ -87,13 +87,17 @@ class T5Encoder(PromptEncoder):
         return clean_caption(clean_caption(text)) if self.clean else text.lower().strip()
 
     def notices(self, text: str) -> list[str]:
-        """Words that cleaning removes, and what lies beyond the slots."""
+        """Words that cleaning removes, special tokens that it leaves, and what lies beyond the slots."""
         caption = self.caption(text)
         words = re.findall(r"[^\W_]+", normalize("NFKC", html.unescape(text)).lower())  # however they were written
         removed = ", ".join(word for word in words if word not in normalize("NFKC", caption))
         cleaned = f"Removed from the prompt, as from all captions that the model learned: {shorten(removed, SHOWN)}."
         rest = self.tokenizer.beyond(caption, self.slots - 1)
-        return [*[cleaned] * bool(removed), *left_out(self.slots, "tokens of a prompt, its end included,", rest)]
+        return [
+            *[cleaned] * bool(removed),
+            *special_tokens(self.tokenizer, caption),
+            *left_out(self.slots, "tokens of a prompt, its end included,", rest),
+        ]
 
     def module(self) -> T5:
         """The encoder, loaded on first use. Raises CheckpointError for an unsupported or damaged file."""

@@ -55,6 +55,11 @@ class RankTokenizer:
                     found += joined(piece.encode(), ranks)
         return found
 
+    def specials_in(self, text: str) -> list[str]:
+        """The special tokens in a string, each once."""
+        specials = self._open()[1]
+        return [part for part in dict.fromkeys(_divided(text, specials)) if part in specials]
+
     def id(self, token: str) -> int:
         """Id of a special token. Raises CheckpointError if the tokenizer does not have it."""
         special = self._open()[1].get(token)

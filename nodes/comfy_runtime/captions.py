@@ -18,7 +18,7 @@ from ...samplers.ending import generate_until, until
 from ...samplers.generate import AnyRequest
 from ...samplers.methods.next_token import NextToken
 from .memory import load_models_gpu
-from .messages import show_text
+from .messages import notify, show_text
 from .models import LoadedModel, patcher_of
 from .patcher import Patcher
 from .progress import Report
@@ -89,6 +89,7 @@ def describe(
 
         prompt = held.look(seen(loaded, held.reader, images[first : first + together, ..., :3], vae), question)
         request = held.reader.request(prompt, most, temperature, seed + first)
+        notify(request.notices)
         texts += map(held.reader.text, generate_until(NextToken(), request, held.reader.end, reserve))
     return texts
 

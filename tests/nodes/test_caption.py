@@ -58,6 +58,13 @@ def test_each_image_of_a_batch_has_its_own_text(caption, nodes):
     assert caption(question="Why?") != caption()
 
 
+def test_what_is_no_word_of_a_question_is_said(caption, page):
+    server = page()
+    caption(question="Is <image_placeholder> a word?")
+    notices = [data["notices"] for event, data, _ in server.events if event == "specar.notices"]
+    assert notices and all("<image_placeholder>" in notice for [notice] in notices)
+
+
 def test_an_answer_ends_at_the_end_token(caption, monkeypatch, progress):
     monkeypatch.setattr(ImageReader, "text", lambda reader, ids: list(ids))
     whole = caption(image=IMAGES[:1])[0]

@@ -57,6 +57,13 @@ def test_images_are_read_in_their_order_and_proportions(ask, emu35, pictures):
     assert with_text[0][1]["ar"]["text"] == "blur" and len(with_text[0][1]["ar"]["images"]) == 1
 
 
+def test_what_is_no_word_of_either_text_is_said(ask, page):
+    server = page()
+    ask(text="a (red:1.2) cup", negative_text="<|image start|>")
+    [notices] = [data["notices"] for event, data, _ in server.events if event == "specar.notices"]
+    assert "(red:1.2)" in notices[0] and "<|image start|>" in notices[1]
+
+
 @pytest.mark.parametrize("sampler", ["SpecARSampler", "SpecARNextTokenSampler", "SpecARSJDSampler"])
 def test_samplers_run_on_it(ask, nodes, run, emu35, pictures, sampler):
     def sample(positive, negative, latent, **inputs):

@@ -19,6 +19,13 @@ BEGIN = 5  # the word before every image
 GRIDS = ((2, 3), (3, 2), (4, 3))  # the first is the default
 
 
+class Letters:
+    """A tokenizer without special tokens."""
+
+    def specials_in(self, text: str) -> list[str]:
+        return []
+
+
 def null(features: Tensor, grid: tuple[int, int]) -> Tensor:
     """The prompt without a prompt: two words and the image's size."""
     return torch.tensor([1.0, *grid, BEGIN]).view(1, -1, 1)
@@ -42,7 +49,7 @@ def text_model(
         family,
         GRIDS[0],
         SamplingParams(cfg=3.0, top_k=8),
-        TextEncoder(write, GRIDS[0]),
+        TextEncoder(Letters(), write, GRIDS[0]),
         positions=SequencePositions(500.0),
         grids=GRIDS,
         row_ends=True,

@@ -12,7 +12,7 @@ from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
 from comfyui_specar.model_loaders.drafters import pair
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.model_loaders.text.prompt_encoders import MissingEncoder, TextEncoder
+from comfyui_specar.model_loaders.text.prompt_encoders import MissingEncoder
 from comfyui_specar.models.backbone import BackboneConfig
 from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.samplers.contract import Request, SamplingParams
@@ -193,7 +193,7 @@ def test_a_smaller_model_without_its_tokenizer_borrows_the_targets(target, tmp_p
 def test_a_smaller_model_reads_prompts_with_its_own_tokenizer(target, tmp_path):
     """Its special tokens may have other ids. What was given as ids stays as it is."""
     small = text_model(dim=16, layers=1)
-    small.prompt_encoder = TextEncoder(lambda text, grid: [*map(ord, text), *grid, 6], (2, 3))
+    small.prompt_encoder = replace(small.prompt_encoder, write=lambda text, grid: [*map(ord, text), *grid, 6])
     drafter = pair(small, target, tmp_path)
     for prompt, negative, wanted in (
         (target.encode_prompt("#"), None, [[35, 4, 3, 6], None]),
