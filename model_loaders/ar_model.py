@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,11 @@ class DiscreteModel(Prompted):
         """Raise ValueError if the model's own sampling parameters are illegal: its files may name them."""
         self.defaults.check(self.vocab)
 
+    @property
+    def image_defaults(self) -> SamplingParams:
+        """The model's own sampling parameters for prompts with images."""
+        return replace(self.defaults, **(self.image_prompts.params if self.image_prompts else {}))
+
     def request(
         self,
         conditioning: Conditioning | EncodedPrompt,
@@ -129,16 +134,18 @@ class DiscreteModel(Prompted):
 
         The image has the given ``layout``, or that of ``grid`` (rows, cols), or the default. kept [B, rows, cols]
         (bool): keep mask for ``tokens`` [B, rows, cols] (int64). strength and skippable [1 or B, rows, cols]: see
-        Request. params: fields of SamplingParams; None: the model's default. Raises ValueError for unsupported values.
+        Request. params: fields of SamplingParams; None: the model's default, with images in the prompt its
+        ``image_defaults``. Raises ValueError for unsupported values.
         """
         size = (layout.rows, layout.cols) if layout else self.check_grid(*(grid or self.grid))
         shape = batch, *size
         check_grids(shape, tokens=tokens, kept=kept, strength=strength, skippable=skippable)
         check_both(tokens, kept)
-        asked = chosen_params(self.defaults, params, "models of token ids")
+        positive, other = self.read_both(conditioning, negative, batch, size)
+        own = self.image_defaults if positive.images else self.defaults
+        asked = chosen_params(own, params, "models of token ids")
         if asked.guided and not self.guidance:
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
-        positive, other = self.read_both(conditioning, negative, batch, size)
         layout = layout or self.layout(*size, positive.images)
         if kept is not None:
             layout = layout.keeping(self.checked_ids(tokens, kept).expand(shape), kept.expand(shape))
@@ -153,7 +160,7 @@ class DiscreteModel(Prompted):
             callback,
             None if strength is None else layout.spread(strength.float(), fill=1.0),
             None if skippable is None else layout.spread(skippable, fill=True),
-            self.notices(conditioning, negative, asked.cfg, self.defaults.cfg, size),
+            self.notices(conditioning, negative, asked.cfg, own.cfg, size),
         )
 
     def checked_ids(self, tokens: Tensor, kept: Tensor) -> Tensor:

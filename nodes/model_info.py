@@ -39,7 +39,8 @@ class ModelSummary:
     tokens that they include. picture: rows and columns of image tokens; sequence: their number, special tokens and
     those of a preview included; preview: how many of the latter. sizes: (width, height) in pixels, the default first.
     specials: ids of the special tokens by what they mark. longest: maximum tokens of prompt and image together.
-    decoder: name of the image decoder, or of the node that decodes instead.
+    image_defaults: those of prompts with images that differ. decoder: name of the image decoder, or of the node that
+    decodes instead.
     """
 
     family: str
@@ -58,6 +59,7 @@ class ModelSummary:
     longest: int | None
     sizes: list[tuple[int, int]]
     defaults: dict[str, Any]
+    image_defaults: dict[str, Any]
     decoder: str | None
     decoder_bytes: int
     drafters: list[str]
@@ -82,6 +84,8 @@ def summarize(
         caches = tuple(model.kv_bytes(1, model.layout(), 0, guided, prompt) for guided in branches)
         ids = list(range(model.vocab, model.vocab_total))
         specials = {"end of a row": ids[: model.row_ends], "end of the image": ids[model.row_ends :]}
+    defaults = asdict(model.defaults)
+    others = asdict(model.image_defaults) if discrete else {}
     grids = [model.grid, *(grid for grid in model.grids if grid != model.grid)] if discrete else [model.grid]
     return ModelSummary(
         family=model.family,
@@ -99,7 +103,8 @@ def summarize(
         prompt=prompt,
         longest=model.longest if discrete else None,
         sizes=[(c * side, r * side) for r, c in grids],
-        defaults=asdict(model.defaults),
+        defaults=defaults,
+        image_defaults={key: value for key, value in others.items() if value != defaults[key]},
         decoder=decoder.name if decoder else RELEASED_DECODERS[model.family].node or None,
         drafters=list(drafters),
         decoder_bytes=sum(p.numel() * p.element_size() for p in decoder.module.parameters()) if decoder else 0,
@@ -137,19 +142,23 @@ def report(name: str, summary: ModelSummary, missing: str, memory: Sequence[str]
     shown = ", ".join(f"{width} x {height}" for width, height in summary.sizes[:SHOWN_SIZES])
     more = len(summary.sizes) - SHOWN_SIZES
     lines.append(f"sizes (width x height): {shown}" + (f" and {more} more" if more > 0 else ""))
-    settings = {key: value for key, value in summary.defaults.items() if value is not None}
-    lines.append(
-        "default settings: "
-        + ", ".join(
-            f"{key} {' then '.join(value) if isinstance(value, tuple) else value}" for key, value in settings.items()
-        )
-    )
+    lines.append(f"default settings: {settings_of(summary.defaults)}")
+    if summary.image_defaults:
+        lines.append(f"with images in the prompt: {settings_of(summary.image_defaults)}")
     decoder = f"image decoder: {summary.decoder}"
     if summary.decoder_bytes:
         decoder += f" ({in_units(summary.decoder_bytes)})"
     lines.append(decoder if summary.decoder else missing)
     lines.append("compatible drafters: " + (", ".join(summary.drafters) or "none"))
     return "\n".join(lines)
+
+
+def settings_of(params: Mapping[str, Any]) -> str:
+    """Sampling parameters as text."""
+    given = {key: value for key, value in params.items() if value is not None}
+    return ", ".join(
+        f"{key} {' then '.join(value) if isinstance(value, tuple) else value}" for key, value in given.items()
+    )
 
 
 def memory_lines(rows: Iterable[MemoryRow], device: torch.device, guided: bool) -> list[str]:

@@ -61,6 +61,7 @@ _TOKENIZERS = ("Lumina-mGPT-7B-768", "Anole-7b-v0.1-hf", "chameleon-7b")  # rele
 _TOKENIZERS2 = ("Lumina-mGPT-2.0", "Lumina-mGPT-2.0-Omni")
 _SIZES = {"512": 512, "768": 768, "1024": 1024}  # numbers in released names of Lumina-mGPT -> pixels per side
 _WORDS_TOP_K = 10  # where words are sampled
+_IMAGE_TOP_K = 200  # of an image that is made of another, which is not guided
 _SIDE2 = 768  # pixels per side of the square images of Lumina-mGPT 2.0
 
 
@@ -142,7 +143,7 @@ def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | No
         (side, side),
         grids,
         (words[ROW_END], words[END]),
-        TextEncoder(tokenizer, write, (side, side), images=omni(checkpoint.path, words, tokenizer, grids)),
+        TextEncoder(tokenizer, write, (side, side), images=omni(checkpoint, words, tokenizer, grids)),
         partial(lumina_opening, words),
     )
 
@@ -173,15 +174,18 @@ def lumina_reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence
     return token_reader(checkpoint, model, _NAMES, size, operations, tokenizer, crop, write, TURN_END, sampled)
 
 
-def omni(path: Path, words: Vocabulary, tokenizer: Tokenizer, grids: Sequence[tuple[int, int]]) -> ImagePrompts | None:
+def omni(
+    checkpoint: Checkpoint, words: Vocabulary, tokenizer: Tokenizer, grids: Sequence[tuple[int, int]]
+) -> ImagePrompts | None:
     """How the Lumina-mGPT that was trained on tasks with images, which only its name tells, reads one."""
 
     def write(text: str, grid: tuple[int, int], images: Images) -> list[int]:
         return lumina_image_prompt(words, tokenizer, text, grid, images)
 
-    if not meaning(title(path), {"omni": True}):
+    if not meaning(title(checkpoint.path), {"omni": True}):
         return None
-    return ImagePrompts(1, words.codes, partial(cropped, grids=grids), write)
+    params = {"cfg": 1.0, "top_k": min(_IMAGE_TOP_K, words.codes)} | checkpoint.own_settings.get("defaults", {})
+    return ImagePrompts(1, words.codes, partial(cropped, grids=grids), write, params=params)
 
 
 def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:

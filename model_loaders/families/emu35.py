@@ -43,7 +43,7 @@ _ROOT = "model."
 _CODES = 131072
 _IDS = 282926
 _PATCH = 16
-_CFG = {"emu35": 2.0, "emu35image": 5.0}  # released names -> the authors' guidance
+_CFG = {"emu35": (2.0, 2.0), "emu35image": (5.0, 3.0)}  # released names -> the authors' guidance, and with images
 _IMAGE, _DECODER = "Emu3.5-Image", "Emu3.5-VisionTokenizer"
 
 
@@ -75,6 +75,7 @@ def load(
     grids = (legal_grid(own["grid"]),) if "grid" in own else GRIDS
     tokenizer = open_tokenizer(path, search, specials, f"BAAI/{_IMAGE}", words)
     area = prod(grids[0]) if "grid" in own else _AREA
+    cfg, image_cfg = meaning(name, _CFG) or _CFG["emu35image"]
 
     def framed(text: str, size: Grid, images: Images) -> list[int]:
         return image_prompt_ids(words, tokenizer, IMAGE_PROMPT, text, size, images)
@@ -94,10 +95,17 @@ def load(
         chosen_grid(path, grid, grids[0], grids),
         grids,
         _PATCH,
-        {"cfg": meaning(name, _CFG) or _CFG["emu35image"], "top_k": 5120},
+        {"cfg": cfg, "top_k": 5120},
         longest=32768,
         known_heads={},
-        images=ImagePrompts(_IMAGES, words.codes, partial(scaled, area=area), framed, framed_negative),
+        images=ImagePrompts(
+            _IMAGES,
+            words.codes,
+            partial(scaled, area=area),
+            framed,
+            framed_negative,
+            params={"cfg": image_cfg} | own.get("defaults", {}),
+        ),
     )
 
 

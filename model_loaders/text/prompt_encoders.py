@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
@@ -184,7 +184,8 @@ class ImagePrompts:
     (prompt, grid of the new image, token grids of the images) -> all ids before the first new image token.
     write_negative: the same for the second branch of guidance, whose text is empty where there is none (None: that
     branch reads no images). seen: what the encoder in the model's own files reads instead of what is ``scaled`` (None:
-    it has none, and the image decoder's encoder is used).
+    it has none, and the image decoder's encoder is used). params: the authors' SamplingParams for prompts with images
+    that differ from those without.
     """
 
     most: int
@@ -193,6 +194,7 @@ class ImagePrompts:
     write: Callable[[str, tuple[int, int], Images], Sequence[int]]
     write_negative: Callable[[str, tuple[int, int], Images], Sequence[int]] | None = None
     seen: Callable[[Tensor, int], Tensor] | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,14 @@ def test_samplers_run_on_it(ask, nodes, run, emu35, pictures, sampler):
     assert torch.equal(drawn, sample(one[0], None, one[2])), "no negative: that with the images"
 
 
+@pytest.mark.parametrize("sampler", ["SpecARSampler", "SpecARNextTokenSampler", "SpecARSJDSampler"])
+def test_auto_is_the_authors_choice_for_images(ask, nodes, run, emu35, sampler):
+    positive, _negative, latent = ask()
+    for prompt, cfg in ((positive, 3), (core.CLIPTextEncode().encode(emu35[1], TEXT)[0], 5)):
+        common = {"model": emu35[0], "positive": prompt, "latent_image": latent}
+        assert run(nodes[sampler], **defaults(nodes[sampler]) | common).result[1].settings["cfg"] == cfg
+
+
 def test_find_fastest_measures_it(ask, nodes, run, emu35):
     positive, _negative, latent = ask()
     node = nodes["SpecARFindFastest"]

@@ -42,6 +42,14 @@ def test_summary_of_a_continuous_model(run, nodes, continuous, small_vectors, dr
     assert "caches" not in text
 
 
+def test_settings_for_images_are_listed_where_they_differ(run, nodes, emu35, tiny):
+    text, summary = info(run, nodes, emu35[0])
+    assert summary["defaults"]["cfg"] == 5 and summary["image_defaults"] == {"cfg": 3.0}
+    assert "with images in the prompt: cfg 3.0\n" in text
+    text, summary = info(run, nodes, tiny[0])
+    assert summary["image_defaults"] == {} and "with images" not in text
+
+
 def test_what_is_missing_is_named(run, nodes, load):
     text, summary = info(run, nodes, load("classes.safetensors")[0])
     assert summary["decoder"] is None and "vq_ds16_c2i.pt (repository FoundationVision/LlamaGen)" in text

@@ -12,7 +12,8 @@ chameleon.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT gave at comm
   released   tensors, numbers, and a SHA-256 of all names and shapes of VQModel as vqgan.yaml configures it
   omni       prompt: FlexARItemProcessor.process_item() of "a red fox <|image|>", with the tiny tokenizer and an image
              of these codes, before an answer or the opening of the new image; text_top_k of create_logits_processor();
-             crops: width and height to which var_center_crop() brings an image for 768 pixels
+             cfg and image_top_k of README.md and demo_image2image.py; crops: width and height to which
+             var_center_crop() brings an image for 768 pixels
 
 lumina2.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT-2.0 gave at commit f44a4d7 on a CPU in fp64 (torch
 2.12), with the tiny weights and files of the same module: forced and sizes as above, and
@@ -137,6 +138,8 @@ def test_states_and_image_after_an_image(omni, references):
     grid = (2, 6)
     assert_same_states(omni, references["lumina"], PROMPT, seen(grid), grid, [SEEN])
     assert_same_image(omni, references["lumina"], PROMPT, seen(grid), grid, cfg=3, images=[SEEN])
+    assert omni.image_defaults.cfg == OFFICIAL["omni"]["cfg"]
+    assert omni.image_defaults.top_k == min(OFFICIAL["omni"]["image_top_k"], 32)
 
 
 # A question about an image

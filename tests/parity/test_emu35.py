@@ -16,7 +16,8 @@ transformers 5.20), with the tiny weights and files of tests/support/tiny_emu35.
   prompts    build_unc_and_template("t2i", False): both prompts, the question of the first empty
   sizes      of example_config_t2i.py, and its image_top_k and classifier_free_guidance
   x2i        of example_config_x2i.py: build_unc_and_template("x2i", True); format_image_string() of the codes 3 1 4,
-             1 5 9; smart_resize() of images of width x height pixels, in tokens [rows, cols]
+             1 5 9; smart_resize() of images of width x height pixels, in tokens [rows, cols]; its image_top_k and
+             classifier_free_guidance
 """
 
 import json
@@ -95,7 +96,7 @@ def test_hidden_states_and_logits_of_both_branches(model, reference):
 
 
 def test_greedy_guided_images(model, reference):
-    assert_same_image(model, reference, PROMPT, contexts(model.grid), model.grid, cfg=5)  # the model's own guidance
+    assert_same_image(model, reference, PROMPT, contexts(model.grid), model.grid, cfg=5)
 
 
 # Prompts with images
@@ -149,7 +150,8 @@ def test_forced_tokens(grid):
 def test_official_sizes_and_parameters(model):
     official = {tuple(map(int, size.split("*"))) for size in OFFICIAL["sizes"].values()}
     assert official | {(32, 32)} == set(emu35.SIZES) and emu35.SIZES[0] == (55, 73)
-    assert (model.defaults.cfg, model.defaults.top_k) == (OFFICIAL["cfg"], tiny.CODES) and OFFICIAL["top_k"] == 5120
+    for params, official in ((model.defaults, OFFICIAL), (model.image_defaults, OFFICIAL["x2i"])):
+        assert (params.cfg, params.top_k) == (official["cfg"], tiny.CODES) and official["top_k"] == 5120
 
 
 # IBQ

@@ -83,7 +83,7 @@ def assert_same_image(
     for method in (NextToken(), SJD(window=5)):
 
         def compute(method=method):
-            return api.sample(model, conditioning, method, temperature=0, layout=layout, **run).tokens
+            return api.sample(model, conditioning, method, cfg=cfg, temperature=0, layout=layout, **run).tokens
 
         assert torch.equal(decided(compute), wanted), method
 

@@ -1,7 +1,10 @@
 """Prompts with images: what a model reads, and that every method and drafter runs on them."""
 
+import json
+
 import pytest
 import torch
+from comfyui_specar import api
 from comfyui_specar.model_loaders import branches
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.samplers.contract import SamplingParams
@@ -10,14 +13,20 @@ from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 
-from ..support import tiny_emu3
+from ..support import tiny_chameleon, tiny_emu3, tiny_emu35
 from ..support.every_family import FEW, METHODS, asked, make_family
+from ..support.tiny_folder import edited
 
 READERS = {
     "emu3.5": "",
     "lumina-mgpt": "Lumina-mGPT-tiny-Omni",
     "glm-image": "",
 }  # families that read images, and a name that says so
+AUTHORS = {  # cfg, temperature, top_k and top_p of the authors' code for an edit, at most 32 codes here
+    "emu3.5": (3.0, 1.0, 32, 1.0),
+    "lumina-mgpt": (1.0, 1.0, 32, 1.0),
+    "glm-image": (1.0, 0.9, 0, 0.75),
+}
 IMAGES = [torch.arange(12).view(3, 4), torch.arange(8).view(2, 4) + 20]
 
 
@@ -94,3 +103,47 @@ def test_what_is_no_prompt_with_images(family, tmp_path):
     other = load_model(tiny_emu3.write(tmp_path))
     with pytest.raises(ValueError, match="cannot read images"):
         other.encode_prompt("a", IMAGES)
+
+
+# Sampling parameters
+
+
+def test_auto_is_the_authors_choice_for_images(family):
+    model = family.model
+    edit, plain = (model.request(prompt).params for prompt in (family.prompt, model.encode_prompt("3")))
+    assert (edit.cfg, edit.temperature, edit.top_k, edit.top_p) == AUTHORS[model.family]
+    assert plain == model.defaults and edit == model.image_defaults
+    assert model.request(family.prompt, cfg=1.0, top_k=7).params.top_k == 7
+    other = model.encode_prompt("3", IMAGES[:1])
+    assert model.request(model.encode_prompt("3"), other).params == model.defaults, "those of the prompt count"
+
+
+def test_the_trace_and_the_report_have_what_auto_was(family):
+    trace = api.sample(family.model, family.prompt, NextToken()).trace
+    cfg, temperature, top_k, _top_p = AUTHORS[family.model.family]
+    assert (trace.settings["cfg"], trace.settings["temperature"], trace.settings["top_k"]) == (cfg, temperature, top_k)
+    assert f"cfg {cfg:g}, temperature {temperature:g}, top_k {top_k}" in api.run_report(trace)
+
+
+@pytest.mark.parametrize("family", ["emu3.5"], indirect=True)
+def test_a_cfg_far_above_that_of_edits_is_said(family):
+    plain = family.model.encode_prompt("3")
+    edit, without = (family.model.request(prompt, cfg=7.0).notices for prompt in (family.prompt, plain))
+    assert "this model's own is 3" in edit[0] and without == ()
+
+
+def test_names_and_sizes_that_decide(tmp_path):
+    omni = tiny_chameleon.write(tmp_path, codes=256)
+    model = load_model(omni.rename(omni.with_name("Lumina-mGPT-tiny-Omni")))
+    assert (model.defaults.top_k, model.image_defaults.top_k) == (256, 200)
+    emu = load_model(tiny_emu35.write(tmp_path / "Emu3.5"))
+    assert emu.defaults.cfg == emu.image_defaults.cfg == 2
+
+
+@pytest.mark.parametrize(("write", "name"), [(tiny_emu35.write, "mine"), (tiny_chameleon.write, "Lumina-tiny-Omni")])
+def test_what_a_file_says_of_itself_counts_for_both(write, name, tmp_path):
+    folder = write(tmp_path / "folder")
+    folder = folder.rename(folder.with_name(name))
+    own = json.loads((folder / "config.json").read_text(encoding="utf-8"))["specar"]
+    model = load_model(edited(folder, specar=own | {"defaults": {"cfg": 2.5, "top_k": 9}}))
+    assert model.defaults == model.image_defaults == SamplingParams(cfg=2.5, top_k=9)
