@@ -30,7 +30,6 @@ from .files.checkpoint import (
     WEIGHT_FILES,
     Checkpoint,
     StorageChoice,
-    holds_fp8,
     open_checkpoint,
     outline,
     tensor_names,
@@ -381,15 +380,14 @@ def decoder_files(path: Path, family: str, search_folders: Sequence[Path]) -> li
 def stays_narrow(path: str | Path) -> torch.dtype | None:
     """The storage in which a model of token ids keeps the numbers of its file: fp8, int8 or 4 bits; None for wide
     files, and for formats that are widened (see files/quantised.py). Only names, shapes and dtypes are read."""
-    file = model_file(path)
-    checkpoint = outline(file)
+    checkpoint = outline(model_file(path))
     family = family_of(checkpoint)
     if family and family.continuous:
         return None
-    matrices = [matrix for matrix in checkpoint.tensors.values() if isinstance(matrix, LazyMatrix)]
-    kept = {matrix.format.storage for matrix in matrices}
-    fp8 = torch.float8_e4m3fn
-    return next((each for each in (torch.int8, fp8, torch.uint4) if each in kept), fp8 if holds_fp8(file) else None)
+    tensors, fp8 = checkpoint.tensors.values(), torch.float8_e4m3fn
+    kept = {matrix.format.storage for matrix in tensors if isinstance(matrix, LazyMatrix)}
+    plain = fp8 if any(tensor.dtype == fp8 for tensor in tensors) else None
+    return next((each for each in (torch.int8, fp8, torch.uint4) if each in kept), plain)
 
 
 def count_weights(path: str | Path) -> int:

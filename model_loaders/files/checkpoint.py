@@ -241,6 +241,8 @@ def shard_of(index: Path) -> dict[str, str]:
 
 
 def _open_shards(index: Path, data: Data) -> Checkpoint:
+    """Each tensor from the shard that the index names: others may hold a copy of before. What the index does not name,
+    such as scales and marks, lies beside tensors of its layer that it does, or is left out."""
     shards = shard_of(index)
     tensors: dict[str, Tensor] = {}
     files = sorted(set(shards.values()))
@@ -251,14 +253,23 @@ def _open_shards(index: Path, data: Data) -> Checkpoint:
             f"({', '.join(missing[:3])}). Download them into the folder {index.parent}."
         )
     for file in files:
-        tensors |= _open(index.parent / file, data).tensors
+        layers = {_layer(name) for name, shard in shards.items() if shard == file}
+        tensors |= {
+            name: tensor
+            for name, tensor in _open(index.parent / file, data).tensors.items()
+            if (shards[name] == file if name in shards else _layer(name) in layers)  # a mark in the metadata
+        }
     absent = [name for name in shards if name not in tensors]
     if absent:
         raise CheckpointError(
-            f"{index.parent.name} is incomplete: {len(absent)} tensors of its index are in no shard, for example "
-            f"{absent[0]}, which should be in {shards[absent[0]]}. Download that file again."
+            f"{index.parent.name} is incomplete: {len(absent)} tensors are not in the shards that its index names, for "
+            f"example {absent[0]}, which should be in {shards[absent[0]]}. Download that file and the index again."
         )
     return Checkpoint(tensors, {}, index)
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _open_safetensors(path: Path, data: Data) -> Checkpoint:
@@ -345,15 +356,3 @@ def tensor_names(path: Path) -> set[str]:
     if path.name.endswith(INDEX):
         return set(unwrapped(shard_of(path)).values())
     return set() if path.suffix.lower() in TORCHSCRIPT else set(outline(path).tensors)
-
-
-def holds_fp8(path: Path) -> bool:
-    """Whether matrices of a safetensors file (or of an index's first shard) are stored in fp8. Reads the header."""
-    if path.name.endswith(INDEX):
-        path = path.parent / min(shard_of(path).values())
-    if path.suffix.lower() not in SAFETENSORS or not path.is_file():
-        return False
-    try:
-        return any(tensor.dtype == torch.float8_e4m3fn for tensor in outline(path).tensors.values())
-    except CheckpointError:
-        return False  # loading it raises the error

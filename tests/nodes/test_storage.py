@@ -9,7 +9,7 @@ from comfy.model_patcher import ModelPatcher
 from comfyui_specar import api
 from comfyui_specar.model_loaders.conditions import conditions
 from comfyui_specar.model_loaders.detect import load_model, stays_narrow
-from comfyui_specar.model_loaders.files.checkpoint import holds_fp8, weight_file
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.files.scaled import with_scales
 from comfyui_specar.nodes.comfy_runtime import memory
 from comfyui_specar.nodes.comfy_runtime.models import open_model
@@ -75,20 +75,19 @@ def test_the_nodes_generate_with_them_and_say_so(dtype, words, load, nodes, run,
 
 def test_shards_in_fp8_are_noticed_and_continuous_models_stay_wide(tmp_path, vectors):
     folder = tiny_chameleon.write(tmp_path, shards=2)
-    for file in (weight_file(folder), vectors / "model.safetensors"):
-        assert not holds_fp8(file)
-    shard = sorted(folder.glob("model-*.safetensors"))[0]
+    assert stays_narrow(folder) is stays_narrow(vectors) is None
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
     for source, target in ((shard, shard), (vectors / "model.safetensors", tmp_path / "vectors.safetensors")):
         with safe_open(str(source), "pt") as opened:
             about = opened.metadata()
         tensors = load_file(source)
         save_file({n: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for n, t in tensors.items()}, target, about)
-    assert holds_fp8(weight_file(folder))
-    assert holds_fp8(target) and stays_narrow(target) is None
+    assert stays_narrow(folder) == torch.float8_e4m3fn and stays_narrow(target) is None
     with pytest.raises(ValueError, match="vectors.*continuous.*fp8"):
         open_model("vectors", "fp8 (storage)", None)
     shard.write_bytes(b"broken")
-    assert not holds_fp8(weight_file(folder))
+    with pytest.raises(CheckpointError, match="damaged"):
+        stays_narrow(folder)
 
 
 def test_caches_are_reserved_for_the_real_prompts(tiny, sample, loads, monkeypatch):

@@ -7,11 +7,17 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.families import NAMES
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, tensor_names, weight_file
+from comfyui_specar.model_loaders.files.checkpoint import (
+    CheckpointError,
+    open_checkpoint,
+    outline,
+    tensor_names,
+    weight_file,
+)
 from comfyui_specar.models.quantised import stored
 from safetensors.torch import load_file, save_file
 
-from ..support import tiny_chameleon, tiny_janus
+from ..support import comfy_quant, tiny_chameleon, tiny_janus
 from ..support.tiny_folder import write_folder
 
 WEIGHTS = {f"part.{i}.weight": torch.full((3, 2), float(i)) for i in range(6)}
@@ -65,13 +71,55 @@ def test_missing_shards_are_named(index):
 def test_a_tensor_that_is_in_no_shard_is_named(index):
     last = shards_of(index)[-1]
     rewrite(index, **{"part.9.weight": last.name})
-    refused(index, "no shard", "part.9.weight", last.name)
+    refused(index, "not in the shards", "part.9.weight", last.name)
 
 
 def test_a_shard_with_the_content_of_another_is_noticed(index):
     first, second, _ = shards_of(index)
     second.write_bytes(first.read_bytes())
-    refused(index, "no shard", "part.2.weight", second.name)
+    refused(index, "not in the shards", "part.2.weight", second.name)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["before", "after"])
+def test_the_index_decides_between_copies(index, order):
+    """Whichever name comes first: a shard of before is not used for what the index has elsewhere, or not at all. What
+    it does not name beside a tensor that it does belongs to that."""
+    stale, current = shards_of(index)[:2][::order]
+    load, save = (torch.load, torch.save) if index.name == KINDS[True] else (load_file, save_file)
+    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    name = next(name for name, file in listed.items() if file == current.name)
+    layer = name.removesuffix(".weight")
+    old = {name: torch.zeros(3, 2), f"{layer}.bias": torch.ones(3), "part.9.weight": torch.ones(1)}
+    save(load(stale) | old, stale)
+    for load_all in (open_checkpoint, outline):
+        assert load_all(index).tensors.keys() == WEIGHTS.keys()
+    assert torch.equal(open_checkpoint(index).tensors[name], WEIGHTS[name])
+    save(load(current) | {f"{layer}.bias": torch.full((3,), 2.0)}, current)
+    found = open_checkpoint(index).tensors
+    assert found.keys() == WEIGHTS.keys() | {f"{layer}.bias"} and (found[f"{layer}.bias"] == 2).all()
+    save({key: tensor for key, tensor in load(current).items() if key != name}, current)
+    refused(index, "not in the shards", name, current.name)
+
+
+@pytest.mark.parametrize("in_metadata", [True, False])
+def test_the_index_decides_about_marks_and_scales(tmp_path, in_metadata):
+    """A matrix that was quantised before, in a shard that still holds others."""
+    index = write_folder(tmp_path / "folder", WEIGHTS, {}, shards=3) / KINDS[False]
+    first, second, _ = shards_of(index)
+    parts, _ = comfy_quant.quantised(torch.randn(3, 2), "int8_tensorwise")
+    old = {f"part.2.{part}": tensor for part, tensor in parts.items()}
+    about, metadata = {"format": "int8_tensorwise"}, None
+    if in_metadata:
+        metadata = {"_quantization_metadata": json.dumps({"layers": {"part.2": about}})}
+    else:
+        old["part.2.comfy_quant"] = comfy_quant.mark(about)
+    save_file(load_file(first) | old, first, metadata)
+    for load in (open_checkpoint, outline):
+        assert load(index).tensors.keys() == WEIGHTS.keys()
+    assert torch.equal(open_checkpoint(index).tensors["part.2.weight"], WEIGHTS["part.2.weight"])
+    save_file(load_file(second) | old, second, metadata)
+    found = open_checkpoint(index).tensors["part.2.weight"]
+    assert torch.equal(found.float(), parts["weight"].float() * parts["weight_scale"])
 
 
 @pytest.mark.parametrize("left", [0, 8, 40, -1])
