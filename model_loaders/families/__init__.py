@@ -1,10 +1,13 @@
-"""Families of models: one module per family, in the order in which files are compared with them and messages name them."""
+"""Families of models: one module per family, in the order in which a file is compared with them.
+
+SimpleAR is known by biases, which AutoGPTQ writes for others, too: it comes after those that are known by more.
+"""
 
 from . import chameleon, emu3, emu35, glm_image, harmon, janus, llamagen, mar, simplear, xar
 
 FAMILIES = tuple(
     module.FAMILY for module in (llamagen, janus, chameleon, emu3, emu35, glm_image, simplear, mar, xar, harmon)
-)  # SimpleAR after those that have all that it is known by, once a program has written biases of zeros
+)
 NAMES = ", ".join(label for family in FAMILIES for label in family.labels)
 CONTINUOUS_NAMES = ", ".join(label for family in FAMILIES if family.continuous for label in family.labels)
 DESCRIBERS = tuple(label for family in FAMILIES for label in family.describers)

@@ -35,6 +35,7 @@ from ..text.language_model import (
     positive,
     rope_theta,
     text_settings,
+    unpadded,
 )
 from ..text.prompt_encoders import TextEncoder
 from .janus_reading import BEGIN, IMAGE, PLACEHOLDER, load_reader
@@ -118,7 +119,7 @@ def load(
         longest=int(positive(settings, "max_position_embeddings", 16384)),
     )
     model.dtype = dtype
-    return load_weights(model, named, checkpoint, dtype)
+    return load_weights(model, unpadded(named, config), checkpoint, dtype)
 
 
 def tokenizer_of(checkpoint: Checkpoint, dim: int, words: int, search: Sequence[Path]) -> Tokenizer:

@@ -22,7 +22,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.weights import Weights, load_weights
 from ..image_reader import TokenReader
 from ..sizes import Grid
-from ..text.language_model import backbone_tensors, matrix, others, word_tensors
+from ..text.language_model import backbone_tensors, matrix, others, unpadded, word_tensors
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def build(
     table = matrix(tensors, names.table, path)
     head = None if tied else matrix(tensors, names.head, path)
     weights = {
-        **rearranged(backbone_tensors(tensors, names.root, path)),
+        **rearranged(unpadded(backbone_tensors(tensors, names.root, path), config)),
         **word_tensors(table, head, ids.words, ids.codes, ids.specials),
         **others(tensors, names.root, names.table, names.head, names.unread),
     }

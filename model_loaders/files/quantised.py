@@ -43,13 +43,15 @@ class Format:
     """What the tensors of a quantised matrix mean.
 
     columns: K. widen: from the tensors of n rows to these rows, fp32 [n, K]. by_row: the tensors have a row for each of
-    the matrix (else they belong to all of it). storage: a dtype of NARROW in which the matrix may be kept as it is,
-    with ``kept``: from the tensors of the matrix to weight and scale of a NarrowLinear (see kernels/linear.py).
+    the matrix (else they belong to all of it). padded: rows and columns were filled up with zeros to multiples of it
+    (see ``first``). storage: a dtype of NARROW in which the matrix may be kept as it is, with ``kept``: from the
+    tensors of the matrix to weight and scale of a NarrowLinear (see kernels/linear.py).
     """
 
     columns: int
     widen: Callable[..., Tensor]
     by_row: bool = True
+    padded: int = 1
     storage: torch.dtype | None = None
     kept: Callable[..., tuple[Tensor, Tensor]] | None = None
 
@@ -107,6 +109,18 @@ class LazyMatrix(Tensor):
         """Weight and scale of a NarrowLinear in the storage of its format."""
         assert self.format.kept is not None, "only where a format has a storage"
         return self.format.kept(*self.parts)
+
+
+def first(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """The first rows and columns of a matrix whose format padded it with others, of zeros. Any other one as it is."""
+    if not isinstance(matrix, LazyMatrix):
+        return matrix
+    more = len(matrix) - rows, matrix.shape[1] - columns
+    padded = any(more) and all(0 <= each < matrix.format.padded for each in more)
+    rest = ([matrix[rows:]] if more[0] else []) + ([matrix[:, columns:]] if more[1] else []) if padded else []
+    if not rest or (not matrix.is_meta and any(part.any() for part in rest)):
+        return matrix
+    return matrix[:rows, :columns] if more[1] else matrix[:rows]
 
 
 def pairs(numbers: Tensor, upper_first: bool = False) -> Tensor:

@@ -13,6 +13,9 @@ Comfy-Org/comfy-kitchen, in comfy_kitchen/tensor and comfy_kitchen/backends/eage
 * convrot_w4a4: two numbers from -8 to 7 per byte, the first in the lower half; ``weight_scale`` for every row; rotated;
 * asym_w4a8_int8: see ``_grid``; ``weight_s_channel`` for every row; rotated.
 
+Rows and columns of mxfp8 and nvfp4 are padded with zeros to multiples of 32 and 16. How many there are is known from
+the bias, or from the model (see quantised.first).
+
 float8_e4m3fn and int8_tensorwise without rotation can be kept as they are. ``input_scale`` is for products of rounded
 activations, which are not computed here, and is left out.
 
@@ -35,12 +38,12 @@ from ...common.limits import FileError, bounded_int, legal_name
 from ...models.quantised import stored
 from .convrot import rotated, rotation_of
 from .errors import CheckpointError
-from .quantised import RELEASED, Format, LazyMatrix, description, looked_up, mismatch, pairs, part_of
+from .quantised import RELEASED, Format, LazyMatrix, description, first, looked_up, mismatch, pairs, part_of
 
 MARK = ".comfy_quant"
 METADATA = "_quantization_metadata"
 _OLD = "scaled_fp8"
-_BLOCK = {"nvfp4": 16, "mxfp8": 32}  # numbers that share a scale
+_BLOCK = {"nvfp4": 16, "mxfp8": 32}  # numbers that share a scale, of which rows and columns are multiples
 _TILE = 128, 4  # rows and columns of scales in a tile of cuBLAS
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _DTYPES = {
@@ -129,14 +132,16 @@ def _matrix(layer: str, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix
     scale = part_of(layer, "weight_scale", tensors, path)
     if kind in _BLOCK:
         columns = numbers.shape[1] * (2 if kind == "nvfp4" else 1)
-        blocks = _tiled(layer, scale, len(numbers), columns, _BLOCK[kind], path)
+        block, rows = _BLOCK[kind], tensors.get(f"{layer}.bias", numbers[:, 0]).numel()
+        blocks = _tiled(layer, scale, len(numbers), columns, block, path)
         if kind == "mxfp8":
-            return LazyMatrix((numbers, (blocks.int() << 23).view(torch.float32)), Format(columns, _in_blocks))
+            powers = (blocks.int() << 23).view(torch.float32)
+            return first(LazyMatrix((numbers, powers), Format(columns, _in_blocks, padded=block)), rows, columns)
         whole = part_of(layer, "weight_scale_2", tensors, path)
         if whole.numel() != 1 or not whole.is_floating_point():
             raise mismatch(layer, "weight_scale_2", whole, path)
         scales = blocks.view(torch.float8_e4m3fn).float() * whole.float().reshape(())
-        return LazyMatrix((numbers, scales), Format(columns, _e2m1))
+        return first(LazyMatrix((numbers, scales), Format(columns, _e2m1, padded=block)), rows, columns)
     if not scale.is_floating_point() or scale.numel() not in (1, len(numbers)):
         raise mismatch(layer, "weight_scale", scale, path)
     plain = scaled(numbers, scale)

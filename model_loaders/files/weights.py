@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...models.quantised import narrow_names, narrowed, put_narrow, stored
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
-from .quantised import LazyMatrix
+from .quantised import LazyMatrix, first
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|inv_freq|freqs_cis|rope\.freqs(_cos|_sin)?|position_ids|masked_bias|(causal_)?mask|[kv]_cache|"
     r"num_batches_tracked|codebook_used|(ema_)?cluster_size|embed_avg|n_averaged)$"
 )
+_COUNTER = ".num_batches_tracked"  # of a BatchNorm: the one buffer of ours that evaluation does not read
 _TOPS = ("backbone.", "vq.", "")  # prefixes of our names that stand for the top of a file
 _PASSED = re.compile(r"norm|embed|(^|_)(ln|pos|pe)(_|$)|^wpe$", re.IGNORECASE)
 
@@ -42,13 +43,16 @@ def load_weights(
 
     tensors: of the checkpoint. They are read and cast to ``dtype`` one at a time; those under the prefixes ``precise``
     become fp32. Tensors that the module does not need are left out and logged, if they cannot change what it computes
-    (see _BUFFERS and _TOPS). With a ``storage`` in the checkpoint, or one that it chooses for ``module``, the large
-    Linear modules (see NARROW) are replaced by modules with matrices in that dtype. Raises CheckpointError for tensors
-    that are missing, unknown, misshapen or not finite; names and shapes are checked before any tensor is read.
+    (see _BUFFERS and _TOPS), as are biases of zeros, which AutoGPTQ adds to every Linear. With a ``storage`` in the
+    checkpoint, or one that it chooses for ``module``, the large Linear modules (see NARROW) are replaced by modules
+    with matrices in that dtype. Raises CheckpointError for tensors that are missing, unknown, misshapen or not finite;
+    names and shapes are checked before any parameter is read.
     """
     path, wanted = checkpoint.path, module.state_dict()
     found = {name: parts if isinstance(parts, tuple) else (parts,) for name, parts in tensors.items()}
-    _check_names(wanted, found, path)
+    found |= {name: (torch.zeros_like(wanted[name], device="cpu"),) for name in wanted if name.endswith(_COUNTER)}
+    _check_names(module, wanted, found, path)
+    found |= {name: _unpadded(found[name], parameter) for name, parameter in wanted.items()}
     _check_shapes(wanted, found, path)
     storage = checkpoint.storage(module) if callable(checkpoint.storage) else checkpoint.storage
     narrow = {f"{layer}.weight": layer for layer in narrow_names(module, storage)} if storage else {}
@@ -67,8 +71,12 @@ def load_weights(
     return module.eval().requires_grad_(False)
 
 
-def _check_names(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tensor]], path: Path) -> None:
-    missing, left = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+def _check_names(
+    module: nn.Module, wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tensor]], path: Path
+) -> None:
+    linear = {f"{name}.bias" for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    empty = {name for name in linear & found.keys() - wanted.keys() if not any(part.any() for part in found[name])}
+    missing, left = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys() - empty)
     parts = {_place(name) for name in wanted}
     unknown = [name for name in left if not _BUFFERS.search(name) and not _is_beside(name, parts)]
     if missing or unknown:
@@ -86,6 +94,14 @@ def _check_names(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tens
         )
 
 
+def _unpadded(parts: tuple[Tensor, ...], parameter: Tensor) -> tuple[Tensor, ...]:
+    """The parts of a matrix without the columns, and one that is all of it without the rows, that its format added."""
+    if parameter.ndim != 2:
+        return parts
+    rows, columns = parameter.shape
+    return tuple(first(part, rows if len(parts) == 1 else len(part), columns) for part in parts)
+
+
 def _place(name: str) -> tuple[str, str]:
     """The top that a name of ours lies at, and the part below it."""
     top = next(top for top in _TOPS if name.startswith(top))
@@ -100,9 +116,12 @@ def _is_beside(name: str, parts: Collection[tuple[str, str]]) -> bool:
 
 def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tensor]], path: Path) -> None:
     for name, parameter in wanted.items():
-        first, *others = ([*part.shape] for part in found[name])
-        shape = [sum(part[0] for part in (first, *others)), *first[1:]] if first else []
-        if shape != [*parameter.shape] or any(other[1:] != first[1:] for other in others):
+        for part in found[name]:
+            if parameter.is_floating_point():
+                _refuse_integers(part, name, path)
+        begin, *others = ([*part.shape] for part in found[name])
+        shape = [sum(part[0] for part in (begin, *others)), *begin[1:]] if begin else []
+        if shape != [*parameter.shape] or any(other[1:] != begin[1:] for other in others):
             raise CheckpointError(f"{path.name}: {name} has shape {shape}, expected {[*parameter.shape]}.")
 
 

@@ -19,6 +19,7 @@ from ...models.backbone import BackboneConfig, join_gates
 from ..files.checkpoint import Checkpoint, read_settings, refuse_large
 from ..files.errors import CheckpointError
 from ..files.names import count, renamed, root_of
+from ..files.quantised import first
 
 _ADDING = ("added_tokens.json", "tokenizer_config.json")
 D = TypeVar("D", float, None)
@@ -114,13 +115,15 @@ def backbone_config(
         matrix(tensors, f"{root}layers.0.{part}.weight", path)
         for part in ("self_attn.q_proj", "self_attn.k_proj", f"mlp.{'gate_up' if fused else 'gate'}_proj")
     )
-    dim = q.shape[1]
+    dim = first(q, len(q), named(tensors, f"{root}norm.weight", path).numel()).shape[1]
     head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
     head_rms = head_norm is not None and head_norm.ndim == 1  # LayerNorms have a row for every head, or one for all
     stated = settings.get("num_attention_heads") or known_heads.get(dim)
     heads = stated if type(stated) is int and stated > 0 else 0
-    even = bool(heads) and len(q) % (2 * heads) == 0  # positions rotate channels in pairs
-    kv_heads, rest = divmod(len(k), len(q) // heads) if even else (0, 0)
+    queries = _rows(q, settings, "head_dim", heads, dim // max(1, heads))
+    even = bool(heads) and queries % (2 * heads) == 0  # positions rotate channels in pairs
+    keys = _rows(k, settings, "num_key_value_heads", queries // heads, heads) if even else 0
+    kv_heads, rest = divmod(keys, queries // heads) if even else (0, 0)
     if not kv_heads or rest or heads % kv_heads:
         raise CheckpointError(
             f"{path.name} has width {dim} and an unknown number of attention heads ({stated}). Keep it "
@@ -130,16 +133,38 @@ def backbone_config(
         dim,
         layers,
         heads,
-        len(gate) // (1 + fused),
+        _rows(gate, settings, "intermediate_size", 1 + fused) // (1 + fused),
         vocab,
         positive(settings, "rms_norm_eps", norm_eps),
         kv_heads=kv_heads,
         qkv_bias=f"{root}layers.0.self_attn.q_proj.bias" in tensors,
         head_norms=0 if head_norm is None or head_rms else len(head_norm),
         head_rms=head_rms,
-        head_dim=len(q) // heads if head_rms else 0,  # Qwen3's heads may be wider than its width divided by them
+        head_dim=queries // heads if head_rms else 0,  # Qwen3's heads may be wider than its width divided by them
         post_norms=f"{root}layers.0.post_self_attn_layernorm.weight" in tensors,
     )
+
+
+def _rows(matrix: Tensor, settings: Mapping[str, Any], name: str, each: int, usual: int = 0) -> int:
+    """Rows of a matrix: its own or, where its format padded it, those for as many as config.json states (else
+    ``usual``), with ``each`` rows."""
+    stated = settings.get(name) or usual
+    return len(first(matrix, stated * each if type(stated) is int else 0, matrix.shape[1]))
+
+
+def unpadded(weights: Mapping[str, Tensor | tuple[Tensor, ...]], config: BackboneConfig) -> dict[str, Tensor | tuple]:
+    """Weights of layers, each of whose stacked matrices has the rows that a model of these sizes has of it."""
+    keys = config.cached_heads * config.head_dim
+    rows = {
+        "attention.wqkv.weight": (config.heads * config.head_dim, keys, keys),
+        "feed_forward.w1_w3.weight": (config.ffn_dim,) * 2,
+    }
+    found = dict(weights)
+    for name, parts in weights.items():
+        sizes = next((sizes for part, sizes in rows.items() if name.endswith(f".{part}")), ())
+        if isinstance(parts, tuple) and len(parts) == len(sizes):
+            found[name] = tuple(first(part, size, config.dim) for part, size in zip(parts, sizes, strict=True))
+    return found
 
 
 def positive(settings: Mapping[str, Any], name: str, default: D) -> float | D:

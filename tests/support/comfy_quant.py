@@ -3,6 +3,7 @@
 import json
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +27,8 @@ def mark(about):
 def quantised(weight, kind, **options):
     """Suffix -> tensor of a quantised layer, and the fp32 matrix that these stand for.
 
-    kind: a format, or one of MARKS; "int8 by row" is int8_tensorwise with a scale for every row. Rotated ones hold for
+    kind: a format, or one of MARKS; "int8 by row" is int8_tensorwise with a scale for every row. nvfp4 and mxfp8 are
+    padded to multiples of 16 and 32. Rotated ones hold for
     ``options`` like those of ROTATED.
     """
     weight = weight.float()
@@ -41,12 +43,16 @@ def quantised(weight, kind, **options):
         scale = weight.abs().amax(1, keepdim=True) / 127 if kind == "int8 by row" else weight.abs().max() / 127
         numbers = (weight / scale).round().to(INT8)
         return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
+    rows, columns = weight.shape
+    each = 32 if kind == "mxfp8" else 16
+    weight = F.pad(weight, (0, -columns % each, 0, -rows % each))
     if kind == "mxfp8":
         blocks = weight.unflatten(1, (-1, 32))
-        power = (blocks.abs().amax(-1, keepdim=True) / 448).log2().ceil()
+        power = (blocks.abs().amax(-1, keepdim=True) / 448).log2().ceil().clamp(min=-127)
         numbers = (blocks / 2**power).to(FP8)
         scales = tiled((power[..., 0] + 127).byte()).view(torch.uint8)
-        return {"weight": numbers.flatten(1), "weight_scale": scales}, (numbers.float() * 2**power).flatten(1)
+        wide = (numbers.float() * 2**power).flatten(1)[:rows, :columns]
+        return {"weight": numbers.flatten(1), "weight_scale": scales}, wide
     whole = weight.abs().max() / (448 * 6)
     blocks = weight.unflatten(1, (-1, 16))
     scales = (blocks.abs().amax(-1) / 6 / whole).to(FP8)
@@ -55,7 +61,7 @@ def quantised(weight, kind, **options):
     values = E2M1[codes] * total[..., None] * blocks.sign()
     codes = (codes + 8 * (blocks < 0)).flatten(1).to(torch.uint8)
     parts = {"weight": codes[:, 0::2] * 16 + codes[:, 1::2], "weight_scale": tiled(scales), "weight_scale_2": whole}
-    return parts, values.flatten(1)
+    return parts, values.flatten(1)[:rows, :columns]
 
 
 def rotation(size):
@@ -135,10 +141,7 @@ def quantise_file(tensors, kind, chosen=lambda name: ".layers." in f".{name}", a
     narrow, wide = {}, {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        fits = kind not in ("nvfp4", "mxfp8") or not any(
-            size % (16 if kind == "nvfp4" else 32) for size in tensor.shape
-        )
-        if part == "weight" and tensor.ndim == 2 and "norm" not in name and chosen(name) and fits:
+        if part == "weight" and tensor.ndim == 2 and "norm" not in name and chosen(name):
             parts, wide[name] = quantised(tensor, kind)
             narrow |= {f"{layer}.{suffix}": part for suffix, part in parts.items()}
             narrow[f"{layer}.comfy_quant"] = mark(MARKS.get(kind, {"format": kind}) | (about or {}))

@@ -85,6 +85,31 @@ def test_numbers_and_scales_stay_what_they_are(kind, tmp_path):
     assert api.sample(model, prompt, NextToken(), top_k=16, seed=1).tokens.shape == (1, 4, 4)
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("name", ["emu3.5", "simplear", "llamagen-c2i"])
+@pytest.mark.parametrize("which", ["layers.", "layers.1.mlp", "head"])
+def test_padding_is_left_out(name, kind, which, tmp_path):
+    """Of rows and columns: known from biases, sizes of config.json, or what the model expects. As ComfyUI's tools do,
+    sizes that are no multiples of 16 and 32 are filled up."""
+    narrow, wide = both(name, tmp_path, kind, chosen=lambda key: which in key and "embed" not in key)
+    found, wanted = load_model(narrow), load_model(wide)
+    for key, parameter in wanted.named_parameters():
+        assert torch.equal(found.get_parameter(key), parameter), key
+
+
+def test_what_is_no_padding_stays_in_the_matrix(tmp_path):
+    """Rows that are not zeros, and more of them than a format adds."""
+    for rows, filled, said in ((40, 0, False), (40, 1, True), (32, 0, True)):
+        weight = torch.cat((torch.ones(rows, 64), torch.full((64 - rows, 64), float(filled))))
+        parts, wide = comfy_quant.quantised(weight, "mxfp8")
+        matrix = with_scales(
+            {f"a.{part}": tensor for part, tensor in parts.items()}
+            | {"a.comfy_quant": comfy_quant.mark({"format": "mxfp8"}), "a.bias": torch.ones(rows)},
+            tmp_path,
+        )["a.weight"]
+        assert matrix.shape == ((64, 64) if said else (rows, 64)) and torch.equal(matrix.float(), wide[: len(matrix)])
+
+
 OTHERS = [("float8_e4m3fn", INT8), ("int8 by row", FP8), ("int8_tensorwise", torch.uint4), ("nvfp4", INT8)]
 
 
@@ -174,14 +199,14 @@ def test_scales_may_lie_in_another_shard(tmp_path):
 def test_parts_of_rows_are_not_widened():
     """So that a large matrix is widened in parts when it is rounded again."""
     for kind in KINDS:
-        parts, wide = comfy_quant.quantised(torch.randn(300, 64), kind)
+        parts, wide = comfy_quant.quantised(torch.randn(320, 64), kind)
         marked = {f"a.{name}": part for name, part in parts.items()}
         marked["a.comfy_quant"] = comfy_quant.mark(comfy_quant.MARKS.get(kind, {"format": kind}))
         matrix = with_scales(marked, Path("file"))["a.weight"]
         assert same(matrix.float(), wide, kind) and matrix.shape == wide.shape
         wide = matrix.float()
         assert torch.equal(matrix + 0, wide) and torch.equal(matrix.to(torch.bfloat16), wide.bfloat16())
-        sizes = (100, (30, 100, 170))
+        sizes = (100, (30, 100, 190))
         pieces = (pair for size in sizes for pair in zip(matrix.split(size), wide.split(size), strict=True))
         for found, wanted in ((matrix[7:140], wide[7:140]), *pieces):
             assert isinstance(found, LazyMatrix) and torch.equal(found.float(), wanted)

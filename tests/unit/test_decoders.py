@@ -244,6 +244,19 @@ def test_which_code_a_vector_becomes(monkeypatch):
     assert torch.equal(nearest_codes(latent, codes), wanted)
 
 
+def test_counters_of_batches_are_not_read(files, tmp_path):
+    """Only training reads them; a file may leave them out, or have been cast as a whole."""
+    whole = load_file(files["Emu3's MoVQ"])
+    counters = {name for name in whole if name.endswith("num_batches_tracked")}
+    wanted, pixels = load_image_decoder(files["Emu3's MoVQ"]), torch.rand(1, 4, 6, 3)
+    for values in (None, torch.full((1,), torch.nan)):
+        kept = {name: tensor for name, tensor in whole.items() if name not in counters}
+        kept |= {} if values is None else {name: values.clone() for name in counters}
+        save_file(kept, tmp_path / "movq.safetensors")
+        found = load_image_decoder(tmp_path / "movq.safetensors")
+        assert counters and torch.equal(found.encode_latent(pixels), wanted.encode_latent(pixels))
+
+
 def test_which_decoders_encode_by_products(tmp_path):
     assert load_image_decoder(tiny_emu35.write_decoder(tmp_path / "ibq")).module.config.by_product
     (tmp_path / "ibq/config.json").unlink()

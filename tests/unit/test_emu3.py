@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.model_loaders.detect import family_of, load_model
 from comfyui_specar.model_loaders.families import emu3, emu35
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer, joined
@@ -46,6 +46,11 @@ def test_models_of_other_families_are_not_taken_for_them(tmp_path):
     assert not emu3.recognise({name.replace("model.", "model.text_model."): t for name, t in weights.items()})
     save_file(weights, str(tmp_path / "llama.safetensors"))
     refused(tmp_path / "llama.safetensors", "family", "Emu3")
+
+    named = on_meta({name: tuple(tensor.shape) for name, tensor in weights.items()})
+    named["model.embed_tokens.weight"] = torch.empty(emu3._WORDS, 32, device="meta")
+    biases = {f"model.layers.0.self_attn.{part}_proj.bias": torch.empty(32, device="meta") for part in "qkvo"}
+    assert family_of(Checkpoint(named | biases)) is emu3.FAMILY, "SimpleAR is not all that has biases"
 
     tensors, norm = on_meta(tiny35.shapes(tiny35.config())), "model.layers.0.self_attn.q_norm"
     assert emu35.recognise(tensors) and not emu3.recognise(tensors)

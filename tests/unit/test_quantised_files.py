@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.kernels.linear import widened as in_storage
-from comfyui_specar.model_loaders.detect import count_weights, load_model, stays_narrow
+from comfyui_specar.model_loaders.detect import count_weights, family_of, load_model, model_file, stays_narrow
 from comfyui_specar.model_loaders.files import quantised
 from comfyui_specar.model_loaders.files.bitsandbytes import with_bitsandbytes
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, outline
@@ -215,6 +215,44 @@ def test_4_bits_of_a_file_stay_what_they_are(tmp_path):
     halves = torch.cat((numbers & 15, numbers >> 4), dim=-1).flatten(1).float()
     steps = tensors["a.scales"].T.repeat_interleave(128, 1).float()
     assert torch.equal((halves - 8) * steps, wide)
+
+
+WITHOUT = ["janus-pro", "lumina-mgpt", "anole", "emu3", "emu3.5", "simplear", "glm-image"]  # some biases, or all
+
+
+def with_biases(value):
+    """AutoGPTQ gives every layer a bias, of zeros where there was none."""
+
+    def change(tensors):
+        layers = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
+        added = {f"{layer}.bias": torch.full_like(tensors[f"{layer}.scales"][0], value) for layer in layers}
+        return added | tensors, {}
+
+    return change
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_biases_of_zeros_are_no_biases(name, tmp_path):
+    path = FAMILIES[name].write(make(tmp_path / "a"), layers=1)
+    layouts.in_folder(path, partial(layouts.gptq, group=8), GPTQ)
+    wanted = load_model(path)
+    rewritten(path, with_biases(0))
+    found = load_model(path)
+    assert found.family == wanted.family and family_of(outline(model_file(path))) == family_of(
+        open_checkpoint(model_file(path))
+    )
+    for key, parameter in wanted.named_parameters():
+        assert torch.equal(found.get_parameter(key), parameter), key
+    prompt = wanted.encode_prompt("3")
+    tokens = torch.zeros(1, wanted.layout().length, dtype=torch.long) if wanted.layout().lead else torch.zeros(1, 4, 4)
+    logits = [model.teacher_forced(prompt, tokens.long()) for model in (found, wanted)]
+    assert torch.equal(*logits)
+
+
+def test_other_biases_are_not_left_out(tmp_path):
+    path = FAMILIES["emu3"].write(make(tmp_path / "a"), layers=1)
+    layouts.in_folder(path, partial(layouts.gptq, group=8), GPTQ)
+    refused(rewritten(path, with_biases(0.5)), "does not fit", "wo.bias")
 
 
 # What is refused
