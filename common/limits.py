@@ -57,6 +57,7 @@ MODULES = 100  # of TorchScript, one in another; modules may be shared, so that 
 RUN = 2**18  # characters of the settings of a run, in a trace; a long prompt has thousands
 CONTAINERS = 3  # tables of a pickle, one in another, in which its weights are looked for
 WORDS = 10_000  # of a word table, and of its synonyms; the bundled one has 200
+MATCHED = 5 * 10**8  # characters of an adapter's exceptions times those of its layers' names: for 448 layers 4e8
 SHARDS = 1000  # of an index; the largest model has 15
 SPREAD = 4  # total size of a pickle's tensors, in file sizes: some have two names
 NODES = 5000  # of a workflow; large ones have hundreds

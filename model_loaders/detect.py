@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ def load_model(
     Other weights and all computation have ``dtype``. int8_cache: store keys and values in int8, with a scale each
     (models of token ids). adapters: files or folders of LoRAs (see files/adapters.py) and their strengths.
     Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage
-    and for a device that is not there, TypeError for a dtype of another kind.
+    and for a device that is not there, TypeError for a dtype or adapters of another kind.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
@@ -122,10 +123,20 @@ def usable(device: str | torch.device) -> torch.device:
 
 
 def opened(path: str | Path, adapters: Sequence[tuple[str | Path, float]]) -> Checkpoint:
-    """The checkpoint of a model's file or folder, with LoRAs. Raises CheckpointError."""
+    """The checkpoint of a model's file or folder, with LoRAs. Raises CheckpointError, and TypeError for adapters that
+    are no pairs of a path and a number."""
     checkpoint = open_checkpoint(model_file(path))
-    for adapter, strength in adapters:
-        checkpoint = with_adapter(checkpoint, Path(adapter), strength)
+    family = family_of(checkpoint) if adapters else None
+    for each in adapters if isinstance(adapters, (list, tuple)) else [adapters]:
+        match each:
+            case [str() | os.PathLike() as adapter, Real() as strength]:
+                aliases = family.aliases if family else ()
+                checkpoint = with_adapter(checkpoint, Path(adapter), float(strength), aliases)
+            case _:
+                raise TypeError(
+                    f"adapters is {adapters!r:.200}, but must be a list of LoRAs (files or folders) with their "
+                    "strengths, such as [(path, 1.0)]."
+                )
     return checkpoint
 
 

@@ -47,7 +47,7 @@ class Family:
     encoder: (checkpoint, model, search folders, operations) -> the module on the CPU that encodes these images, if the
     image decoder's encoder does not. readers: ``family`` of a model -> (checkpoint, model, search folders, operations)
     -> its ImageReader on the CPU, if such models answer questions about images; describers: their names. silent: why
-    the others do not, after their name.
+    the others do not, after their name. aliases: what a module is called in one layout of the weights and in another.
     """
 
     labels: tuple[str, ...]
@@ -61,6 +61,7 @@ class Family:
     readers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     describers: tuple[str, ...] = ()
     silent: str = "generates images, but does not describe them"
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

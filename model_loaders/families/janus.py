@@ -220,5 +220,6 @@ FAMILY = Family(
     load,
     readers={"janus-pro": reader},
     describers=("Janus-Pro",),
+    aliases=(*_PARTS.values(), ("aligner.layers.0", "aligner.fc1"), ("aligner.layers.2", "aligner.hidden_layers.0")),
     releases={r"Janus-Pro-[17]B": (Source(r"deepseek-community/\g<0>", r"ar_models/\g<0>"),)},
 )

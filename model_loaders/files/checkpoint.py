@@ -130,7 +130,7 @@ def weight_file(path: Path, names: Sequence[str] = WEIGHT_FILES) -> Path:
     for name in names:
         if (path / name).is_file():
             return path / name
-    if any((path / name).is_file() for name in ADAPTERS):
+    if ADAPTERS[0] not in names and any((path / name).is_file() for name in ADAPTERS):
         raise CheckpointError(f"The folder {path} holds an adapter alone. {MERGE}")
     inside = sorted({each.parent.name for name in names for each in path.glob(f"*/{name}")})
     choose = f" Choose one of the folders in it that have weights: {', '.join(inside[:5])}." if inside else ""

@@ -25,7 +25,7 @@ _KINDS = (  # pattern for the name of a tensor; what its file is; what to do. Th
     ),
     (
         r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\b|[._]lora([._]|_linear_layer\.)(down|up)\.|\.(hada_w|lokr_w|"
-        r"ia3_l|oft_|dora_scale|vera_lambda)",
+        r"ia3_l|oft_|dora_scale|vera_lambda|diff(_b)?$)",
         "is an adapter (LoRA or the like)",
         MERGE,
     ),
