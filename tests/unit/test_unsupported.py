@@ -17,6 +17,7 @@ KINDS = {
     "PEFT adapter": ((f"base_model.model.{LAYER}.lora_A.weight",), ("adapter", "merge_and_unload")),
     "Kohya's LoRA": (("lora_unet_down_blocks_0.lora_down.weight",), ("adapter", "Merge")),
     "diffusers' LoRA": (("unet.mid.to_q_lora.up.weight",), ("adapter", "Merge")),
+    "LyCORIS' full": (("lora_unet_x.diff", "lora_unet_x.diff_b"), ("adapter", "Merge")),
     "LoKr": (("lycoris_blocks_0.lokr_w1",), ("adapter", "Merge")),
     "unmerged PEFT": (
         (f"base_model.model.{LAYER}.base_layer.weight", f"base_model.model.{LAYER}.lora_A.default.weight"),
