@@ -1,5 +1,6 @@
 """The list of images to generate: a CSV or JSON-lines file, one job per row."""
 
+import codecs
 import csv
 import hashlib
 import io
@@ -7,7 +8,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,8 @@ from typing import Any
 from ..common.limits import CELL, COLUMNS, JOBS, NAME, TABLE, parse_json
 from ..common.printable import printable
 
-DELIMITERS = ",;\t"
+DELIMITERS = ",;\t|"
+STATED = re.compile(r'"?sep=([^\r\n]*)', re.IGNORECASE)  # the first line for Excel, which names the delimiter
 ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system
 ID_BYTES = 200  # of the 255 that a file's name may have; prefix, attempt, counter and ending need the others
 DEVICE = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9¹²³]", re.IGNORECASE)  # on Windows, whatever the ending of the file
@@ -65,16 +69,16 @@ def read_jobs(path: Path) -> list[Job]:
     A column `id` names jobs; where it is missing the id is made of the row's number and contents, so that an edited
     row is a new job. Raises JobsError.
     """
-    kinds = {".csv": csv_rows, ".tsv": csv_rows, ".jsonl": json_rows, ".ndjson": json_rows}
+    kinds = {".csv": csv_rows, ".tsv": partial(csv_rows, delimiters="\t,;|"), ".jsonl": json_rows, ".ndjson": json_rows}
     if path.suffix.lower() not in kinds:
         raise JobsError(f"{path}: a jobs file is one of {', '.join(kinds)}")
     try:
         if path.stat().st_size > TABLE:
             raise JobsError(f"{path} has more than {TABLE} bytes: split it into several tables")
-        text = path.read_bytes().decode("utf-8-sig")  # Excel begins "CSV UTF-8" with a byte order mark
+        text = decoded(path.read_bytes())
     except OSError as error:
         raise JobsError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise JobsError(f"{path} is not UTF-8 text (in Excel: Save As > CSV UTF-8)") from error
     rows = list(islice(kinds[path.suffix.lower()](text), JOBS + 1))
     if len(rows) > JOBS:
@@ -87,9 +91,26 @@ def read_jobs(path: Path) -> list[Job]:
         raise JobsError(f"{path.name}, {error}") from None
 
 
-def csv_rows(text: str) -> Iterator[Row]:
-    heading = re.search(r"^.*\S.*$", text, re.MULTILINE)
-    delimiter = max(DELIMITERS, key=heading[0].count) if heading else DELIMITERS[0]
+def decoded(content: bytes) -> str:
+    """The text of a file. Excel begins "CSV UTF-8" and "Unicode Text", which is UTF-16, with a byte order mark. Raises
+    UnicodeError for other encodings."""
+    utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = content.decode("utf-16" if utf16 else "utf-8-sig")
+    if "\0" in text:
+        raise UnicodeError("no text has NUL")
+    return text
+
+
+def csv_rows(text: str, delimiters: str = DELIMITERS) -> Iterator[Row]:
+    """The rows of a table with a header, whatever its lines end with. Its delimiter is the one that a first line such
+    as `sep=;` states, or else of these the one that gives the header most columns, the first of equal ones."""
+    delimiter = max(delimiters, key=lambda each: len(header_of(text, each)))
+    if stated := STATED.match(text):
+        text = text[stated.end() :]  # the end of the line stays, so that lines are counted
+        delimiter = "".join(set(stated[1]) - set('" '))  # also where a program has added empty cells
+        if len(delimiter) != 1 or delimiter not in DELIMITERS:
+            yield 1, ValueError(f"{stated[0]} names no separator: one of , ; | and tab follows the =")
+            return
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     header, begun, line = [], 1, 1
     try:
@@ -114,6 +135,15 @@ def csv_rows(text: str) -> Iterator[Row]:
         yield begun, error
 
 
+def header_of(text: str, delimiter: str) -> list[str]:
+    """The cells of the first row that has any, if this is the delimiter."""
+    with suppress(csv.Error):
+        for cells in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter):
+            if any(cell.strip() for cell in cells):
+                return cells
+    return []
+
+
 def check_names(names: list[str]) -> None:
     """Raises ValueError for names of columns that cannot be used. (They are taken apart at their dots.)"""
     if len(names) > COLUMNS:
@@ -128,7 +158,7 @@ def check_names(names: list[str]) -> None:
 
 
 def json_rows(text: str) -> Iterator[Row]:
-    for line, content in enumerate(io.StringIO(text, newline="\n"), 1):
+    for line, content in enumerate(io.StringIO(text, newline=""), 1):
         if content.strip():
             try:
                 yield line, json_row(content)

@@ -213,7 +213,8 @@ def number(value: Any, name: str, whole: bool) -> int | float:
             )
         found = int(found) if found.is_integer() else found
     if "," in text or not math.isfinite(found):
-        raise OverrideError(f"{name} must be a number, not {value!r}")
+        how = f" (a fraction has a decimal point: {text.strip().replace(',', '.')})" if math.isfinite(found) else ""
+        raise OverrideError(f"{name} must be a number, not {value!r}{how}")
     if is_seed and not (isinstance(found, int) and 0 <= found < 2**64):
         raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {found!r}")
     if whole and isinstance(found, float):

@@ -37,16 +37,39 @@ cells = st.lists(st.tuples(text, st.integers(0, 2**64 - 1), st.booleans()), min_
 
 
 @QUIET
-@given(rows=cells, delimiter=st.sampled_from(",;\t"), mark=st.booleans(), newline=st.sampled_from(["\n", "\r\n"]))
-def test_what_a_spreadsheet_writes_is_read_back(tmp_path_factory, rows, delimiter, mark, newline):
+@given(
+    rows=cells,
+    delimiter=st.sampled_from(",;\t|"),
+    stated=st.sampled_from(["", "sep={}", "SEP={}{}{}", '"sep={}"']),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
+    newline=st.sampled_from(["\n", "\r\n", "\r"]),
+    name=st.sampled_from(["jobs.csv", "jobs.tsv"]),
+)
+def test_what_a_spreadsheet_writes_is_read_back(tmp_path_factory, rows, delimiter, stated, encoding, newline, name):
+    """Excel's for Mac end lines with CR, its "Unicode Text" is UTF-16, and its first line may name the delimiter."""
     out = io.StringIO(newline="")
     writer = csv.writer(out, delimiter=delimiter, lineterminator=newline, quoting=csv.QUOTE_NONNUMERIC)
     writer.writerow(["prompt", "seed", "flag"])
     writer.writerows(rows)
-    content = ("\ufeff" if mark else "") + out.getvalue()
-    jobs = jobs_in(tmp_path_factory.mktemp("jobs"), "jobs.csv", content)
+    content = (stated and stated.format(*3 * delimiter) + newline) + out.getvalue()
+    jobs = jobs_in(tmp_path_factory.mktemp("jobs"), name, content.encode(encoding))
     assert [job.overrides for job in jobs] == [{"prompt": p, "seed": str(s), "flag": str(f)} for p, s, f in rows]
     assert len({job.id for job in jobs}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("a.csv", "id;prompt;;\ra;red, 3d;;\r", [("red, 3d", 2)]),  # cells that a spreadsheet has added
+        ("a.csv", 'id,prompt\r\na,x\rb,"1\r2\r\n3"\nc,z', [("x", 2), ("1\r2\r\n3", 3), ("z", 6)]),
+        ("a.csv", '"id","prompt","a;\rb;c;d"\rx,y;z,\r', [("y;z", 3)]),
+        ("a.csv", "\ufeffsep=;\r\rid;prompt\ra;red, 3d\r", [("red, 3d", 4)]),
+        ("a.tsv", "prompt\nred, 3d\n", [("red, 3d", 2)]),
+        ("a.jsonl", '{"prompt": "x"}\r{"prompt": "y"}\r\n\n{"prompt": "z"}', [("x", 1), ("y", 2), ("z", 4)]),
+    ],
+)
+def test_rows_are_told_apart_whatever_ends_them(tmp_path, name, content, found):
+    assert [(job.overrides["prompt"], job.line) for job in jobs_in(tmp_path, name, content)] == found
 
 
 @QUIET
@@ -105,6 +128,9 @@ def test_an_empty_cell_leaves_the_workflow_as_it_is_and_empty_lines_are_no_jobs(
         ("a.csv", "id,seed\n" + 67 * "\u732b" + ",1\n", "line 2: .*200 bytes"),
         *(("a.csv", f"id\n{name}\n", "device") for name in ("Nul", "con", "PRN", "aux", "com0", "LPT9", "com\u00b9")),
         ("a.csv", "prompt\nH\u00fctte\n".encode("cp1252"), "UTF-8"),
+        ("a.csv", "id,prompt\na,b\n".encode("utf-16-le"), "UTF-8"),  # without its mark
+        ("a.csv", "\ufeffid".encode("utf-16-le") + b"x", "UTF-8"),
+        *(("a.csv", f"sep={wrong}\nid,seed\na,1\n", "line 1: sep=.* no separator") for wrong in ("", "\\t", ",;")),
         ("a.csv", ",".join(map(str, range(1001))) + "\n1\n", "line 1: 1001 columns; 1000"),
         ("a.csv", "." * 1001 + "\n1\n", "has a name of 1001 characters; 1000 is the limit"),
         ("a.jsonl", '{"' + "." * 1001 + '": 1}\n', "has a name of 1001 characters; 1000 is the limit"),
@@ -230,7 +256,8 @@ def test_what_is_zeroed_for_the_other_input_is_the_prompt_and_a_circle_is_surviv
         ("cfg", "nan", "cfg.*number"),
         ("cfg", "1e999", "cfg.*number"),
         ("cfg", "1_0", "cfg.*number"),
-        ("cfg", "0,5", "cfg.*number.*'0,5'"),
+        ("cfg", " 0,5", r"cfg.*number.*' 0,5'.*point: 0\.5\)"),
+        ("cfg", "1,000,000", r"number, not '1,000,000'$"),
         ("tiled", "maybe", "tiled.*true.*false.*'maybe'"),
         ("model_name", True, "model_name.*(text|string)"),
     ],
