@@ -1,5 +1,5 @@
-"""Addresses of servers. What is private in one, its login and its query (``?token=``), goes into requests and nowhere
-else: not into files, messages or logs."""
+"""Addresses of servers. What is private in one, its login or token and its query (``?token=``), goes into requests and
+nowhere else: not into files, messages or logs."""
 
 import html
 import json
@@ -8,7 +8,7 @@ from base64 import b64encode
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
-LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
+LOGIN = re.compile(r"(?<=://)(?!USER:PASSWORD@)[^/?#\s]*@")  # these words stand for one, in advice
 QUERY = re.compile(r"(://[^\s?#]*\?)[^\s'\"]+")
 HIDDEN = "***"
 
@@ -35,8 +35,9 @@ class Address:
         return text
 
 
-def address_of(url: str) -> Address:
-    """The address that a user gave, with or without http://. Raises ValueError, whose message has nothing private."""
+def address_of(url: str, token: str = "") -> Address:
+    """The address that a user gave, with or without http://. token: what its requests are signed with, unless it has a
+    login. Raises ValueError, whose message has nothing private."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         login, _, host = parts.netloc.rpartition("@")
@@ -56,6 +57,9 @@ def address_of(url: str) -> Address:
         encoded = b64encode(f"{user}:{password}".encode()).decode()
         private += [password or user, encoded]
         headers["Authorization"] = f"Basic {encoded}"
+    elif token:
+        private.append(token)
+        headers["Authorization"] = f"Bearer {token}"
     base = f"{parts.scheme}://{host}{parts.path}".rstrip("/")
     return Address(shown(url).rstrip("/"), base, headers, query, tuple(private))
 

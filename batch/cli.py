@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import logging
+import os
+import re
 import signal
 import sys
 import time
@@ -24,7 +26,7 @@ from .jobs import Job, JobsError, RowsError, counted, listed, read_jobs
 from .journal import Journal, JournalError
 from .maps import check_ids, has_map, with_maps
 from .overrides import ROLES, OverrideError, Workflow, fingerprint, prompts_of, read_workflow, settable, texts_reaching
-from .server import PORT
+from .server import PORT, TOKEN
 
 WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/07 Acceptance map.json"
 SERVER = f"http://127.0.0.1:{PORT}"
@@ -45,7 +47,7 @@ FOR_RAY = ("model", "decoder", "drafter", "method", "dtype", "actors", "cpus", "
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, handlers=[Reported()])
+    logging.basicConfig(level=logging.WARNING, handlers=[Reported()], format="%(levelname)s: %(message)s")
     try:
         check_options(options, arguments)
         jobs = read_jobs(options.jobs)
@@ -83,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
     add("--retries", type=int, metavar="N", default=Options.retries, help=text)
 
     add = top.add_argument_group("on ComfyUI servers").add_argument
-    add("--server", action="append", metavar="URL", help=f"may be repeated (default: {SERVER})")
+    text = f"may be repeated (default: {SERVER}). Login: http://USER:PASSWORD@HOST. Token: environment variable {TOKEN}"
+    add("--server", action="append", metavar="URL", help=text)
     text = f"in API format (default: {WORKFLOW.name} of this pack)"
     add("--workflow", type=Path, default=WORKFLOW, help=text)
     text = "jobs that a server has at a time (default: %(default)s: one runs, one waits)"
@@ -138,6 +141,15 @@ def check_address(url: str) -> None:
         address_of(url)
     except ValueError as error:
         raise JobsError(f"--server {shown(url)} is no address ({error}): one looks like {SERVER}") from None
+
+
+def read_token() -> str:
+    """The token for servers, from the environment: other users of the machine see the arguments of a program. Raises
+    JobsError for one that no request can have."""
+    token = os.environ.get(TOKEN, "").strip()
+    if not re.fullmatch("[!-~]*", token):
+        raise JobsError(f"{TOKEN} is no token: it has other characters than ASCII letters, digits and signs")
+    return token
 
 
 def make_folder(out: Path) -> None:
@@ -218,13 +230,14 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, 
     if options.maps:
         with_maps(workflow)  # raises OverrideError where there can be none
     report_missing_prompts(workflow, jobs)
-    chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience, maps=options.maps)
+    how = {"patience": options.patience, "maps": options.maps, "token": read_token()}
+    chosen = Options(options.in_flight, options.retries, options.out, **how)
 
     def work(journal: Journal, open_jobs: list[Job], on_result: OnResult) -> int | None:
         without: dict[str, str] = {}  # job id -> why it has no copy
         if options.out:
             done = [job for job in jobs if journal.done(job.id)]
-            without = asyncio.run(fetch_missing(journal, done, options.out, urls))
+            without = asyncio.run(fetch_missing(journal, done, options.out, urls, chosen.token))
         cancelled = run_batch(journal, urls, chosen, open_jobs, prompts, on_result)
         files = [file for job in jobs if journal.done(job.id) for file in journal.results[job.id].get("files", [])]
         if files and not options.out:

@@ -12,6 +12,7 @@ from .journal import Journal, naming
 from .maps import MAP, map_of
 from .server import Server, ServerAwayError, open_session
 
+NO_FILE = "the workflow saved no file: connect its image to a Save Image node (other results are not kept)"
 ENDING = re.compile(r"\.[A-Za-z0-9]{1,16}")  # of a copy, which a server chooses: .safetensors has 11 letters
 
 
@@ -22,31 +23,43 @@ async def copied(
     replacing: existing files are replaced; otherwise they must be equal. Raises ServerAwayError."""
     done, error = [], ""
     for file, path in copies:
-        content = await server.fetch(file)
-        if content is None:
-            error = f"{server.url} no longer has {file['filename']}"
-        elif not replacing and path.exists() and path.read_bytes() != content:
+        reply = await server.fetch(file)
+        if reply.status != 200:
+            error = not_given(server.url, file["filename"], reply.status)
+        elif not replacing and path.exists() and path.read_bytes() != reply.content:
             error = f"{path} is there already and is not of this batch: choose another --out"
         else:
             try:
-                write_whole(path, content)
+                write_whole(path, reply.content)
                 done.append(str(path))
             except FileInUseError as held:  # the others go on
                 error = f"{path} could not be replaced: {held.strerror}"
     return done, error
 
 
-async def fetch_missing(journal: Journal, jobs: list[Job], out: Path, urls: list[str]) -> dict[str, str]:
+def not_given(url: str, name: str, status: int) -> str:
+    """Why a server does not give a file."""
+    if ".." in name:
+        return f"{url} gives no file with two dots in its name, such as {name}: choose another filename_prefix"
+    return f"{url} {'no longer has' if status == 404 else f'answered {status} when asked for'} {name}"
+
+
+async def fetch_missing(
+    journal: Journal, jobs: list[Job], out: Path, urls: list[str], token: str = ""
+) -> dict[str, str]:
     """Copies the files of finished jobs whose copies are missing. Returns job id -> why some still are. urls: of
-    servers, with their logins."""
+    servers, with their logins. token: for these."""
     problems: dict[str, str] = {}
     away: dict[str, str] = {}  # servers
     async with open_session() as session:
-        servers = {server.url: server for server in (Server(session, url) for url in urls)}
+        servers = {server.url: server for server in (Server(session, url, token) for url in urls)}
         for job in jobs:
             record = journal.results[job.id]
             files, url = record.get("files", []), record.get("server", "")
             copies = list(zip(files, copies_of(files, out / job.id), strict=True))
+            if not (files or record.get("copies")):
+                problems[job.id] = NO_FILE
+                continue
             ours = {Path(copy).resolve() for copy in record.get("copies", [])}
             missing = [(file, path) for file, path in copies if not (path.exists() and path.resolve() in ours)]
             if not missing:

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from .copies import copied, copies_of
+from .copies import NO_FILE, copied, copies_of
 from .jobs import Job, counted
 from .journal import Journal
 from .maps import with_maps
@@ -27,6 +27,10 @@ NEVER_ANSWERED_SECONDS = 10.0  # ... and where none ever answered: then the addr
 MAX_UNEXPECTED = 2  # successive answers about our prompts that are not ComfyUI's, after which a server is excluded
 GONE_GRACE = 0.1  # of the grace, where nobody listens any more: the server has ended, and its queue with it
 LONGEST_PAUSE = 5.0  # seconds between two visits to a server that does not answer
+SEVERAL = (
+    "another ComfyUI answers there, too (a load balancer?): only some answers know a job that it took. Name the "
+    "address of each with --server"
+)
 CLOSE_SECONDS = 3.0  # for requests that are under way when the last job has ended
 
 
@@ -38,7 +42,7 @@ class Options:
     server was lost is queued again. grace: seconds after which a silent server gives its jobs back. patience: seconds
     without any server after which the batch gives up (None: GIVE_UP_SECONDS, or NEVER_ANSWERED_SECONDS). poll: seconds
     between two visits to a server. download: a folder for copies of the files. maps: save and copy acceptance maps,
-    too."""
+    too. token: for servers whose address has no login."""
 
     in_flight: int = 2
     retries: int = 3
@@ -47,6 +51,7 @@ class Options:
     patience: float | None = None
     poll: float = 0.5
     maps: bool = False
+    token: str = field(default="", repr=False)
 
 
 @dataclass(eq=False)
@@ -129,7 +134,8 @@ class Batch:
     def _fill(self, jobs: list[Job], prompts: dict[str, Workflow], session: aiohttp.ClientSession) -> None:
         """Puts jobs into the queue, except those that an earlier run gave to a server and that have no result yet."""
         self.unfinished = len(jobs)
-        workers = {server.url: Worker(server) for server in (Server(session, url) for url in self.urls)}
+        servers = [Server(session, url, self.options.token) for url in self.urls]
+        workers = {server.url: Worker(server) for server in servers}
         for job in jobs:
             queued = QueuedJob(job, prompts[job.id], fingerprint(prompts[job.id]))
             if not (last := self.journal.submitted.get(job.id)):
@@ -197,7 +203,7 @@ class Batch:
         if silent > self.options.grace * (GONE_GRACE if error.gone else 1):
             self._give_back(worker, silent, others)
         if not others and not self.stopping and time.monotonic() - max(answers, default=self.begun) >= patience:
-            logger.error("No server answers: given up. Start one, or name its address with --server.")
+            logger.error("No server can be used: given up. %s", error)
             self.stop()
 
     def _give_back(self, worker: Worker, silent: float, others: bool) -> None:
@@ -240,13 +246,19 @@ class Batch:
         """A prompt that is no longer in the server's queue has ended, or the server has lost it."""
         prompt_id = queued.prompt_id
         found = await worker.server.history(prompt_id, self._sent(queued))
+        restarted = worker.failures  # which loses prompts, too
+        if not (found or restarted or worker.excluded or self.stopping) and await worker.server.knows(prompt_id):
+            self._exclude(worker, SEVERAL)
         if found and found.outcome == "interrupted" and (self.stopping or not queued.tries):
             found = None  # by this command, or by an earlier one that was stopped
         copies: dict[str, Any] = {}
         if found and self.options.download and found.outcome == "success":
             paths = copies_of(found.files, self.options.download / queued.job.id)
             copies["copies"], error = await copied(worker.server, list(zip(found.files, paths, strict=True)))
+            error = error if found.files else NO_FILE
             copies |= {"status": "error", "error": error} if error else {}
+        elif found and found.outcome == "success" and not found.files:
+            copies["warnings"] = [*found.warnings, NO_FILE]
         del worker.given[prompt_id]
         if found:
             worker.unexpected = 0
@@ -319,8 +331,8 @@ class Batch:
         logger.warning("%s is set aside in this batch: %s", worker.server.url, why)
         if all(each.excluded for each in self.workers):
             logger.error(
-                "No server is left that can run this workflow. Add what is missing to one, or name another "
-                "with --server; then the same command goes on."
+                "No server is left that can run this workflow. Mend what is said above, or name another with --server; "
+                "then the same command goes on."
             )
 
     def _queue_again(self, worker: Worker, queued: QueuedJob) -> None:
@@ -337,7 +349,7 @@ class Batch:
         return with_maps(queued.prompt) if self.options.maps else queued.prompt
 
     def _end(self, worker: Worker, queued: QueuedJob, found: Entry, copies: dict[str, Any] | None = None) -> None:
-        """Records the one result of a job. copies: fields of the result about copies of its files."""
+        """Records the one result of a job. copies: fields of the result about its files."""
         record = {
             "id": queued.job.id,
             "status": found.outcome,

@@ -1,6 +1,7 @@
 """A client of one ComfyUI server for batches. Its answers are untrusted: they are read with answers.py."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ ANSWER_SECONDS = 30.0
 WHOLE_SECONDS = 600.0  # of an answer or file; a slower one would keep jobs waiting
 BUSY_GATEWAY = (502, 503, 504)  # of a proxy whose server is away
 LOGIN_NEEDED = (401, 403)
+TOKEN = "SPECAR_BATCH_TOKEN"  # noqa: S105 (the environment variable that has it)
+TIMES = 4  # that a server is asked again, where another one may answer
+UNTRUSTED = (18, 19, 20, 21)  # OpenSSL's codes for a certificate that nobody vouches for, such as a self-signed one
 NO_SUCH_NODE = ("invalid_prompt", "missing_node_type")  # types of ComfyUI's errors: of old and newer versions
 NO_SUCH_VALUE = ("value_not_in_list", "custom_validation_failed")  # of combos: models, images, options
 VERSIONS = {"comfyui": "comfyui_version", "torch": "pytorch_version"}  # in a result -> in /system_stats
@@ -95,8 +99,8 @@ class Server:
     reached, and when it answers as no ComfyUI does. url: its address without what is private in it, which no message
     and no file has."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str):
-        self._session, self._address = session, address_of(url)
+    def __init__(self, session: aiohttp.ClientSession, url: str, token: str = ""):
+        self._session, self._address = session, address_of(url, token)
         self.url = self._address.name
 
     async def queue(self) -> set[str]:
@@ -132,6 +136,16 @@ class Server:
             answer = reply.parsed()
             return entry(get(answer, prompt_id, dict), prompt) if prompt_id in answer else None
 
+    async def knows(self, prompt_id: str) -> bool:
+        """Has it the prompt after all? A load balancer asks several servers in turn, and some keep a connection with
+        one: each question has a connection of its own."""
+        for path in TIMES * [f"/history/{prompt_id}"] + TIMES * ["/queue"]:
+            async with self._request("GET", path, anew=True) as reply:
+                answer = reply.parsed()
+                if prompt_id in (queued_ids(answer) if path == "/queue" else answer):
+                    return True
+        return False
+
     async def cancel(self, prompt_ids: list[str]) -> None:
         """Takes waiting prompts out of the queue, and interrupts the one that runs if it is among these."""
         await self._tell("/queue", {"delete": prompt_ids})
@@ -142,15 +156,14 @@ class Server:
         """Takes a finished prompt out of the history, which the server keeps in memory."""
         await self._tell("/history", {"delete": [prompt_id]})
 
-    async def fetch(self, file: dict[str, str]) -> bytes | None:
-        """The bytes of a file; None where the server does not give it."""
+    async def fetch(self, file: dict[str, str]) -> Reply:
+        """The reply that has a file, where its status is 200."""
         query = {key: file[key] for key in ("filename", "subfolder", "type")}
         async with self._request("GET", "/view", query=query, most=FILE_BYTES) as reply:
-            if reply.status != 200:
-                return None
-            if reply.kind == "text/html" and not file["filename"].lower().endswith((".html", ".htm")):
+            page = reply.kind == "text/html" and not file["filename"].lower().endswith((".html", ".htm"))
+            if reply.status == 200 and page:
                 raise UnexpectedAnswerError("a page instead of a file")
-            return reply.content
+            return reply
 
     async def _tell(self, path: str, body: dict[str, Any]) -> None:
         async with self._request("POST", path, body):
@@ -164,12 +177,14 @@ class Server:
         body: dict[str, Any] | None = None,
         query: dict[str, str] | None = None,
         most: int = ANSWER_BYTES,
+        anew: bool = False,
     ) -> AsyncIterator[Reply]:
-        """The reply, of at most `most` bytes. Whoever reads it raises UnexpectedAnswerError where it is not
-        ComfyUI's."""
+        """The reply, of at most `most` bytes. anew: the connection serves no other request after it. Whoever reads the
+        reply raises UnexpectedAnswerError where it is not ComfyUI's."""
         address = self._address
         token = hiding.set(address.hide)
-        given = {"json": body, "params": address.query | (query or {}), "headers": address.headers}
+        headers = address.headers | ({"Connection": "close"} if anew else {})
+        given = {"json": body, "params": address.query | (query or {}), "headers": headers}
         try:
             async with self._session.request(method, address.base + path, allow_redirects=False, **given) as reply:
                 self._check(reply)
@@ -190,14 +205,19 @@ class Server:
         if reply.status in BUSY_GATEWAY:
             raise ServerAwayError(f"{self.url} answered {reply.status}")
         if reply.status in LOGIN_NEEDED:
-            raise ServerAwayError(
-                f"{self.url} answered {reply.status}: does it need a login? "
-                "It is given in the address, --server http://USER:PASSWORD@HOST",
-                unexpected=True,
-            )
+            raise ServerAwayError(f"{self.url} answered {reply.status}: {self._login()}", unexpected=True)
         if reply.status // 100 == 3:
             target = one_line(shown(reply.headers.get("Location", "nowhere")))
-            raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", unexpected=True)
+            raise ServerAwayError(
+                f"{self.url} refers to {target}. Name ComfyUI's own address. If that is it: {self._login()}",
+                unexpected=True,
+            )
+
+    def _login(self) -> str:
+        if self._address.headers:
+            return "it does not take the login or token that it was sent"
+        address = self._address.base.replace("://", "://USER:PASSWORD@")
+        return f"does it need a login? --server {address}, or a token in the environment variable {TOKEN}"
 
     def _away(self, error: Exception) -> ServerAwayError:
         if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):  # aiohttp's, which has the port
@@ -206,6 +226,13 @@ class Server:
                 f"its folder: port {PORT}), or name another address with --server.",
                 gone=True,
             )
+        tls = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
+        if isinstance(tls, ssl.SSLCertVerificationError):
+            why = f"{self.url}: its certificate is not trusted, {one_line(tls.verify_message)}"
+            remedy = ". If it is yours, name its file (PEM) in the environment variable SSL_CERT_FILE"
+            return ServerAwayError(why + remedy * (tls.verify_code in UNTRUSTED))
+        if isinstance(tls, ssl.SSLError):
+            return ServerAwayError(f"{self.url}: no HTTPS there ({one_line(str(tls))}). Is it http://?")
         if isinstance(error, asyncio.TimeoutError):
             return ServerAwayError(f"{self.url} does not answer in time.")
         text = getattr(error, "message", error)  # of a status; as a text it has the whole address

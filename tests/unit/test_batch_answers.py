@@ -2,13 +2,18 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
+import ssl
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from comfyui_specar.batch import answers, cli, server
+from comfyui_specar.batch.address import address_of
 from comfyui_specar.batch.answers import UnexpectedAnswerError
+from comfyui_specar.batch.copies import not_given
 from comfyui_specar.batch.server import Server, ServerAwayError, entry, files_of, notices_of, reports_of
 from comfyui_specar.common.limits import FILES, NOTICES
 
@@ -77,7 +82,7 @@ def test_totals_are_as_deep_and_as_long_as_ours():
         (502, "answered 502", False),
         (503, "answered 503", False),
         (504, "answered 504", False),
-        (401, "needs? a login|need a login", True),
+        (401, "need a login", True),
         (403, "need a login", True),
         (301, "refers to", True),
         (307, "refers to", True),
@@ -101,6 +106,49 @@ def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatc
         url = f"http://127.0.0.1:{hung.getsockname()[1]}"
         with pytest.raises(ServerAwayError, match=rf"^{url} does not answer in time\.$"):
             asyncio.run(check(url))
+
+
+CONNECTION = SimpleNamespace(host="host", port=1, ssl=True, is_ssl=True)
+
+
+def certificate_error(code: int, why: str) -> Exception:
+    found = ssl.SSLCertVerificationError()
+    found.verify_code, found.verify_message = code, why
+    return aiohttp.ClientConnectorCertificateError(CONNECTION, found)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (certificate_error(18, "self-signed certificate"), "self-signed certificate.*SSL_CERT_FILE"),
+        (certificate_error(62, "Hostname mismatch"), "Hostname mismatch$"),
+        (aiohttp.ClientConnectorSSLError(CONNECTION, ssl.SSLError("wrong version")), "no HTTPS there .*http://"),
+        (aiohttp.ClientConnectorError(CONNECTION, OSError(1, "no such name")), "no such name"),
+    ],
+)
+def test_a_connection_that_cannot_be_made_says_the_way_out(error, words):
+    assert re.search(words, str(Server(None, "https://host")._away(error)))
+
+
+def test_the_advice_on_a_login_can_be_used_as_it_is_shown():
+    """Nothing that hides logins takes it for one."""
+    for url in ("host:8188", "https://host/path"):
+        with pytest.raises(ServerAwayError) as away:
+            Server(None, url)._check(SimpleNamespace(status=401, headers={}))
+        said = cli.safe(str(away.value))
+        [advised] = re.findall(r"--server (\S+),", said)
+        assert address_of(advised).name == address_of(url).base and address_of(advised).headers and server.TOKEN in said
+    for known in (Server(None, "a:b@host"), Server(None, "host", "secret")):
+        with pytest.raises(ServerAwayError, match="does not take the login or token") as away:
+            known._check(SimpleNamespace(status=401, headers={}))
+
+
+@pytest.mark.parametrize(
+    ("status", "name", "words"),
+    [(404, "a.png", "no longer has a.png"), (500, "a.png", "500 .*a.png"), (400, "a..b.png", "two dots.*a..b.png")],
+)
+def test_a_file_that_is_not_given_says_why(status, name, words):
+    assert re.search(words, not_given("http://host", name, status))
 
 
 def history(*messages, **status):

@@ -4,9 +4,11 @@ job has exactly one image in the end."""
 import asyncio
 import gc
 import json
+import random
 import socket
 from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -356,6 +358,70 @@ async def test_a_job_that_kills_servers_is_given_up(tmp_path, clock, missed):
         assert records["bad"]["status"] == "lost" and "3 attempts" in records["bad"]["error"]
         assert {record["status"] for job, record in records.items() if job != "bad"} == {"success"}
         assert set(jobs_drawn(one)) == {"j0", "j1", "j2"}  # although each was on the server when it died
+
+
+def of_another(answer: web.Response) -> web.Response:
+    """What a ComfyUI says that has none of our prompts."""
+    if not answer.body:
+        return answer
+    empty = {"queue_running": [], "queue_pending": []} if "queue_running" in json.loads(answer.body) else {}
+    return web.json_response(empty)
+
+
+@pytest.mark.parametrize("turns", ["every request", "every question", "a connection", 0, 1, 2])
+@pytest.mark.parametrize("runs", [True, False])
+@asynchronous
+async def test_behind_a_load_balancer_the_cause_is_said_before_anything_is_generated_again(
+    tmp_path, caplog, monkeypatch, turns, runs
+):
+    """Another ComfyUI answers some questions about what the one has, while a prompt runs there, or has ended."""
+    async with FakeComfy() as one, FakeComfy() as other:
+        chance, asked, peers = random.Random(turns), Counter(), []
+        one.ends = lambda: not runs
+
+        def balanced(where: str):
+            def says(answer: web.Response) -> web.Response:
+                asked[where] += 1
+                another = len(one.asked) % 2 if turns == "every request" else asked[where] % 2
+                if turns == "a connection":
+                    another = peers[-1] == peers[0]  # which is kept as long as there is none to close it
+                return of_another(answer) if (chance.random() < 0.5 if type(turns) is int else another) else answer
+
+            return says
+
+        @web.middleware
+        async def before(request, handler):
+            peers.append(request.transport.get_extra_info("peername"))
+            return await FakeComfy._before(one, request, handler)
+
+        await one.die()
+        monkeypatch.setattr(one, "_before", before)
+        await one.start()
+        one.says = {where: balanced(where) for where in ("queue", "history")}
+
+        async def end(batch):
+            await until(lambda: batch.workers and batch.workers[0].excluded)
+            one.ends = lambda: True
+
+        await run_batch(tmp_path / "r.jsonl", [one], jobs_of(4), during=end)
+        assert max(jobs_drawn(one).values(), default=0) <= 1 and one.most_queued <= 2
+        assert {record["status"] for record in lines(tmp_path / "r.jsonl")} <= {"success"}
+        assert any(f"{one.url} is set aside" in line and "load balancer" in line for line in said(caplog))
+        await run_batch(tmp_path / "r.jsonl", [other], jobs_of(4))
+        assert {record["id"] for record in lines(tmp_path / "r.jsonl")} == {job.id for job in jobs_of(4)}
+
+
+@pytest.mark.parametrize("outputs", [{}, {"10": {"text": ["a caption"]}}])
+@asynchronous
+async def test_a_run_that_saved_nothing_has_no_image(tmp_path, outputs):
+    """Where images were asked for, that is an error; else a warning."""
+    async with FakeComfy() as one:
+        one._ended = lambda *given: FakeComfy._ended(one, *given) | {"outputs": outputs}
+        await run_batch(tmp_path / "r.jsonl", [one], jobs_of(1))
+        await run_batch(tmp_path / "s.jsonl", [one], jobs_of(1), replace(QUICK, download=tmp_path / "out"))
+        [warned], [failed] = lines(tmp_path / "r.jsonl"), lines(tmp_path / "s.jsonl")
+        assert (warned["status"], failed["status"]) == ("success", "error")
+        assert "Save Image" in warned["warnings"][0] and "Save Image" in failed["error"]
 
 
 @asynchronous

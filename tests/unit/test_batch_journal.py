@@ -288,6 +288,17 @@ def test_copies_can_be_had_later(table, here, capsys):
     assert (table / "out/j0.png").read_text("utf-8") == "edited"
 
 
+def test_a_batch_that_saved_nothing_has_no_copies(table, here, capsys):
+    (table / "jobs.csv").write_text("id,prompt\na,cat\nb,cat\n", encoding="utf-8")
+    one = FakeComfy()
+    one._ended = lambda *given: FakeComfy._ended(one, *given) | {"outputs": {}}
+    assert run_beside(one) == cli.DONE and "With warnings: a, b" in capsys.readouterr().err
+    assert run_beside(one, "--out", "out") == cli.UNFINISHED and len(one.drawn) == 2
+    assert re.search("2 jobs done, but without a copy: .* a: .*Save Image", capsys.readouterr().err)
+    assert run_beside(one, "--out", "out", "--results", "other.jsonl") == cli.FAILED
+    assert "2 failed" in capsys.readouterr().err
+
+
 def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here, capsys):
     """Until it was run it is still to do."""
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")

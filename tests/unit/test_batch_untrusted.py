@@ -1,6 +1,7 @@
 """Servers that answer anything: they are away, in words, the others go on; and nothing private and nothing that acts on
 a terminal gets into files or messages."""
 
+import asyncio
 import html
 import json
 import re
@@ -283,6 +284,32 @@ def test_a_login_and_a_token_are_used_for_every_request_and_written_nowhere(tabl
         assert part in caplog.text
     written = [path.read_bytes().decode(errors="replace") for path in table.rglob("*") if path.is_file()]
     assert not [value for value in PRIVATE for text in (*written, said, caplog.text) if value in text]
+
+
+def test_a_token_is_sent_to_the_named_servers_alone_and_written_nowhere(table, capsys, caplog, monkeypatch):
+    """Not to one that the journal names, which is a file; and a login in an address goes before it."""
+    named, listed = FakeComfy(), FakeComfy()
+    monkeypatch.setenv(cli.TOKEN, f" {TOKEN}\n")
+    named.says["history"] = lambda answer: web.Response(body=(answer.body or b"").replace(b"no such", TOKEN.encode()))
+    assert run_beside(listed, "--server", listed.url.replace("//", "//a:b@")) == cli.FAILED
+    assert {login for *_, login in listed.asked} == {address_of("a:b@h").headers["Authorization"]}
+    listed.asked.clear()
+    (table / "jobs.results.jsonl").unlink()  # as if it had them still
+
+    async def with_both() -> int:
+        async with listed:
+            return await asyncio.to_thread(run_beside, named, "--out", "out")
+
+    assert asyncio.run(with_both()) == cli.FAILED
+    assert {login for *_, login in named.asked} == {f"Bearer {TOKEN}"}
+    assert {login for *_, login in listed.asked} == {None}
+    for wrong in ("a b", "\u00fc", "a\nb"):
+        monkeypatch.setenv(cli.TOKEN, wrong)
+        assert cli.main(["jobs.csv", "--workflow", "workflow.json"]) == cli.BAD_INPUT
+    said = capsys.readouterr()
+    written = [path.read_bytes().decode(errors="replace") for path in table.rglob("*") if path.is_file()]
+    assert cli.TOKEN in said.err
+    assert not [text for text in (*written, said.out, said.err, caplog.text) if TOKEN in text]
 
 
 def test_addresses_are_told_apart_and_shown_by_what_is_public():
