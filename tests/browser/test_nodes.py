@@ -90,6 +90,32 @@ def test_an_interrupted_run_says_so(own_page):
     page.wait_for_function("() => document.querySelector('.specar-result')?.textContent.includes('interrupted')")
 
 
+def test_an_interruption_may_come_without_its_node(own_page):
+    """As newer front ends tell it: then its prompt says whether the run on the page is meant."""
+    page = own_page
+    load(page, ROOT / "workflows/02 Four images at once.json")
+    page.evaluate(
+        """() => {
+            window.shown = [];
+            const text = () => document.querySelector('.specar-result').textContent;
+            const tell = (detail) => {
+                app.api.dispatchEvent(new CustomEvent('execution_interrupted', { detail }));
+                window.shown.push(text().includes('interrupted'));
+            };
+            let prompt = null;
+            app.api.addEventListener('execution_start', ({ detail }) => { prompt = detail.prompt_id; });
+            app.api.addEventListener('specar.run', () => {
+                if (window.shown.length || !text().includes('tokens')) return;
+                [{ prompt_id: 'another' }, { prompt_id: prompt }].forEach(tell);
+            });
+            app.api.addEventListener('execution_success', () => tell({ prompt_id: prompt }));
+        }"""
+    )
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.wait_for_function("() => window.shown.length === 3")
+    assert page.evaluate("() => window.shown") == [False, True, False]
+
+
 def test_what_a_run_took_is_told_again_of_a_cached_run(browser, comfy):
     """By a newer ComfyUI, to a browser that did not see the run."""
     for number in range(2):

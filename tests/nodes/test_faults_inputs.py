@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from .conftest import CODES, GRID, KL, defaults
 
 REFUSALS = (ValueError, FileNotFoundError)
+WIDGETS = ("INT", "FLOAT", "BOOLEAN", "STRING", "COMBO")
 NAMES = [node.GET_SCHEMA().node_id for node in extension.node_classes()]
 CHOSEN = {  # small where it can be
     "SpecARSJDSampler": {"window": 4},
@@ -137,6 +138,16 @@ def test_any_value_of_any_input_is_taken_or_named(name, sound, nodes, run):
             assert message or value is None and inputs[key].optional
 
     check()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_sent_in_place_of_an_object_is_named(name, sound, nodes, run):
+    """ComfyUI passes on what an API client writes there."""
+    for wanted in nodes[name].GET_SCHEMA().inputs:
+        if wanted.io_type not in WIDGETS:
+            for value in (5, 2.5, True, "x", "", b"x", [], [1], {}, {"samples": 5}, *[None] * (not wanted.optional)):
+                assert refused(run, nodes[name], sound(name) | {wanted.id: value}, wanted.id, "CONDITIONING", "prompt")
 
 
 @pytest.mark.parametrize("name", NAMES)

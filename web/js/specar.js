@@ -105,16 +105,23 @@ function executingNode(id) {
 }
 
 const toasted = new Set(); // notices of this run that were toasts: a sampler repeats those of its prompts
-let running = null; // {node, run} that was shown last
+let running = null; // {node, run} that was shown last, of the prompt that runs
+let prompt = null; // its id
 
 function showRun({ detail }) {
   running = detail;
   showResult(executingNode(detail.node), detail.run);
 }
 
-/** A sampler would seem to go on. */
-function showInterruption({ detail: { node_id } }) {
-  if (running?.node === node_id) showResult(executingNode(node_id), { ...running.run, interrupted: true });
+function begin({ detail }) {
+  toasted.clear();
+  [running, prompt] = [null, detail.prompt_id];
+}
+
+/** A sampler would seem to go on. Newer front ends may not say which node was interrupted. */
+function showInterruption({ detail: { node_id, prompt_id } }) {
+  const ours = node_id ? running?.node === node_id : prompt_id === prompt;
+  if (running && ours) showResult(executingNode(running.node), { ...running.run, interrupted: true });
 }
 
 /** What a run does not do of what was asked for, on the node that says so (see nodes/comfy_runtime/messages.py), and as a
@@ -133,8 +140,9 @@ app.registerExtension({
   name: "specar.report",
   async setup() {
     app.api.addEventListener("specar.notices", showNotices);
-    app.api.addEventListener("execution_start", () => toasted.clear());
+    app.api.addEventListener("execution_start", begin);
     app.api.addEventListener("specar.run", showRun);
+    app.api.addEventListener("executed", ({ detail }) => { if (detail.node === running?.node) running = null; });
     app.api.addEventListener("execution_interrupted", showInterruption);
     for (const colours of [app.canvas.default_connection_color_byType, app.canvas.constructor.link_type_colors]) {
       Object.entries(COLOURS).forEach(([type, colour]) => keepColour(colours, type, colour));
