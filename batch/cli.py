@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from ..common.printable import printable
+from ..common.printable import printable_lines
 from .address import address_of, shown, without_logins
 from .copies import fetch_missing
 from .dispatch import GIVE_UP_SECONDS, NEVER_ANSWERED_SECONDS, Batch, Options
@@ -164,7 +164,7 @@ def make_folder(out: Path) -> None:
 
 def safe(text: str) -> str:
     """A text for a terminal or a log: its lines do nothing to it, and have no logins."""
-    return "\n".join(printable(without_logins(line)) for line in text.split("\n"))
+    return printable_lines(without_logins(text))
 
 
 class Reported(logging.Handler):

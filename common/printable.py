@@ -1,5 +1,6 @@
 """Untrusted text (of files, servers, tables), made safe for a terminal or a log."""
 
+import logging
 import unicodedata
 
 # Control characters (ESC moves the cursor and changes colours), marks of the writing direction, which show a text in
@@ -21,3 +22,24 @@ def printable(text: str, most: int | None = None) -> str:
         )
     )
     return seen if cut is text else f"{seen}... ({len(text)} characters)"
+
+
+def printable_lines(text: str) -> str:
+    """The text, each line of it printable."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def make_printable(error: BaseException | None) -> None:
+    """Writes out what is not seen in the texts of an error, and of those that a traceback shows before it."""
+    seen: set[int] = set()
+    while error and id(error) not in seen:
+        seen.add(id(error))
+        error.args = tuple(printable_lines(part) if isinstance(part, str) else part for part in error.args)
+        error = error.__cause__ or error.__context__
+
+
+class PrintableLog(logging.Handler):
+    """Of the logger of a package: what its modules log is printable before other handlers, the root's, write it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.msg, record.args = printable(record.getMessage()), ()

@@ -12,6 +12,7 @@ import numpy as np
 from comfy_api.latest import io
 from torch import Tensor
 
+from ..common.printable import make_printable
 from ..samplers.trace import Trace
 from .comfy_runtime import models
 from .method import ChosenMethod
@@ -28,14 +29,19 @@ SOCKETS = {  # private sockets -> type of their values, and the node that makes 
 
 
 def checked(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
-    """The node class with a check of its inputs before each run. Raises ValueError that names the first invalid one."""
+    """The node class with a check of its inputs before each run. Raises ValueError that names the first invalid one.
+    Errors are made printable, as ComfyUI logs them."""
     execute = node.execute.__func__
     if hasattr(execute, "__wrapped__"):
         return node
 
     @wraps(execute)
     def run(cls: type[io.ComfyNode], **inputs: Any) -> io.NodeOutput:
-        return execute(cls, **checked_inputs(node.SCHEMA or node.GET_SCHEMA(), inputs))
+        try:
+            return execute(cls, **checked_inputs(node.SCHEMA or node.GET_SCHEMA(), inputs))
+        except Exception as error:
+            make_printable(error)
+            raise
 
     node.execute = classmethod(run)
     return node

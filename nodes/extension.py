@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from comfy_api.latest import ComfyExtension, io
 
+from ..common.printable import PrintableLog
 from ..samplers.methods import pass_costs
 from . import (
     caption,
@@ -30,6 +33,7 @@ from .comfy_runtime.kept_costs import kept_costs
 folders.register_folders()
 folders.set_mmap()
 pass_costs.known = kept_costs()
+logging.getLogger(__name__.rsplit(".", 2)[0]).addHandler(PrintableLog())  # prompts and names of files are in its lines
 
 
 def node_classes() -> list[type[io.ComfyNode]]:

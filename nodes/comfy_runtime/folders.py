@@ -13,6 +13,7 @@ from pathlib import Path
 import folder_paths
 from comfy.cli_args import args
 
+from ...common.printable import printable
 from ...model_loaders.detect import DECODER_FILES, bundled, may_decode
 from ...model_loaders.families import RELEASED_DECODERS
 from ...model_loaders.files.checkpoint import (
@@ -26,6 +27,7 @@ from ...model_loaders.files.checkpoint import (
 from ...model_loaders.files.unsupported import ADAPTERS
 from ..downloads import where_to_get
 
+NAME = 99  # characters of one in a message
 MODELS = "ar_models"
 DRAFTERS = "ar_drafters"
 LORAS = "loras"  # ComfyUI's own
@@ -158,7 +160,7 @@ def resolve(choice: str, *keys: str) -> Path:
     if found is None:
         looked = ", ".join(map(str, roots))
         remedy = where_to_get(choice) or f"{remedy_for_missing(choice)} Press R to refresh the list."
-        raise FileNotFoundError(f"{choice[:99]} is not in {looked}. {remedy}")
+        raise FileNotFoundError(f"{printable(choice, NAME)} is not in {looked}. {remedy}")
     return found
 
 
@@ -236,7 +238,11 @@ def trace_path(choice: str) -> Path:
     root = Path(os.path.abspath(root or folder_paths.get_output_directory()))
     path = Path(os.path.abspath(root / name))
     if not path.is_relative_to(root):  # by its name: a link inside may lead elsewhere, and Save Trace writes there
-        raise ValueError(f"{choice[:99]} lies outside ComfyUI's folders. Choose one from the output or input folder.")
+        raise ValueError(
+            f"{printable(choice, NAME)} lies outside ComfyUI's folders. Choose one from the output or input folder."
+        )
     if not os.path.isfile(path):  # unlike Path.is_file, it accepts invalid names
-        raise FileNotFoundError(f"There is no trace {choice[:99]}. Write one with Save Trace, or press R to refresh.")
+        raise FileNotFoundError(
+            f"There is no trace {printable(choice, NAME)}. Write one with Save Trace, or press R to refresh."
+        )
     return path

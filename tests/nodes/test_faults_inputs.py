@@ -4,12 +4,15 @@ import json
 import math
 import os
 import re
+import traceback
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.nodes import extension
+from comfy_api.latest import io
+from comfyui_specar.common.printable import printable_lines
+from comfyui_specar.nodes import checks, extension
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,14 +97,15 @@ def refused(run, node, inputs, *names):
         run(node, **inputs)
     except REFUSALS as error:
         message = str(error)
-        assert len(message) > 20 and message[-1] in ".)", message
+        assert len(message) > 20 and message[-1] in ".)" and message == printable_lines(message), message
         assert not names or any(name in message for name in names), (names, message)
         return message
     return None
 
 
 NUMBERS = [2**31, 2**63, 2**64, 10**400, math.nan, math.inf, -math.inf, -0.0, 1e308]
-TEXTS = ["", " ", "0", "\0", "ü" * 9999, "../../etc/passwd", "/etc/passwd", "C:\\x", "nan", "-1"]
+ACTS = "\x1b[2J\x9b\u202e\u2028"  # on a terminal
+TEXTS = ["", " ", "0", "\0", ACTS, "ü" * 9999, "../../etc/passwd", "/etc/passwd", "C:\\x", "nan", "-1"]
 THINGS = [None, True, False, {}, {"samples": 3}, [[1, 2]], [1, 2, 3], b"x"]
 TENSORS = [
     torch.zeros(0),
@@ -148,6 +152,39 @@ def test_what_is_sent_in_place_of_an_object_is_named(name, sound, nodes, run):
         if wanted.io_type not in WIDGETS:
             for value in (5, 2.5, True, "x", "", b"x", [], [1], {}, {"samples": 5}, *[None] * (not wanted.optional)):
                 assert refused(run, nodes[name], sound(name) | {wanted.id: value}, wanted.id, "CONDITIONING", "prompt")
+
+
+def test_what_acts_on_a_terminal_is_in_no_message_and_no_line_of_the_log(sound, nodes, run, tiny, caplog):
+    """ComfyUI's log is a terminal's: choices, also before a run, words of a prompt, and whatever an error quotes."""
+    for name in NAMES:
+        for wanted in nodes[name].GET_SCHEMA().inputs:
+            if wanted.io_type in ("STRING", "COMBO"):
+                refused(run, nodes[name], sound(name) | {wanted.id: ACTS})
+                if "validate_inputs" in vars(nodes[name]) and "_name" in wanted.id:
+                    said = nodes[name].validate_inputs(**{wanted.id: ACTS})
+                    assert isinstance(said, str) and said == printable_lines(said)
+    prompt = tiny[1].encode_from_tokens_scheduled(f"<lora:zzz{ACTS}:1> apple")
+    run(nodes["SpecARNextTokenSampler"], **sound("SpecARNextTokenSampler") | {"positive": prompt})
+    assert "zzz" in caplog.text and caplog.text == printable_lines(caplog.text)
+
+
+def test_an_error_and_those_before_it_are_printable():
+    class Broken(io.ComfyNode):
+        @classmethod
+        def define_schema(cls):
+            return io.Schema(node_id="Broken", inputs=[])
+
+        @classmethod
+        def execute(cls):
+            try:
+                raise KeyError(ACTS, 5)
+            except KeyError as error:
+                raise RuntimeError(f"of {ACTS}\nno") from error
+
+    with pytest.raises(RuntimeError) as caught:
+        checks.checked(Broken).execute()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown == printable_lines(shown) and "\nno" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", NAMES)

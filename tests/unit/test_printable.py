@@ -1,9 +1,10 @@
 """Untrusted text in messages and logs."""
 
+import logging
 import unicodedata
 
 import pytest
-from comfyui_specar.common.printable import printable
+from comfyui_specar.common.printable import PrintableLog, make_printable, printable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,3 +39,20 @@ def test_any_text_becomes_one_line_that_any_file_takes(text, most):
     printable(text).encode()
     more = f"... ({len(text)} characters)" if len(text) > most else ""
     assert printable(text, most) == printable(text[:most]) + more
+
+
+def test_what_the_modules_of_a_package_log_is_printable_for_others(caplog):
+    package, handler = logging.getLogger("some.package"), PrintableLog()
+    package.addHandler(handler)
+    logging.getLogger("some.package.a.b").warning("%s of %d", "\x1b[2J", 2)
+    package.removeHandler(handler)
+    logging.getLogger("some.package.a.b").warning("%s", "\x1b")
+    assert caplog.messages == [r"\x1b[2J of 2", "\x1b"]
+
+
+def test_errors_are_made_printable_with_those_they_came_from():
+    """Also where they are a circle; ends of lines stay, and so does what is no text."""
+    inner, outer = KeyError("\x1b", 5), ValueError("a\n\x1b[1mb")
+    outer.__context__, inner.__cause__ = inner, outer
+    make_printable(outer)
+    assert inner.args == (r"\x1b", 5) and outer.args == ("a\n\\x1b[1mb",)
