@@ -93,8 +93,9 @@ def verify_or_skip(method: DraftTree, run: Run, state: SkippingRound, tree: Tree
     assert method.skipping is not None
     active = state.committed < run.end
     alike = None if run.codebook is None else skipping.similarity(tree, run.codebook, method.skipping.decay)
+    planned = skipping.outline(tree, state.committed, run.layout)
     skip = active & skipping.decide(
-        method.skipping, tree, alike, state.index, state.committed, run.end, state.skipped, run.skippable
+        method.skipping, tree, planned, alike, state.index, state.committed, run.end, state.skipped, run.skippable
     )
     verifies, skips = torch.stack(((active & ~skip).any(), skip.any())).tolist()
     kind = "verify" if verifies or not skips else "skip"
@@ -185,9 +186,10 @@ def take_unverified(
     """Take a path of the tree as if it were verified, for the images ``skip`` [B]; and its q [B, levels]."""
     assert method.skipping is not None
     u = run.stream.uniform(state.committed[:, None], Purpose.SKIP, state.index)[:, 0]
-    slots, count = skipping.choose_path(method.skipping, tree, u)
+    planned = skipping.outline(tree, state.committed, run.layout)
+    slots, count = skipping.choose_path(method.skipping, tree, planned, u)
     count = torch.where(skip, count, 0)
-    token, q = tree.token.gather(1, slots), skipping.path_probability(method.skipping, tree, slots)
+    token, q = tree.token.gather(1, slots), skipping.path_probability(method.skipping, tree, planned, slots)
     index = counting(slots.shape[1], skip.device)
     stale = skipping.staleness(method.skipping, state.index, skipped=True)
     hidden = skipping.stale_features(state.features, state.known, count, index.expand_as(slots), stale)

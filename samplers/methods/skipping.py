@@ -9,11 +9,16 @@ The two listings of the paper contradict each other on the flag that forbids ski
 round after a skipped one is always verified. A chain has one path, and a skipped round takes all of it. A single path
 has similarity 0, so at any threshold above 0 the dynamic schedule verifies chains, and trees of two leaves (every
 second leaf counts).
+
+Drafts that decide themselves whether they are taken are no sample from the drafter any more, and drift by more than the
+trace says. Where top-p leaves some siblings out, the number of a draft's children tells which token it is. So how much
+of a sampled tree is taken, and with which chances, follows from its shape (``outline``); only the dynamic schedule
+looks at the tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +27,7 @@ from torch.nn.functional import normalize
 
 from ...kernels.sampling import take
 from ..drafts.trees import Tree
+from ..layout import TokenLayout
 from ..settings import check_settings, setting
 
 SCHEDULES = ("uniform", "dynamic")
@@ -98,6 +104,17 @@ def check_codebook(settings: Skipping, codebook: Tensor | None) -> None:
         )
 
 
+def outline(tree: Tree, committed: Tensor, layout: TokenLayout) -> Tree:
+    """The tree after ``committed`` [B] tokens with every draft that its shape has within the image, whatever the
+    drafter's q; forced tokens are only children. A tree of the most likely tokens, which nothing is sampled for, stays
+    as it is."""
+    if not tree.sampled:
+        return tree
+    position = committed[:, None] + tree.depth - 1
+    missing = (position >= layout.length) | ((tree.rank > 0) & (layout.forced_at(position) >= 0))
+    return replace(tree, exists=~(tree.tree_mask() & missing[:, None]).any(2))
+
+
 def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
     """Similarity of the paths of a tree: S [B] (fp32, -1 .. 1), the mean of eq. (2) over pairs of paths.
 
@@ -127,6 +144,7 @@ def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
 def decide(
     settings: Skipping,
     tree: Tree,
+    planned: Tree,
     alike: Tensor | None,
     round_index: int | Tensor,
     committed: Tensor,
@@ -136,14 +154,14 @@ def decide(
 ) -> Tensor:
     """Which images take their tree unverified [B] (bool).
 
-    alike [B]: similarity(), which the dynamic schedule needs. round_index (or [B]) is from 1; committed [B] of
-    ``end`` [B] tokens are decided; last_skipped [B] (bool). Never twice in a row, on an empty tree, early in the image
-    (``guard``), if the longest path that could be taken leaves no token after it, or if a position of that path is not
-    ``skippable`` [B, S] (bool; None: all are).
+    planned: outline(); alike [B]: similarity(), which the dynamic schedule needs. round_index (or [B]) is from 1;
+    committed [B] of ``end`` [B] tokens are decided; last_skipped [B] (bool). Never twice in a row, on an empty tree,
+    early in the image (``guard``), if the longest path that could be taken leaves no token after it, or if a position
+    of that path is not ``skippable`` [B, S] (bool; None: all are).
     """
-    lengths = _lengths(tree, tree.leaves())
-    path_length = _mean_length(tree) if settings.truncate else lengths.amax(1)
-    allowed = ~last_skipped & (path_length > 0) & (committed > settings.guard) & (committed + path_length < end)
+    path_length = _mean_length(planned) if settings.truncate else _lengths(planned, planned.leaves()).amax(1)
+    drafted = tree.exists[:, 1:].any(1)
+    allowed = ~last_skipped & drafted & (committed > settings.guard) & (committed + path_length < end)
     if skippable is not None:
         step = torch.arange(tree.levels, device=path_length.device)
         here = skippable.gather(1, (committed[:, None] + step).clamp(max=skippable.shape[1] - 1))
@@ -154,16 +172,16 @@ def decide(
     return allowed & (alike >= settings.threshold)
 
 
-def choose_path(settings: Skipping, tree: Tree, u: Tensor) -> tuple[Tensor, Tensor]:
+def choose_path(settings: Skipping, tree: Tree, planned: Tree, u: Tensor) -> tuple[Tensor, Tensor]:
     """A path's slots [B, levels] and how many of them are taken [B] (int64; 0 of an empty tree), eq. (1).
 
-    u [B]: a uniform number in [0, 1).
+    planned: outline(); u [B]: a uniform number in [0, 1).
     """
     leaves, paths = tree.leaves(), tree.retrieve_indices()
     if settings.path == "uniform":
-        count = leaves.sum(1)
-        wanted = torch.minimum((u * count).long(), count - 1) + 1
-        end = (leaves & (leaves.cumsum(1) == wanted[:, None])).long().argmax(1)
+        along = _shares(tree, planned).unsqueeze(-1).expand(-1, -1, tree.levels).gather(1, paths)
+        chance = (along.prod(-1) * leaves).cumsum(1)
+        end = (leaves & (chance > u[:, None] * chance[:, -1:])).long().argmax(1)
     elif settings.path == "confident":
         along = tree.probability.log().unsqueeze(-1).expand(-1, -1, tree.levels).gather(1, paths).sum(-1)
         end = along.masked_fill(~leaves, -torch.inf).argmax(1)
@@ -172,21 +190,20 @@ def choose_path(settings: Skipping, tree: Tree, u: Tensor) -> tuple[Tensor, Tens
         end = torch.where(tree.exists & (ranks == 0), tree.depth, 0).argmax(1)
     slots = paths.gather(1, end[:, None, None].expand(-1, -1, tree.levels))[:, 0]
     length = tree.depth.gather(1, end[:, None])[:, 0]  # 0 of the root, which stands for no leaf
-    return slots, torch.minimum(length, _mean_length(tree)) if settings.truncate else length
+    return slots, torch.minimum(length, _mean_length(planned)) if settings.truncate else length
 
 
-def path_probability(settings: Skipping, tree: Tree, slots: Tensor) -> Tensor:
+def path_probability(settings: Skipping, tree: Tree, planned: Tree, slots: Tensor) -> Tensor:
     """The probability q [B, levels] (fp32) of each token of a chosen path (slots [B, levels]), given those before it.
 
-    Of a path at random: the share of the leaves below the token's parent that are below the token; of an only child
-    that was sampled, the drafter's q. Of the first children of a sampled tree, which are a sample from the drafter, its
-    q. Otherwise 1, as the tree alone decides which token it is; but a sampled chain has no choice of paths, and its
-    tokens keep the drafter's q. Meaningless past the end of the path.
+    Of a path at random: the token's share (see _shares; planned: outline()); of an only child that was sampled, the
+    drafter's q. Of the first children of a sampled tree, which are a sample from the drafter, its q. Otherwise 1, as
+    the tree alone decides which token it is; but a sampled chain has no choice of paths, and its tokens keep the
+    drafter's q. Meaningless past the end of the path.
     """
     drafted = tree.probability.gather(1, slots)
     if settings.path == "uniform":
-        below = (tree.tree_mask() & tree.leaves()[..., None]).sum(1)  # leaves below every slot, itself included
-        share = below.gather(1, slots) / below.gather(1, tree.parent.gather(1, slots)).clamp(min=1)
+        share = _shares(tree, planned).gather(1, slots)
         return torch.where(share == 1, drafted, share) if tree.sampled else share
     if not tree.sampled:
         return torch.ones_like(drafted)
@@ -225,6 +242,19 @@ def push_features(features: Tensor, new: Tensor, count: Tensor) -> Tensor:
     """
     index = count[:, None] + torch.arange(features.shape[1], device=features.device)
     return take(torch.cat((features, new), dim=1), index)
+
+
+def _shares(tree: Tree, planned: Tree) -> Tensor:
+    """The probability [B, M + 1] (fp32) with which a path at random that has reached a draft's parent goes on to it (1
+    of the root): in proportion, among the siblings that exist, to the leaves ``planned`` below them. Where all of these
+    exist, they are equally likely."""
+    below = (tree.tree_mask() & planned.leaves()[..., None]).sum(1)  # leaves below every slot, itself included
+    below = torch.where(tree.exists, below, 0)
+    below[:, 0] = 0
+    siblings = torch.zeros_like(below).scatter_add(1, tree.parent, below)
+    share = below / siblings.gather(1, tree.parent).clamp(min=1)
+    share[:, 0] = 1
+    return share
 
 
 def _lengths(tree: Tree, leaves: Tensor) -> Tensor:

@@ -187,6 +187,8 @@ ASKED: dict[str, Ask] = {
     "skippable": over_rows("skippable", lambda shares: shares >= 0.5),
     "whole": lambda subject: {"layout": subject.model.layout()},
 }
+# Questions for methods with certain parts only, one of them in the method's name:
+PARTS = {"strength": RULES.keys() - {"exact"}, "skippable": SKIPS.keys() - {"verified"}}
 
 
 def vectors(**settings: Any) -> Make:
@@ -244,7 +246,7 @@ def listed() -> Iterator[tuple[str, str, Make, str, Ask, Callable[[str], Subject
         (BUNDLED, WINDOWS | PRESETS | VARIANTS, once),
     ):
         for (method, make), (question, ask) in product(methods.items(), asked.items()):
-            if question != "skippable" or any(skips in method for skips in SKIPS if skips != "verified"):
+            if any(part in method for part in PARTS.get(question, ("",))):
                 yield model, method, make, question, ask, discrete
     once = {"guided": VECTORS_ASKED["guided"]}
     for model in (BUNDLED_VECTORS, *TINY_VECTORS):

@@ -16,6 +16,7 @@ from comfyui_specar.samplers.methods.skipping import (
     Skipping,
     choose_path,
     decide,
+    outline,
     path_probability,
     push_features,
     similarity,
@@ -53,7 +54,7 @@ def taken(tree, b: int, slots: torch.Tensor, count: torch.Tensor) -> list[int]:
 def test_paths_by_hand(seed, path, truncate):
     tree = random_tree(seed)
     u = torch.rand(len(tree.token), generator=torch.Generator().manual_seed(seed))
-    slots, count = choose_path(Skipping(path=path, truncate=truncate), tree, u)
+    slots, count = choose_path(Skipping(path=path, truncate=truncate), tree, tree, u)
     assert slots.shape == (len(u), tree.levels)
     for b in range(len(u)):
         leaves = leaf_paths(tree, b)
@@ -68,7 +69,7 @@ def test_paths_by_hand(seed, path, truncate):
             expected = next(p for p in leaves if all(tree.rank[b, s] == 0 for s in p))
         mean = sum(map(len, leaves)) // len(leaves)
         assert taken(tree, b, slots, count) == expected[: mean if truncate else None]
-        alone = choose_path(Skipping(path=path, truncate=truncate), row(tree, b), u[b : b + 1])
+        alone = choose_path(Skipping(path=path, truncate=truncate), row(tree, b), row(tree, b), u[b : b + 1])
         assert taken(tree, 0, *alone) == taken(tree, b, slots, count)
 
 
@@ -115,7 +116,7 @@ def run_of(skipping: Skipping, tree, rounds: int, codebook=None) -> list[list[bo
     committed, last, seen = torch.ones(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.bool), []
     for number in range(1, rounds + 1):
         alike = None if codebook is None else similarity(tree, codebook, skipping.decay)
-        last = decide(skipping, tree, alike, number, committed, torch.tensor(10**6), last)
+        last = decide(skipping, tree, tree, alike, number, committed, torch.tensor(10**6), last)
         committed = committed + 2
         seen.append(last.tolist())
     return [list(image) for image in zip(*seen, strict=True)]
@@ -152,7 +153,7 @@ def test_limits_by_hand(seed, truncate, guard, length):
     mask = torch.rand((len(committed), length), generator=generator) < 0.8
     chosen = Skipping(interval=2, truncate=truncate, guard=guard)
     end = torch.tensor(length)
-    skip, masked = (decide(chosen, tree, None, 4 + number, committed, end, last, each) for each in (None, mask))
+    skip, masked = (decide(chosen, tree, tree, None, 4 + number, committed, end, last, each) for each in (None, mask))
     for b in range(len(skip)):
         lengths = [len(path) for path in leaf_paths(tree, b)]
         most = (sum(lengths) // len(lengths) if truncate else max(lengths)) if lengths else 0
@@ -191,8 +192,10 @@ def test_the_probability_of_a_path_by_hand(seed, sampled, path):
     tree = random_tree(seed)
     if sampled:
         tree = replace(tree, draft_probs=torch.zeros(3, 1, 6))
-    slots, _ = choose_path(Skipping(path=path), tree, torch.rand(3, generator=torch.Generator().manual_seed(seed)))
-    found = path_probability(Skipping(path=path), tree, slots)
+    slots, _ = choose_path(
+        Skipping(path=path), tree, tree, torch.rand(3, generator=torch.Generator().manual_seed(seed))
+    )
+    found = path_probability(Skipping(path=path), tree, tree, slots)
     for b in range(3):
         paths, chosen = leaf_paths(tree, b), [int(slot) for slot in slots[b] if slot > 0]
         alone = all(int(tree.rank[b, slot]) == 0 for line in paths for slot in line)
@@ -207,6 +210,29 @@ def test_the_probability_of_a_path_by_hand(seed, sampled, path):
             else:
                 wanted = drafted if sampled and alone else 1.0
             assert float(found[b, level]) == pytest.approx(wanted), (path, level)
+
+
+def test_of_a_sampled_tree_what_is_planned_decides():
+    """The second child of the first of two is missing: its mass is not, until it is the only one to be asked. Nor do
+    the last two of five positions, or a forced one, leave any choice."""
+    tree = tree_of_paths(2, 1)  # slots 1 - 2 and 3; the child in slot 4 has not been sampled
+    more = {"token": 5, "parent": 1, "depth": 2, "rank": 1, "exists": 0, "probability": 0}
+    values = {name: torch.cat((getattr(tree, name), torch.tensor([[x]])), 1) for name, x in more.items()}
+    values["exists"] = values["exists"] > 0
+    tree = replace(tree, **values, draft_probs=torch.zeros(1, 1, 6))
+    one, chosen = torch.ones(1, dtype=torch.int64), Skipping(truncate=False)
+    planned = outline(tree, one, plain(1, 9))
+    assert planned.exists.all() and int(planned.leaves().sum()) == 3
+    for u, wanted in ((0.6, [1, 2]), (0.7, [3, 0])):  # not half, as of the two leaves that exist
+        slots, count = choose_path(chosen, tree, planned, torch.tensor([u]))
+        assert slots.tolist() == [wanted] and int(count) == (2 if wanted[1] else 1)
+        q = path_probability(chosen, tree, planned, slots)[0]
+        assert float(q[0]) == pytest.approx(2 / 3 if wanted[1] else 1 / 3)
+    assert outline(tree, 4 * one, plain(1, 5)).exists.tolist() == [[True, True, False, True, False]]
+    forced = replace(plain(1, 9), forced=torch.tensor([[-1, -1, 0, -1, -1, -1, -1, -1, -1]]))
+    assert outline(tree, one, forced).exists.tolist() == [[True, True, True, True, False]]
+    assert outline(tree, 2 * one, forced).exists.tolist() == [[True, True, True, False, True]]
+    assert outline(replace(tree, draft_probs=None), one, plain(1, 9)).exists.tolist() == tree.exists.tolist()
 
 
 # What a feature drafter is fed meanwhile.

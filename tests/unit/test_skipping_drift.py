@@ -10,7 +10,15 @@ from comfyui_specar.samplers.contract import SamplingParams, StepOut
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.drafts.trees import Tree
-from comfyui_specar.samplers.methods.skipping import PATHS, Skipping, choose_path, decide, path_probability, similarity
+from comfyui_specar.samplers.methods.skipping import (
+    PATHS,
+    Skipping,
+    choose_path,
+    decide,
+    outline,
+    path_probability,
+    similarity,
+)
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,17 +27,22 @@ from ..support.random_trees import leaf_paths, random_tree, row, tree_of_paths
 from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request
 
 seeds = st.integers(0, 10**6)
+LONG = plain(1, 99)
 
 
 class Table:
-    """Next-token distributions over ``vocab`` tokens after every prefix, drawn when asked for."""
+    """Next-token distributions over ``vocab`` tokens after every prefix, drawn when asked for. thinned: filters leave
+    one token after a 0."""
 
-    def __init__(self, seed: int, vocab: int):
+    def __init__(self, seed: int, vocab: int, thinned: bool = False):
         self.generator, self.vocab, self.rows = torch.Generator().manual_seed(seed), vocab, {}
+        self.thinned = thinned
 
     def __call__(self, prefix: tuple[int, ...]) -> list[float]:
         if prefix not in self.rows:
             logits = 1.5 * torch.randn(self.vocab, generator=self.generator, dtype=torch.float64)
+            if self.thinned and prefix[-1:] == (0,):
+                logits[logits < logits.max()] = -torch.inf
             self.rows[prefix] = logits.softmax(-1).tolist()
         return self.rows[prefix]
 
@@ -46,20 +59,29 @@ def distance(sampled: dict, other: dict) -> float:
     return sum(abs(sampled.get(key, 0.0) - other.get(key, 0.0)) for key in sampled.keys() | other.keys()) / 2
 
 
+def rows(tree: Tree, count: int) -> Tree:
+    """A tree for each of several images."""
+    fields = ("token", "parent", "depth", "rank", "exists", "probability")
+    return replace(tree, **{name: getattr(tree, name).expand(count, -1) for name in fields})
+
+
 def drift(trees, chosen: Skipping, target: Table, length: int) -> tuple[float, float, float]:
     """How far a skipped round drifts over trees (with their probabilities): the total variation of what it takes,
     continued by the target, and the target's own; the mean of the bounds; the same with q = 1 throughout."""
     sampled, exact, bound, certain = {}, {}, 0.0, 0.0
     target.extended(exact, (), 1.0, length)
     for tree, chance in trees:
-        draws = len(leaf_paths(tree, 0)) if chosen.path == "uniform" else 1
-        for draw in range(draws):
-            slots, count = choose_path(chosen, tree, torch.tensor([(draw + 0.5) / draws]))
-            q = path_probability(chosen, tree, slots)[0]
-            tokens = tuple(tree.token[0, slots[0, : int(count)]].tolist())
+        draws = 120 if tree.sampled else len(leaf_paths(tree, 0))  # a multiple of what shares have as denominators
+        draws = draws if chosen.path == "uniform" else 1
+        same = rows(tree, draws)
+        planned = outline(same, torch.ones(draws, dtype=torch.int64), LONG)
+        slots, count = choose_path(chosen, same, planned, (torch.arange(draws) + 0.5) / draws)
+        q, drawn = path_probability(chosen, same, planned, slots).tolist(), same.token.gather(1, slots).tolist()
+        for line, ratios, taken in zip(drawn, q, count.tolist(), strict=True):
+            tokens = tuple(line[:taken])
             for place, token in enumerate(tokens):
                 p = target(tokens[:place])[token]
-                bound += chance / draws * max(0.0, 1 - p / float(q[place]))
+                bound += chance / draws * max(0.0, 1 - p / ratios[place])
                 certain += chance / draws * (1 - p)
             target.extended(sampled, tokens, chance / draws, length)
     return distance(sampled, exact), bound, certain
@@ -90,9 +112,10 @@ def sampled_trees(drafter: Table, shape: tuple[tuple[int, ...], ...]):
 
     def grown(prefix: tuple[int, ...], path: tuple[int, ...]):
         """Ways to draw the children of a draft, and theirs: nodes as (path, token, q), and the probability."""
-        count = sum(len(p) == len(path) + 1 and p[: len(path)] == path for p in shape)
         q = drafter(prefix)
-        for drawn in itertools.permutations(range(drafter.vocab), count):
+        likely = [token for token in range(drafter.vocab) if q[token]]
+        count = sum(len(p) == len(path) + 1 and p[: len(path)] == path for p in shape)
+        for drawn in itertools.permutations(likely, min(count, len(likely))):
             chance, left = 1.0, 1.0
             for token in drawn:
                 chance, left = chance * q[token] / left, left - q[token]
@@ -102,6 +125,8 @@ def sampled_trees(drafter: Table, shape: tuple[tuple[int, ...], ...]):
                 yield nodes + [node for part, _ in parts for node in part], chance * _product(w for _, w in parts)
 
     for nodes, chance in grown((), ()):
+        alive = [path for path, _, _ in nodes]
+        nodes += [(path, 0, 0.0) for path in shape if path not in alive]
         nodes = sorted(nodes, key=lambda node: (len(node[0]), node[0]))
         slot = {(): 0} | {path: number for number, (path, _, _) in enumerate(nodes, 1)}
         columns = [
@@ -113,7 +138,7 @@ def sampled_trees(drafter: Table, shape: tuple[tuple[int, ...], ...]):
         token, parent, depth, rank = (torch.tensor([column]) for column in columns)
         q = torch.tensor([[1.0, *(q for _, _, q in nodes)]])
         levels, width = max(map(len, slot)), max(path[-1] for path, _, _ in nodes) + 1
-        yield Tree(token, parent, depth, rank, torch.ones_like(token) > 0, q, levels, width, torch.empty(1)), chance
+        yield Tree(token, parent, depth, rank, q > 0, q, levels, width, torch.empty(1)), chance
 
 
 def _product(values) -> float:
@@ -143,6 +168,34 @@ def test_of_sampled_trees(path, shape):
             assert bound < certain - 0.01  # what is known of the path is used
 
 
+THINNED = {
+    "children of a child": ((0,), (1,), (2,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 2)),
+    "children of one of two": ((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("shape", THINNED.values(), ids=THINNED)
+@pytest.mark.parametrize("path", PATHS)
+def test_of_sampled_trees_that_top_p_has_thinned_out(path, shape, truncate):
+    """How many children a draft has tells which token it is. That decides neither how many tokens are taken, nor their
+    path, nor whether any are: with the target as the drafter, the first children do not drift at all."""
+    chosen = Skipping(interval=2, guard=0, path=path, truncate=truncate)
+    one, no = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    target = Table(0, 3, thinned=True)
+    for drafter in (target, Table(50, 3, thinned=True)):
+        trees = list(sampled_trees(drafter, shape))
+        assert len({int(tree.leaves().sum()) for tree, _ in trees}) > 1
+        found, bound, _ = drift(trees, chosen, target, 3)
+        assert found <= bound + 1e-5
+        assert bound < 1e-5 or path != "first" or drafter is not target
+        for end in range(2, 5):
+            decisions = (
+                decide(chosen, tree, outline(tree, one, LONG), None, 2, one, end * one, no) for tree, _ in trees
+            )
+            assert len(set(map(bool, decisions))) == 1
+
+
 def verified(tokens: list[int], p: list[float], q: list[float]) -> list[float]:
     """The distribution of the token after an exact test of siblings that were sampled in this order, one by one."""
     sampled, left = [0.0] * len(p), 1.0
@@ -170,7 +223,7 @@ def test_sampled_trees_that_decide_themselves_have_no_bound():
     sampled, skipped = {(x,): 0.0 for x in range(4)}, []
     for tree, chance in trees:
         tokens = tree.token[0, 1:].tolist()
-        if decide(chosen, tree, similarity(tree, codes, chosen.decay), 1, one, 9 * one, no):
+        if decide(chosen, tree, tree, similarity(tree, codes, chosen.decay), 1, one, 9 * one, no):
             skipped.append((tree, chance))
             taken = [tokens.count(x) / 3 for x in range(4)]
         else:
