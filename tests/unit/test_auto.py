@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import comfyui_specar as specar
 import pytest
@@ -141,6 +142,30 @@ def test_counts_are_those_of_the_trace():
             assert int(hits[level, rank]) == int((tested & taken & (positions["rank"] == rank)).sum())
             assert int(tests[level, rank]) == int((tested & (positions["rank"] >= rank)).sum())
     assert not tests[2].any() and not tests[:, 2:].any()
+
+
+def outcome(accepted, rank, tested):
+    """What is counted of a round in which every image tested the drafts of two levels, or of fewer."""
+    tested = torch.tensor(tested)
+    return SimpleNamespace(path=tested[:, :2].long(), rank=torch.tensor(rank), tested=tested), torch.tensor(accepted)
+
+
+def test_a_round_is_counted_of_the_images_that_verified_it():
+    """Accepted: the second child, then none of three; nothing, as there was no draft; all, of a complete image."""
+    verified, accepted = outcome(
+        [1, 0, 2], [[1, 2, 0], [0, 0, 0], [0, 0, 0]], [[True, True, False], [False] * 3, [True, True, False]]
+    )
+    tests, hits = auto.counted(verified, accepted, torch.tensor([True, True, False]), 3)
+    assert tests[:, :4].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [0] * 4] and not tests[:, 4:].any()
+    assert hits[:, :4].tolist() == [[0, 1, 0, 0], [0] * 4, [0] * 4] and not hits[:, 4:].any()
+
+
+def test_every_verified_round_forgets_and_no_other():
+    verified, accepted = outcome([0], [[0, 0, 0]], [[False] * 3])
+    before, some = auto.Counts(torch.full((2, 3, RANKS), 8.0)), torch.ones(1) > 0
+    after = SMALL.learn(before, None, None, verified, None, None, accepted, some)
+    assert torch.allclose(after.values, before.values * (1 - 1 / auto.MEMORY)) and auto.MEMORY == 48
+    assert SMALL.learn(before, None, None, None, None, None, accepted, some) is before
 
 
 def test_acceptance_starts_at_a_guess_and_approaches_the_counts():

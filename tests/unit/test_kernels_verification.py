@@ -142,6 +142,39 @@ def test_chains_are_decided_as_blocks_alike():
         agrees("verification.block", *given, rtol=1e-4)
 
 
+def test_the_drift_of_all_siblings_tested_is_recorded():
+    """min(1, 1.5 p) of two certain drafts: 0.75 and, of what is left of p, 0.9; at u = 0.8 the second is accepted."""
+    p, tree = torch.tensor([[[0.5, 0.3, 0.2]] * 3]), tree_of_paths(1, 1)
+    token, u = torch.tensor([[2, 0, 1]]), torch.full((1, 1, 2), 0.8)
+    given = p, token, tree.children(), None, None, u, torch.zeros(1, 2), torch.ones(1, 2), UniformRSD(1.5)
+    found = verification.relaxed_rejection_sampling(*given)
+    assert found.accepted.tolist() == [1] and found.rank[0, 0] == 1
+    assert float(found.tv_bound[0, 0]) == pytest.approx(0.75 - 0.5 + 0.9 - 0.6)
+    assert float(found.ratio[0, 0]) == pytest.approx(0.6) and not found.tv_bound[0, 1]
+
+
+def test_where_no_child_is_the_sample_the_last_one_is_recorded():
+    p, tree = torch.tensor([[[0.1, 0.2, 0.3, 0.4]] * 4]), tree_of_paths(1, 1, 1)
+    for u, rank in ((0.95, 2), (0.05, 0), (0.5, 2)):  # the samples are 3, which is no child, 0 and 2
+        found = verification.sample_and_match_rows(
+            p, torch.tensor([[3, 0, 1, 2]]), tree.children(), tree.levels, torch.full((1, 4), u)
+        )
+        assert int(found.rank[0, 0]) == rank
+        assert float(found.ratio[0, 0]) == pytest.approx(float(p[0, 0, rank]))
+        assert int(found.source[0, 0]) == (verification.RESIDUAL if u > 0.9 else verification.ACCEPTED)
+
+
+def test_the_draft_that_ends_a_block_is_recorded_and_none_after_it():
+    """The target never takes the second of three drafts."""
+    p, draft_probs = torch.tensor([[[0.5, 0.5, 0.0]] * 4]), torch.tensor([[[0.5, 0.0, 0.5]] * 3])
+    token = torch.tensor([[0, 0, 2, 0]])
+    found = verification.block(p, draft_probs, token, token >= 0, torch.full((1, 3), 0.5), torch.zeros(1, 4))
+    assert found.accepted.tolist() == [1]
+    wanted = verification.ACCEPTED, verification.RESIDUAL, verification.BONUS, verification.BONUS
+    assert found.source.tolist() == [list(wanted)]
+    assert found.q.tolist() == [[0.5, 0.5, 0, 0]] and found.ratio.tolist() == [[1, 0, 0, 0]]
+
+
 def test_probabilities_can_be_asked_for_one_by_one():
     """Slot by slot, as the CPU does, the same is decided, and no more than the path is asked for."""
     tree, vocab = random_tree(5, batch=1, vocab=9), 9

@@ -147,6 +147,21 @@ def test_the_drift_is_its_closed_form_and_the_tv_bound_says_so(rule, depth):
     assert (max(drifts) > 1e-3) == relaxed, "the test would not notice a rule that does nothing"
 
 
+@pytest.mark.parametrize("rule", [Lantern(4, 0.2, "paper"), LanternPP(5, 4, "paper")], ids=str)
+def test_the_papers_residual_adds_its_distance_from_the_best_one_where_it_is_sampled(rule):
+    rule, seen = bound(rule), set()
+    for seed in range(10):
+        p, q = probs(seed)
+        given = every(p, q)
+        best = (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
+        found, accept, paper = rule.tv_bound(*given), rule.accept_probability(*given), rule.residual(*given)
+        for x in q.nonzero()[:, 0].tolist():
+            f, apart = float(accept[x]), float((paper[x] / paper[x].sum() - best).abs().sum()) / 2
+            assert float(found[x]) == pytest.approx(max(f - float(p[x] / q[x]), 0) + (1 - f) * apart)
+            seen.add((f < 1, apart > 0.01))
+    assert {(True, True), (False, True)} <= seen
+
+
 @pytest.mark.parametrize("redraw", RESIDUALS)
 def test_the_papers_residual_samples_worse_and_the_tv_bound_holds_for_what_they_sample(redraw):
     worse = 0

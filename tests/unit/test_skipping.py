@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine.run import check_skippable
 from comfyui_specar.samplers.methods.skipping import (
@@ -390,6 +391,29 @@ def test_without_codes_the_uniform_schedule_records_no_similarity():
     method = DraftTree(DRAFTER, STRUCTURES["dynamic"], skipping=Skipping(interval=2, guard=0))
     trace = method.sample(request(bare, LAYOUT)).trace
     assert not trace.positions["similarity"].any() and trace.rounds["skipped"].any()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_images_of_a_batch_are_those_of_runs_of_their_own(structure):
+    """With as many tokens taken unverified as their own path has; and the target's p of every token is recorded."""
+    skips, names = Skipping(interval=2, guard=1, truncate=False), ("source", "p", "q", "ratio", "tv_bound", "depth")
+    together, distribution = draw(structure, skips, batch=8), MODEL.distribution(LAYOUT, SamplingParams())
+    free = LAYOUT.forced[0] < 0
+    for seed in range(8):
+        p = together.trace.positions["p"][seed, free].double().prod()
+        assert float(p) == pytest.approx(distribution[tuple(together.tokens[seed].flatten().tolist())], rel=1e-4)
+        alone = draw(structure, skips, seed=seed)
+        assert torch.equal(together.tokens[seed], alone.tokens[0])
+        for name in names:
+            assert torch.equal(together.trace.positions[name][seed], alone.trace.positions[name][0]), name
+
+
+def test_progress_counts_no_pass_for_a_skipped_round():
+    seen = []
+    asked = request(MODEL, LAYOUT, callback=lambda progress: seen.append(progress.passes))
+    method = DraftTree(DRAFTER, STRUCTURES["chain"], skipping=Skipping(interval=2, guard=1))
+    rounds = method.sample(asked).trace.rounds
+    assert seen == (~rounds["skipped"][:, 0].bool()).cumsum(0).tolist() and len(set(seen)) < len(seen)
 
 
 def test_skipping_saves_passes():
