@@ -200,4 +200,4 @@ def square(image: Tensor, side: int) -> Tensor:
     top, left = (edge - height) // 2, (edge - width) // 2
     canvas = torch.full((edge, edge, 3), GREY / 255)
     canvas[top : top + height, left : left + width] = resized(image, height, width)
-    return (canvas * 2 - 1).movedim(-1, 0)
+    return (canvas * 2 - 1).movedim(-1, 0).contiguous()

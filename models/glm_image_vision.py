@@ -55,7 +55,7 @@ class SourceEncoder(Placed):
     def features(self, image: Tensor) -> Tensor:
         """Features [1, dim, h, w] of an image [H, W, 3] in 0..1."""
         mean, std = (torch.tensor(each, device=self.device) for each in (self.mean, self.std))
-        pixels = ((image.to(self.device) - mean) / std).movedim(-1, 0)[None]
+        pixels = ((image.to(self.device) - mean) / std).movedim(-1, 0)[None].contiguous()
         x = self.patch_embed(pixels.to(self.pos_embed.dtype))
         grid = x.shape[2:]
         table = self.pos_embed.float().T.unflatten(1, (self.config.side, self.config.side))[None]

@@ -111,7 +111,7 @@ class MoVQ(nn.Module):
 
     def dequantize(self, tokens: Tensor) -> Tensor:
         """Tokens [B, h, w] -> code vectors [B, C, h, w]."""
-        return rearrange(self.codebook()[tokens], "b h w c -> b c h w")
+        return rearrange(self.codebook()[tokens], "b h w c -> b c h w").contiguous()
 
     def decode(self, latent: Tensor) -> Tensor:
         """Code vectors [B, C, h, w] -> pixels [B, 3, H, W] in about [-1, 1]: the first of four frames."""

@@ -16,18 +16,14 @@ from comfyui_specar.models.cosmos import Cosmos, CosmosConfig
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.vq import VQConfig, VQModel, nearest_codes
 from comfyui_specar.tools.training.contact_sheet import border_colour
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ..support import tiny_chameleon, tiny_emu3, tiny_emu35, tiny_mar
 from ..support.bad_files import refused
 from ..support.closeness import fp64
 from ..support.tiny import fill, vq_weights, write_llamagen
+from ..support.tiny_decoders import WRITE, saved
 from ..support.tiny_simplear import COSMOS, DECODER, cosmos_weights, write_cosmos
-
-
-def saved(path, tensors, **metadata):
-    save_file(tensors, str(path), **metadata)
-    return path
 
 
 def pickled(folder, contents):
@@ -38,17 +34,6 @@ def pickled(folder, contents):
 def kl_weights(folder):
     tiny_mar.write_kl_vae(folder)
     return load_file(folder / "kl16.safetensors")
-
-
-WRITE = {  # (folder) -> the file; pixels of a token, channels of a latent
-    "LlamaGen's VQGAN": (lambda folder: saved(folder / "vq.safetensors", vq_weights()), 2, 8),
-    "Chameleon's VQGAN": (lambda folder: tiny_chameleon.write_vqgan(folder / "vqgan.safetensors"), 4, 6),
-    "Emu3.5's IBQ": (lambda folder: tiny_emu35.write_decoder(folder) / "model.safetensors", 4, 16),
-    "Emu3's MoVQ": (lambda folder: tiny_emu3.write_decoder(folder) / "model.safetensors", 2, 4),
-    "MoVQGAN": (lambda folder: saved(folder / "movqgan_270M.safetensors", tiny_chameleon.movq_weights()), 2, 4),
-    "Cosmos": (lambda folder: write_cosmos(folder, ("autoencoder",)) / "autoencoder.safetensors", 16, 3),
-    "KL": (lambda folder: tiny_mar.write_kl_vae(folder) or folder / "kl16.safetensors", 2, 16),
-}
 
 
 @pytest.fixture(scope="module")
