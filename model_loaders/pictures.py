@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
+
+LONG = 8  # times as long as what is kept of it: an image that is longer is cut before it is scaled, ...
+AROUND = 4  # ... with as many pixels beside that as the bicubic filter reads
 
 
 def resized(image: Tensor, height: int, width: int, by: str = "bicubic") -> Tensor:
@@ -32,7 +36,7 @@ def covering(image: Tensor, height: int, width: int) -> Tensor:
     """
     from torchvision.transforms import InterpolationMode, functional
 
-    picture = _picture(image)
+    picture = _picture(shortened(image, height, width))
     while picture.width >= 2 * width and picture.height >= 2 * height:
         picture = functional.resize(picture, [picture.height // 2, picture.width // 2], InterpolationMode.BOX)
     scale = max(width / picture.width, height / picture.height)
@@ -40,6 +44,21 @@ def covering(image: Tensor, height: int, width: int) -> Tensor:
     picture = functional.resize(picture, size, InterpolationMode.BICUBIC)
     top, left = (picture.height - height) // 2, (picture.width - width) // 2
     return _pixels(functional.crop(picture, top, left, height, width))
+
+
+def shortened(image: Tensor, height: int, width: int, place: tuple[float, float] = (0.5, 0.5)) -> Tensor:
+    """Images [..., H, W, 3] without what is far from the part of height x width pixels that is kept of them when they
+    are scaled to cover it: of a strip of 1 x 800 pixels all would become thousands of times as large.
+
+    place (down, across): position of the part, 0 the start, 1/2 the middle, 1 the end.
+    """
+    scale = max(height / image.shape[-3], width / image.shape[-2])
+    for axis, wanted, at in ((-3, height, place[0]), (-2, width, place[1])):
+        length, most = image.shape[axis], ceil(LONG * wanted / scale) + AROUND
+        most += (length - most) % 2  # so that the middle stays the middle
+        if most < length:
+            image = image.narrow(axis, int((length - most) * at), most)
+    return image
 
 
 def _picture(image: Tensor) -> Any:

@@ -88,6 +88,16 @@ def test_an_image_of_another_size_is_scaled_and_stays_in_range():
     assert regions.fitted(torch.rand(1, 7, 5, 3), 32, 48, (0.5, 0.5)).shape == (1, 32, 48, 3)
 
 
+def test_a_strip_is_cut_before_it_is_scaled(monkeypatch):
+    sizes, scale = [], regions.F.interpolate
+    monkeypatch.setattr(regions.F, "interpolate", lambda x, size, **more: sizes.append(size) or scale(x, size, **more))
+    ramp = torch.linspace(0, 1, 800)[None, None, :, None].expand(1, 1, -1, 3)
+    for place, around in (((0.0, 0.5), 0.5), ((0.5, 1.0), 1.0), ((0.5, 0.0), 0.0)):
+        out = regions.fitted(ramp, 64, 64, place)
+        assert out.shape == (1, 64, 64, 3) and (out - around).abs().max() < 2 / 800
+    assert max(max(size) for size in sizes) <= 12 * 64
+
+
 def test_the_nearest_size_has_the_images_proportions(tiny):
     class Many:
         grids, pixels_per_token = ((4, 4), (8, 8), (4, 8), (8, 4)), 8
