@@ -16,7 +16,7 @@ from comfyui_specar.models.cosmos import Cosmos, CosmosConfig
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.vq import VQConfig, VQModel, nearest_codes
 from comfyui_specar.tools.training.contact_sheet import border_colour
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ..support import tiny_chameleon, tiny_emu3, tiny_emu35, tiny_mar
 from ..support.bad_files import refused
