@@ -19,6 +19,7 @@ from .batch_invariant import BLOCKS, invariant_rows, split
 
 ROWS = 32  # that oneDNN chooses the order for; others are multiplied about as fast
 MANY = 2**15  # outputs; four rows have 131,072 products
+NAN = {dtype: torch.tensor(torch.nan, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def pack(layer: nn.Linear) -> None:
         return
     with torch.inference_mode(False), torch.no_grad():
         packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS)
-        weight = nn.Parameter(layer.weight.new_full((), torch.nan).expand_as(layer.weight), requires_grad=False)
+        weight = nn.Parameter(NAN[packed.dtype].expand(packed.shape), requires_grad=False)
     layer.packed, layer.weight = (weight, packed), weight
 
 
