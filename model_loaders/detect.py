@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..common.limits import shown
 from ..models.glm_image_vision import SourceEncoder
 from ..models.precision import bf16_is_faster
 from ..models.quantised import NARROW
@@ -303,6 +304,8 @@ def unknown_model(checkpoint: Checkpoint) -> str:
     names = ", ".join(sorted(tensors)[:4])
     architecture = checkpoint.settings.get("architectures") or checkpoint.settings.get("model_type")
     says = f"Its config.json says {architecture}; its" if architecture else "Its"
+    if isinstance(checkpoint.quantisation, dict):  # by a program that gives other names to the tensors
+        says = f"It is quantised by {shown(checkpoint.quantisation.get('quant_method'))}, which may be why. {says}"
     where = f"{path.parent.name}/{path.name}" if path.name in WEIGHT_FILES else path.name
     return f"{where} is not of a supported model family ({NAMES}). {says} first tensors are: {names}."
 

@@ -33,6 +33,10 @@ from .scaled import scaled
 
 _STATES = DESCRIPTIONS[1:]
 _SCALES = ".SCB"
+_NEEDED = {
+    ".weight_format": _SCALES[1:],
+    ".absmax": "quant_state",
+}  # part of a matrix -> that without which it means nothing
 _LARGEST_BLOCK = 4096
 
 
@@ -56,6 +60,12 @@ def with_bitsandbytes(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Te
             found[f"{layer}.weight"] = _eight_bits(layer, tensors, path)
             for part in ("SCB", "weight_format"):
                 found.pop(f"{layer}.{part}", None)
+    for part, needed in _NEEDED.items():
+        if alone := next((name for name in found if name.endswith(part)), None):
+            raise CheckpointError(
+                f"{path.name} was quantised by bitsandbytes, but {alone.removesuffix(part)} lacks its {needed}, which "
+                f"old versions and some programs do not save. {RELEASED}, or save it with bitsandbytes 0.45 or newer."
+            )
     return found
 
 

@@ -88,6 +88,13 @@ class Checkpoint:
         return read_settings(self.path.parent / "config.json") if self.path.name in WEIGHT_FILES else {}
 
     @property
+    def quantisation(self) -> Any:
+        """What is said beside it of how it was quantised: in config.json, or in the file of AutoGPTQ that was before
+        that; None if in neither. Raises CheckpointError for one that cannot be read."""
+        before = read_settings(self.path.parent / "quantize_config.json")
+        return self.settings.get("quantization_config") or (before and {"quant_method": "gptq"} | before) or None
+
+    @property
     def own_settings(self) -> dict[str, Any]:
         """Settings in the pack's files: the metadata, which overrides the ``specar`` object of config.json."""
         return (self.settings.get("specar") or {}) | self.metadata
@@ -178,7 +185,7 @@ def _with_matrices(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The tensors of a checkpoint without the names of wrappers, in which those of a quantised matrix are one."""
     path = checkpoint.path
     tensors = with_bitsandbytes(with_scales(_unwrapped(checkpoint.tensors), path), path)
-    return with_gptq(tensors, path, lambda: checkpoint.settings)
+    return with_gptq(tensors, path, lambda: checkpoint.quantisation)
 
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

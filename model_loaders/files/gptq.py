@@ -9,8 +9,10 @@ that of AutoGPTQ and ModelCloud/GPTQModel. Of a matrix [N, K] in b bits with G g
 * ``scales`` [G, N]: s;
 * ``g_idx``, int32 [K]: the group of each column; without it, a group is K / G columns in a row.
 
-The weight is s x (q - z). Files of checkpoint_format "gptq" and packing_format "auto_round:auto_gptq" store z - 1.
-Which it is, stands in the ``quantization_config`` of config.json alone, so that file must lie beside the weights.
+The weight is s x (q - z). Files of the format "gptq" and of packing_format "auto_round:auto_gptq" store z - 1. Which it
+is, stands in the ``quantization_config`` of config.json, or in the quantize_config.json that AutoGPTQ wrote before, so
+one of them must lie beside the weights. Where it says ``sym``, each z is 2^(b - 1), so that the numbers tell. What it
+says of bits and groups must hold for them.
 
 Matrices in 4 bits whose groups are multiples of those of kernels/linear.py, in a row, can be kept: a number is then
 q x step + minimum with the step s and the minimum - s z, both rounded to bf16.
@@ -19,6 +21,7 @@ q x step + minimum with the step s and the minimum - s z, both rounded to bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,74 +34,114 @@ from ...models.quantised import fits_groups, in_groups
 from .errors import CheckpointError
 from .quantised import RELEASED, Format, LazyMatrix, mismatch, part_of
 
-CONFIG = "quantization_config"
+_BITS = (2, 4, 8)
 _WEIGHT = ".qweight"
-_STORED = {  # (method, entry that names the layout) -> its values, and what z is more than the stored number
-    ("gptq", "checkpoint_format"): {"gptq": 1, "gptq_v2": 0, None: 1},
-    ("auto-round", "packing_format"): {"auto_round:auto_gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0},
+_METHOD = ("method", "quant_method")  # GPTQModel's name of an entry, and that of others
+_STORED = {  # (method, entries that name the layout) -> its values, and what z is more than the stored number
+    ("gptq", ("format", "checkpoint_format")): {"gptq": 1, "gptq_v2": 0, None: 1},
+    ("auto-round", ("packing_format",)): {"auto_round:auto_gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0},
 }
+_OTHER = "It belongs to other weights: use the one that was released with these."
 
 
-def with_gptq(
-    tensors: Mapping[str, Tensor], path: Path, settings: Callable[[], Mapping[str, Any]]
-) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class _Stated:
+    """What a description says of the layers. more: what z is more than the stored number. mixed: are there layers of
+    which it says something else. bits, group_size: None if it does not say, or is mixed; group_size -1: a row."""
+
+    more: int
+    symmetric: bool
+    ordered: bool
+    mixed: bool
+    bits: int | None
+    group_size: int | None
+
+
+def with_gptq(tensors: Mapping[str, Tensor], path: Path, about: Callable[[], Any]) -> dict[str, Tensor]:
     """The tensors of a file, in which those of every layer of GPTQ or AutoRound are one LazyMatrix.
 
-    settings: the config.json beside the file (empty without one). Raises CheckpointError for other layouts, and for
-    tensors that are missing or of another kind.
+    about: the description beside the file (None: there is none). Raises CheckpointError for other layouts, for tensors
+    that are missing or of another kind, and for those of which the description is wrong.
     """
     found = dict(tensors)
     layers = [name.removesuffix(_WEIGHT) for name in tensors if name.endswith(_WEIGHT)]
-    about = settings().get(CONFIG) if layers else None
-    more = _more(about, path) if layers else 0
-    in_row = not (isinstance(about, dict) and about.get("desc_act"))
+    if not layers:
+        return found
+    stated = _stated(about(), path)
     for layer in layers:
-        found[f"{layer}.weight"] = _matrix(layer, more, in_row, tensors, path)
+        found[f"{layer}.weight"] = _matrix(layer, stated, tensors, path)
         for part in ("qweight", "qzeros", "scales", "g_idx"):
             found.pop(f"{layer}.{part}", None)
     return found
 
 
-def _more(about: Any, path: Path) -> int:
-    """What zero points are more than the stored numbers. about: the quantization_config."""
+def _stated(about: Any, path: Path) -> _Stated:
+    """What a quantization_config or quantize_config.json says. Raises CheckpointError for other layouts."""
     if not isinstance(about, dict):
         raise CheckpointError(
-            f"{path.name} is quantised as GPTQ or AutoRound do, and what its zero points mean stands in the "
-            f"{CONFIG} of the config.json beside it, which is missing. Download the whole folder, weights and "
-            "config.json, under their released names."
+            f"{path.name} is quantised as GPTQ or AutoRound do. What its zero points mean stands in the "
+            "quantization_config of config.json, or in quantize_config.json, neither of which is beside it. Download "
+            "the whole folder, weights and config.json, under their released names."
         )
-    method = about.get("quant_method")
-    for (name, entry), values in _STORED.items():
-        if method == name and isinstance(value := about.get(entry), (str, type(None))) and value in values:
-            return values[value]
-    layouts = ", ".join(shown(about[entry]) for _, entry in _STORED if entry in about)
-    raise CheckpointError(
-        f"{path.name} is quantised by {shown(method)}{f' in the layout {layouts}' if layouts else ''}, which is not "
-        f"supported. {RELEASED}, or in GPTQ's layout (gptq, gptq_v2, auto_round:auto_gptq)."
+    method = _entry(about, _METHOD, path)
+    entries, values = next(((entries, known) for (name, entries), known in _STORED.items() if name == method), ((), {}))
+    layout = _entry(about, entries, path)
+    if layout not in [*values]:
+        named = f" in the layout {shown(layout)}" if layout is not None else ""
+        raise CheckpointError(
+            f"{path.name} is quantised by {shown(method)}{named}, which is not supported. {RELEASED}, or in GPTQ's "
+            "layout (gptq, gptq_v2, auto_round:auto_gptq)."
+        )
+    mixed = any(about.get(entry) for entry in ("dynamic", "extra_config"))
+    bits, size = (each if type(each) is int and not mixed else None for each in map(about.get, ("bits", "group_size")))
+    if bits not in (None, *_BITS):
+        raise _other_bits(bits, path)
+    ordered = bool(about.get("desc_act")) and not about.get("static_groups")
+    return _Stated(values[layout], about.get("sym") is True, ordered, mixed, bits, size)
+
+
+def _entry(about: Mapping[str, Any], names: tuple[str, ...], path: Path) -> Any:
+    """The entry of a description that has one of these names (None: neither). Raises CheckpointError if two differ."""
+    stated = [about[name] for name in names if about.get(name) is not None]
+    if any(each != stated[0] for each in stated):
+        raise CheckpointError(
+            f"The description beside {path.name} contradicts itself: {' and '.join(names)} are "
+            f"{' and '.join(map(shown, stated))}. Remove the wrong one, or use the description that was released."
+        )
+    return stated[0] if stated else None
+
+
+def _other_bits(bits: int, path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name} is quantised in {bits} bits, but only {', '.join(map(str, _BITS))} are supported. {RELEASED}."
     )
 
 
-def _matrix(layer: str, more: int, in_row: bool, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
+def _matrix(layer: str, stated: _Stated, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
     packed, zeros, scales = (part_of(layer, part, tensors, path) for part in ("qweight", "qzeros", "scales"))
     for part, tensor in (("qweight", packed), ("qzeros", zeros), ("scales", scales)):
         if tensor.ndim != 2 or not tensor.numel() or (tensor.dtype != torch.int32) != (part == "scales"):
             raise mismatch(layer, part, tensor, path)
     groups, rows = scales.shape
-    bits = next((bits for bits in (2, 4, 8) if 32 * zeros.shape[1] == rows * bits), 0)
-    if not bits or len(zeros) != groups:
+    bits, rest = divmod(32 * zeros.shape[1], rows)
+    if rest or len(zeros) != groups or not 0 < bits <= 8:
         raise mismatch(layer, "qzeros", zeros, path)
+    if bits not in _BITS:
+        raise _other_bits(bits, path)
     columns = packed.shape[0] * 32 // bits
     if packed.shape[1] != rows:
         raise mismatch(layer, "qweight", packed, path)
     if not scales.is_floating_point():
         raise mismatch(layer, "scales", scales, path)
-    order = _order(layer, columns, groups, in_row, tensors, path)
-    plain = _unpacked(zeros, bits)
-    if more and not plain.is_meta and (plain == 2**bits - 1).any():
+    size = columns if stated.group_size == -1 else stated.group_size
+    if stated.bits not in (None, bits) or (size is not None and (size < 1 or groups != -(-columns // size))):
         raise CheckpointError(
-            f"{path.name}: zero points of {layer} are stored as {2**bits - 1}, which programs read differently (as 0 "
-            f"or as {2**bits}). {RELEASED}, or in the layout gptq_v2 or auto_round."
+            f"{path.name}: {layer} has {columns} columns of {bits} bits in {groups} groups, but the description beside "
+            f"it says {stated.bits or bits} bits and group_size {stated.group_size}. {_OTHER}"
         )
+    order = _order(layer, columns, groups, size, stated, tensors, path)
+    plain = _unpacked(zeros, bits)
+    more = _more(layer, plain, bits, stated, path)
     kept = bits == 4 and order is None and fits_groups(columns, groups)
     form = Format(
         columns,
@@ -109,28 +152,56 @@ def _matrix(layer: str, more: int, in_row: bool, tensors: Mapping[str, Tensor], 
     return LazyMatrix((packed.t(), plain.t(), scales.t()), form)
 
 
-def _order(
-    layer: str, columns: int, groups: int, in_row: bool, tensors: Mapping[str, Tensor], path: Path
-) -> Tensor | None:
-    """The group of each column; None if each is the same number of columns in a row. in_row: whether that is so where
-    only shapes are known."""
-    order = tensors.get(f"{layer}.g_idx")
-    whole = columns % groups == 0
-    if order is None and whole:
-        return None
-    if order is None:
+def _more(layer: str, plain: Tensor, bits: int, stated: _Stated, path: Path) -> int:
+    """What zero points are more than the stored numbers: as the numbers tell, or else the description.
+
+    Raises CheckpointError for a description that is wrong, and where programs differ.
+    """
+    if plain.is_meta:
+        return stated.more
+    middle, top = 2 ** (bits - 1), 2**bits - 1
+    for more in (0, 1) if stated.symmetric else ():
+        if (plain == middle - more).all():
+            return more
+    if stated.symmetric and not stated.mixed:
         raise CheckpointError(
-            f"{path.name}: {layer} has {columns} columns in {groups} groups of unknown sizes, as it lacks "
-            f"{layer}.g_idx. {RELEASED}."
+            f"{path.name}: zero points of {layer} are not {middle}, but the description beside it says sym. {_OTHER}"
         )
-    if order.shape != (columns,) or order.dtype not in (torch.int32, torch.int64):
+    if stated.more and (plain == top).any():
+        raise CheckpointError(
+            f"{path.name}: zero points of {layer} are stored as {top}, which programs read differently (as 0 or as "
+            f"{top + 1}). {RELEASED}, or in the layout gptq_v2 or auto_round."
+        )
+    return stated.more
+
+
+def _order(
+    layer: str, columns: int, groups: int, size: int | None, stated: _Stated, tensors: Mapping[str, Tensor], path: Path
+) -> Tensor | None:
+    """The group of each column; None if each is the same number of columns in a row. size: that number as stated."""
+    order, whole = tensors.get(f"{layer}.g_idx"), columns % groups == 0
+    size = columns // groups if size is None and whole else size
+    if order is not None and (order.shape != (columns,) or order.dtype not in (torch.int32, torch.int64)):
         raise mismatch(layer, "g_idx", order, path)
-    if order.is_meta:
-        return None if in_row and whole else order
+    if order is not None and order.is_meta:
+        return None if whole and not stated.ordered else order
+    if order is None or (groups > 1 and not order.any()):  # some programs write zeros for groups in a row
+        if groups > 1 and (stated.ordered or size is None):
+            known = "in the order of activations (desc_act)" if stated.ordered else "of unknown sizes"
+            raise CheckpointError(
+                f"{path.name}: {layer} has {columns} columns in {groups} groups {known}, but {layer}.g_idx, which says "
+                f"which is in which, {'is missing' if order is None else 'holds zeros only'}. {RELEASED}, or save it "
+                "again with the program that quantised it."
+            )
+        order = torch.arange(columns) // (size or columns)
     if order.min() < 0 or order.max() >= groups:
-        raise CheckpointError(f"{path.name}: {layer}.g_idx names groups that are not there. Download it again.")
-    expected = torch.arange(columns) // (columns // groups)
-    return None if whole and torch.equal(order.long(), expected) else order.long()
+        raise CheckpointError(f"{path.name}: {layer}.g_idx names groups that are not there. {RELEASED}.")
+    counts = order.bincount(minlength=groups)
+    size = size or int(counts[0])
+    if (counts[:-1] != size).any() or counts[-1] != columns - (groups - 1) * size:
+        raise CheckpointError(f"{path.name}: {layer}.g_idx has groups of other sizes than {size} columns. {RELEASED}.")
+    in_row = whole and torch.equal(order.long(), torch.arange(columns) // (columns // groups))
+    return None if in_row else order.long()
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

@@ -33,6 +33,7 @@ from .errors import CheckpointError
 
 DESCRIPTIONS = (".comfy_quant", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")  # JSON as bytes
 RELEASED = "Use the weights as they were released"
+_AGAIN = f"{RELEASED}, or save it again with the program that quantised it."
 
 _SPLITS = torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default
 _TOGETHER = 2**20  # numbers widened at once: it makes several copies
@@ -141,7 +142,7 @@ def looked_up(table: Tensor, packed: Tensor, upper_first: bool = False) -> Tenso
 def part_of(layer: str, part: str, tensors: Mapping[str, Tensor], path: Path) -> Tensor:
     """A tensor of a quantised layer. Raises CheckpointError if it is missing."""
     if f"{layer}.{part}" not in tensors:
-        raise CheckpointError(f"{path.name} marks {layer} as quantised, but lacks {layer}.{part}. Download it again.")
+        raise CheckpointError(f"{path.name} holds {layer} quantised, but lacks {layer}.{part}. {_AGAIN}")
     return tensors[f"{layer}.{part}"]
 
 
@@ -149,7 +150,7 @@ def mismatch(layer: str, part: str, tensor: Tensor, path: Path) -> CheckpointErr
     """The error for a tensor of another shape or dtype than its layer's format has."""
     return CheckpointError(
         f"{path.name}: {layer}.{part} has the shape {[*tensor.shape]} and dtype {tensor.dtype}, which its quantisation "
-        "format does not allow. Download it again."
+        f"format does not allow. {_AGAIN}"
     )
 
 

@@ -10,7 +10,7 @@ from comfyui_specar.kernels.linear import widened as in_storage
 from comfyui_specar.model_loaders.detect import count_weights, family_of, load_model, model_file, stays_narrow
 from comfyui_specar.model_loaders.files import quantised
 from comfyui_specar.model_loaders.files.bitsandbytes import with_bitsandbytes
-from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, outline
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline
 from comfyui_specar.model_loaders.files.convrot import rotated
 from comfyui_specar.model_loaders.files.gptq import with_gptq
 from comfyui_specar.model_loaders.files.scaled import with_scales
@@ -27,14 +27,16 @@ from ..support.every_family import FAMILIES
 
 INT4, BF16 = torch.uint4, torch.bfloat16
 AUTOROUND = layouts.config("auto-round", packing_format="auto_round:auto_gptq", bits=4, sym=True)
-GPTQ = layouts.config("gptq", bits=4, desc_act=False)
+GPTQ = layouts.config("gptq", desc_act=False)
 SHUFFLED = layouts.config("gptq", desc_act=True)
 V2 = layouts.config("gptq", checkpoint_format="gptq_v2")
 
 
 def read(tensors, path, about=None):
     """The only tensor of a file, by every reader."""
-    found = with_gptq(with_bitsandbytes(with_scales(tensors, path), path), path, lambda: about or {})
+    found = with_gptq(
+        with_bitsandbytes(with_scales(tensors, path), path), path, lambda: (about or {}).get("quantization_config")
+    )
     (matrix,) = found.values()
     return matrix
 
@@ -53,6 +55,10 @@ MATRICES = {  # how one is packed, and what config.json says
     "gptq": (layouts.gptq, GPTQ),
     "gptq with zero points": (partial(layouts.gptq, symmetric=False, group=32), GPTQ),
     "gptq v2": (partial(layouts.gptq, symmetric=False, more=0), V2),
+    "gptq under newer names": (
+        partial(layouts.gptq, symmetric=False, more=0),
+        {"quantization_config": {"method": "gptq", "format": "gptq_v2", "bits": 4, "group_size": 128, "sym": False}},
+    ),
     "gptq in 8 bits": (partial(layouts.gptq, bits=8), GPTQ),
     "gptq in 2 bits": (partial(layouts.gptq, bits=2, group=32), GPTQ),
     "gptq in order of activations": (partial(layouts.gptq, order=torch.randperm(256) // 128), SHUFFLED),
@@ -79,6 +85,85 @@ def test_a_matrix_is_what_its_layout_says(name, tmp_path, monkeypatch):
     assert {key: tensor.shape for key, tensor in seen.items()} == {"a.weight": wide.shape}
     assert seen["a.weight"].format.storage == opened["a.weight"].format.storage == matrix.format.storage
     assert torch.equal(opened["a.weight"].float(), wide)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("about", [GPTQ, V2, AUTOROUND], ids=["gptq", "gptq v2", "autoround"])
+@pytest.mark.parametrize("more", [0, 1])
+def test_numbers_tell_what_their_zero_points_are_where_they_can(more, about, bits, tmp_path):
+    """Whatever the description says of it."""
+    symmetric = {"quantization_config": about["quantization_config"] | {"sym": True, "bits": bits}}
+    tensors, wide = layouts.gptq("a.weight", torch.randn(64, 256), bits=bits, more=more)
+    assert torch.equal(read(tensors, tmp_path / "x", symmetric).float(), wide)
+
+
+def test_layers_of_which_other_things_are_said_are_read_as_they_are(tmp_path):
+    tensors, wide = layouts.gptq("a.weight", torch.randn(64, 256), symmetric=False, group=32)
+    for entry in ("dynamic", "extra_config"):
+        about = layouts.config("gptq", sym=True, bits=8, group_size=128, **{entry: {"a": {"sym": False}}})
+        assert torch.equal(read(tensors, tmp_path / "x", about).float(), wide)
+
+
+def test_an_index_of_zeros_is_none(tmp_path):
+    """Programs write it for groups in a row."""
+    tensors, wide = layouts.gptq("a.weight", torch.randn(64, 256), group=64)
+    tensors["a.g_idx"] = torch.zeros(256, dtype=torch.int32)
+    for about in (GPTQ, layouts.config("gptq", desc_act=True, static_groups=True)):
+        matrix = read(tensors, tmp_path / "x", about)
+        assert torch.equal(matrix.float(), wide) and matrix.format.storage == INT4
+    tensors, wide = layouts.gptq("a.weight", torch.randn(64, 256), group=256, order=torch.zeros(256).long())
+    assert torch.equal(read(tensors, tmp_path / "x", SHUFFLED).float(), wide), "one group"
+
+
+def test_the_last_group_may_be_smaller(tmp_path):
+    tensors, wide = layouts.gptq("a.weight", torch.randn(64, 96), group=32)
+    words, index = tensors["a.qweight"][:10], torch.arange(80, dtype=torch.int32) // 32
+    for about, order in ((GPTQ, index), (layouts.config("gptq", group_size=32), None)):
+        shorter = tensors | {"a.qweight": words} | ({} if order is None else {"a.g_idx": order})
+        assert torch.equal(read(shorter, tmp_path / "x", about).float(), wide[:, :80])
+
+
+WRONG = [  # what the description says, the index of groups (None: there is none), and what is said about it
+    ({"sym": True}, None, ("zero points of a", "sym")),
+    ({"bits": 8}, None, ("256 columns of 4 bits in 4 groups", "8 bits")),
+    ({"bits": 3}, None, ("3 bits",)),
+    ({"group_size": 128}, None, ("4 groups", "group_size 128")),
+    ({"group_size": -1}, None, ("4 groups", "group_size -1")),
+    ({"group_size": 0}, None, ("4 groups", "group_size 0")),
+    ({"checkpoint_format": "gptq", "format": "gptq_v2"}, None, ("contradicts", "'gptq_v2'", "'gptq'")),
+    ({"method": "awq"}, None, ("contradicts", "'awq'", "'gptq'")),
+    ({"method": "awq", "quant_method": None}, None, ("'awq'", "not supported")),
+    ({"format": "marlin"}, None, ("'marlin'", "not supported")),
+    ({"format": ["gptq"]}, None, ("a list", "not supported")),
+    ({"desc_act": True}, None, ("desc_act", "a.g_idx", "missing")),
+    ({"desc_act": True}, torch.zeros(256), ("desc_act", "a.g_idx", "zeros")),
+    ({}, torch.arange(256).clamp(max=3), ("a.g_idx", "64 columns")),
+    ({}, (torch.arange(256) // 64).clamp(max=2), ("a.g_idx", "64 columns")),
+    ({}, torch.arange(256) // 64 - 1, ("groups that are not there",)),
+]
+
+
+@pytest.mark.parametrize(("says", "order", "words"), WRONG, ids=lambda each: str(each)[:40])
+def test_what_the_numbers_prove_wrong_is_refused(says, order, words, tmp_path):
+    tensors, _ = layouts.gptq("a.weight", torch.randn(64, 256), symmetric=False, group=64)
+    if order is not None:
+        tensors["a.g_idx"] = order.int()
+    about = {"quantization_config": {"quant_method": "gptq"} | says}
+    with pytest.raises(CheckpointError) as error:
+        read(tensors, tmp_path / "model.safetensors", about)
+    assert all(word in str(error.value) for word in ("model.safetensors", *words)), error.value
+    assert "ownload it again" not in str(error.value)
+
+
+def test_the_description_of_before_config_json(tmp_path):
+    """AutoGPTQ wrote a file of its own, which named no method."""
+    tensors, wide = layouts.gptq("a.weight", torch.randn(64, 256), symmetric=False)
+    save_file(tensors, tmp_path / "model.safetensors")
+    about = {"bits": 4, "group_size": 128, "sym": False, "desc_act": False}
+    for name in ("config.json", "quantize_config.json"):
+        refused(tmp_path / "model.safetensors", "config.json", "quantize_config.json", loader=open_checkpoint)
+        (tmp_path / name).write_text(json.dumps(about), "utf-8")
+    assert torch.equal(open_checkpoint(tmp_path / "model.safetensors").tensors["a.weight"].float(), wide)
 
 
 def test_odd_shapes_of_bitsandbytes(tmp_path):
@@ -266,7 +351,9 @@ REFUSED = [  # file, tensors of a layer that differ (None: left out), config.jso
     ("autoround", {"scales": None}, {}, (f"lacks {LAYER}.scales",)),
     ("autoround", {"scales": torch.ones(1, 64)}, {}, ("qzeros has the shape",)),
     ("autoround", {"qweight": torch.ones(8, 8)}, {}, ("qweight has the shape",)),
-    ("autoround", {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)}, {}, ("stored as 15", "gptq_v2")),
+    ("autoround", {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)}, {}, ("zero points", "sym")),
+    ("autoround", {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)}, GPTQ, ("stored as 15", "gptq_v2")),
+    ("autoround", {"qzeros": torch.zeros(2, 3, dtype=torch.int32)}, GPTQ, ("3 bits", "released")),
     ("autoround", {"g_idx": torch.full((64,), 2, dtype=torch.int32)}, {}, ("groups that are not there",)),
     ("autoround", {"g_idx": torch.zeros(3, dtype=torch.int32)}, {}, ("g_idx has the shape",)),
     ("nf4", {"weight.absmax": None}, {}, ("lacks", "absmax")),
@@ -356,7 +443,11 @@ def test_a_file_without_its_descriptions_is_refused(tmp_path):
     tensors, _ = layouts.bitsandbytes("a.weight", torch.randn(32, 64))
     del tensors["a.weight.quant_state.bitsandbytes__nf4"]
     save_file(tensors, tmp_path / "x.safetensors")
-    refused(tmp_path / "x.safetensors", "quantised with scales", "as they were released", loader=open_checkpoint)
+    refused(tmp_path / "x.safetensors", "quant_state", "a.weight", "as they were released", loader=open_checkpoint)
+    tensors, _ = layouts.llm_int8("a.weight", torch.randn(32, 64))
+    del tensors["a.SCB"]
+    save_file(tensors, tmp_path / "x.safetensors")
+    refused(tmp_path / "x.safetensors", "SCB", "a", "as they were released", loader=open_checkpoint)
 
 
 def test_pickles_are_read_too(tmp_path):
