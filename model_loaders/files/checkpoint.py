@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...common.limits import CONTAINERS, SETTINGS, SHARDS, legal_name, parse_json, shown
+from ...common.limits import CONTAINERS, SETTINGS, SHARDS, TENSORS, VALUES, legal_name, parse_json, shown
 from . import safetensors_files
 from .bitsandbytes import with_bitsandbytes
 from .errors import CheckpointError, raise_if_out_of_memory
@@ -100,13 +100,16 @@ class Checkpoint:
         return (self.settings.get("specar") or {}) | self.metadata
 
 
-def read_settings(file: Path) -> dict[str, Any]:
-    """The object in a .json file; empty if there is no file. Raises CheckpointError for one that cannot be read."""
+def read_settings(file: Path, values: int = VALUES) -> dict[str, Any]:
+    """The object in a .json file of at most so many ``values``; empty if there is no file. Raises CheckpointError for
+    one that cannot be read."""
     if not file.is_file():
         return {}
     try:
         refuse_large(file, SETTINGS)
-        settings = parse_json(file.read_bytes().removeprefix(BOM_UTF8))  # editors on Windows put a mark in front
+        settings = parse_json(
+            file.read_bytes().removeprefix(BOM_UTF8), values
+        )  # editors on Windows put a mark in front
     except CheckpointError:
         raise
     except (ValueError, OSError) as error:
@@ -234,15 +237,20 @@ def shard_of(index: Path) -> dict[str, str]:
     listed = read_settings(index).get("weight_map")
     shards: dict[str, str] = listed if isinstance(listed, dict) else {}
     files = set(shards.values()) if all(isinstance(name, str) for name in shards.values()) else set()
-    if not 0 < len(files) <= SHARDS or not all(
-        PurePath(name).name == PureWindowsPath(name).name == name
-        and name not in ("", "..")
-        and not name.endswith(INDEX)
-        and len(name) < 256
-        for name in files
+    if (
+        not 0 < len(files) <= SHARDS
+        or len(shards) > TENSORS
+        or not all(
+            PurePath(name).name == PureWindowsPath(name).name == name
+            and name not in ("", "..")
+            and not name.endswith(INDEX)
+            and len(name) < 256
+            for name in files
+        )
     ):
         raise CheckpointError(
-            f"{index} does not list the shard of each tensor, a file beside it ({SHARDS} at most). Download it again."
+            f"{index} does not list the shard of each tensor ({TENSORS} at most), a file beside it ({SHARDS} at most). "
+            "Download it again."
         )
     return shards
 
@@ -259,12 +267,12 @@ def _open_shards(index: Path, data: Data) -> Checkpoint:
             f"{index.parent.name} is incomplete: of its {len(files)} shards, {len(missing)} are missing "
             f"({', '.join(missing[:3])}). Download them into the folder {index.parent}."
         )
+    layers = {(file, _layer(name)) for name, file in shards.items()}
     for file in files:
-        layers = {_layer(name) for name, shard in shards.items() if shard == file}
         tensors |= {
             name: tensor
             for name, tensor in _open(index.parent / file, data).tensors.items()
-            if (shards[name] == file if name in shards else _layer(name) in layers)  # a mark in the metadata
+            if (shards[name] == file if name in shards else (file, _layer(name)) in layers)
         }
     absent = [name for name in shards if name not in tensors]
     if absent:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import FileError, bounded_int, legal_name
+from ...common.limits import TENSORS, FileError, bounded_int, legal_name
 from ...models.quantised import stored
 from .convrot import rotated, rotation_of
 from .errors import CheckpointError
@@ -63,8 +63,10 @@ def marks(metadata: Mapping[str, str], path: Path) -> dict[str, Tensor]:
     if METADATA not in metadata:
         return {}
     layers = description(metadata[METADATA], METADATA, path).get("layers")
-    if not isinstance(layers, dict):
-        raise CheckpointError(f"{path.name} has invalid metadata {METADATA}: it names no layers. Download it again.")
+    if not isinstance(layers, dict) or len(layers) > TENSORS:
+        raise CheckpointError(
+            f"{path.name} has invalid metadata {METADATA}: it names no layers, or over {TENSORS}. Download it again."
+        )
     written = {layer: json.dumps(about).encode() for layer, about in layers.items()}
     return {
         f"{legal_name(layer)}{MARK}": torch.frombuffer(bytearray(mark), dtype=torch.uint8)

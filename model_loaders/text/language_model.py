@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ...common.limits import ADDED, GROWTH, TOKENIZER, FileError
+from ...common.limits import ADDED, GROWTH, TOKENIZER, TOKENS, FileError
 from ...models.backbone import BackboneConfig, join_gates
 from ..files.checkpoint import Checkpoint, read_settings, refuse_large
 from ..files.errors import CheckpointError
@@ -348,7 +348,7 @@ class Tokenizer:
         """
         self._open()
         file = self._path.parent / "tokenizer_config.json"
-        settings = read_settings(file)
+        settings = read_settings(file, TOKENS)
         token = settings.get("bos_token") or settings.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if not isinstance(token, str):

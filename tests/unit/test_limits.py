@@ -148,12 +148,57 @@ def test_json_within_the_bounds_is_read_as_json_is(text):
         ("-" + "1" * 5000, "digits"),
         ("[" * 66 + "]" * 66, "64 deep"),
         ("[" * 100_000, "64 deep"),
-        ("[" + "0," * limits.VALUES + "0]", "1500000 values"),
+        ("[" + "0," * limits.VALUES + "0]", "400000 values"),
     ],
 )
 def test_json_beyond_the_bounds_is_refused(text, message):
     with pytest.raises(FileError, match=message):
         parse_json(text)
+
+
+def test_bounds_of_json_are_checked_in_about_the_time_of_reading_it():
+    """Both hold the interpreter's lock: no other client is answered meanwhile."""
+    text = "[" + ",".join(["1" * limits.DIGITS] * 20_000) + "]"
+
+    def seconds(read):
+        took = []
+        for _ in range(3):
+            began = time.thread_time()
+            read(text)
+            took.append(time.thread_time() - began)
+        return min(took)
+
+    assert seconds(parse_json) < 15 * seconds(json.loads)
+
+
+def test_more_values_than_a_header_needs_are_not_read(tmp_path, monkeypatch):
+    """They are counted before json sees them, which would hold the interpreter's lock for a second; real headers
+    describe a few thousand tensors."""
+    read = []
+    monkeypatch.setattr(limits.json, "loads", lambda *given, **_named: read.append(given))
+    entry = {"dtype": "F32", "shape": [], "data_offsets": [0, 0]}
+    file = safetensors({f"t{number}": entry for number in range(6 * limits.TENSORS)}, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"t{n}": "x.safetensors" for n in range(limits.VALUES + 1)}}), "utf-8")
+    for each in (file, index):
+        with pytest.raises(CheckpointError, match="400000 values"):
+            outline(each)
+    assert not read
+
+
+def test_as_many_tensors_as_a_file_may_have_are_few_values(tmp_path):
+    entry = {"dtype": "F32", "shape": [1] * 5 + [0], "data_offsets": [0, 0]}
+    file = safetensors({f"t{number}": entry for number in range(limits.TENSORS)}, tmp_path)
+    assert len(outline(file).tensors) == limits.TENSORS
+    index = tmp_path / "model.safetensors.index.json"
+    for more in (0, 1):
+        listed = {f"t{number}": file.name for number in range(limits.TENSORS + more)}
+        index.write_text(json.dumps({"weight_map": listed}), "utf-8")
+        if more:
+            with pytest.raises(CheckpointError, match=f"{limits.TENSORS} at most"):
+                outline(index)
+        else:
+            assert len(outline(index).tensors) == limits.TENSORS
 
 
 @pytest.mark.parametrize("module", [llamagen, mar, xar, harmon, t5, language_model])

@@ -20,7 +20,7 @@ from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
-from comfyui_specar.samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, Record, Source
+from comfyui_specar.samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, Record, Source, derived_totals
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -351,6 +351,19 @@ def test_totals_that_contradict_the_records_are_refused(name, value, tmp_path):
     header["totals"][name] = value
     save_file(load_file(record), record, metadata={"specar": json.dumps(header)})
     assert "damaged" in refused(record)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_sources_end_with_the_last(beyond, tmp_path):
+    """Also in a file whose totals agree with the others."""
+    trace = trace_of(SJD(window=3))
+    trace.positions["source"][0, -1] = max(Source) + beyond
+    trace.totals |= derived_totals(trace.positions, trace.totals)
+    _, record = save_trace(trace, tmp_path / "run")
+    if beyond:
+        assert "unknown token source" in refused(record)
+    else:
+        assert load_trace(record).totals["sources"]["skipped"] == 1
 
 
 @pytest.mark.parametrize("rule", [Exact(), UniformRSD(5.0)])

@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,17 @@ def test_stored_numbers_fit_with_their_scales(scale, top):
         matrix = scaled.scaled(torch.ones(1, 1, dtype=torch.int8), torch.tensor([[bad]]))
         with pytest.raises(CheckpointError, match="NaN or infinite"):
             weights._as_stored(matrix, torch.bfloat16, "w", PATH)
+
+
+@pytest.mark.parametrize(
+    ("step", "minimum", "fits"),
+    [(8000.0, -60000.0, True), (8500.0, -60000.0, False), (8700.0, -66000.0, False), (-8500.0, 60000.0, False)],
+)
+def test_both_ends_of_a_group_fit(step, minimum, fits):
+    """Its largest number is minimum + 15 x step, or the minimum itself."""
+    scale = torch.tensor([[[0.0, 0.0], [step, minimum]]])
+    assert float(weights._largest(scale)) == max(abs(minimum), abs(minimum + 15 * step))
+    assert (weights._largest(scale) <= torch.finfo(torch.float16).max) == fits
+    matrix = torch.arange(16.0).repeat(4)[None] * step + minimum
+    with nullcontext() if fits else pytest.raises(CheckpointError, match="too large for torch.float16"):
+        weights._quantised(matrix, torch.uint4, torch.float16, "w", PATH)
