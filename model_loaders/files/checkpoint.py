@@ -293,6 +293,8 @@ def _open_safetensors(path: Path, data: Data) -> Checkpoint:
         tensors, strings = read(path)
         metadata = parse_json(strings.get("specar", "{}"))
         tensors |= marks(strings, path)
+    except CheckpointError:
+        raise
     except (SafetensorError, ValueError, RuntimeError, OSError, MemoryError) as error:
         raise_if_out_of_memory(error, path)
         if isinstance(error, OSError):
