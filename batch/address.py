@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 LOGIN = re.compile(r"(?<=://)(?!USER:PASSWORD@)[^/?#\s]*@")  # these words stand for one, in advice
 QUERY = re.compile(r"(://[^\s?#]*\?)[^\s'\"]+")
+IN_LOGIN = re.compile("[/?#].*@", re.DOTALL)
 HIDDEN = "***"
 
 
@@ -38,6 +39,8 @@ class Address:
 def address_of(url: str, token: str = "") -> Address:
     """The address that a user gave, with or without http://. token: what its requests are signed with, unless it has a
     login. Raises ValueError, whose message has nothing private."""
+    if IN_LOGIN.search(url.partition("://")[2] or url):  # the login ended there
+        raise ValueError("in a login, `/` is written %2F, `?` %3F, `#` %23 and `@` %40")
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         login, _, host = parts.netloc.rpartition("@")
@@ -46,8 +49,6 @@ def address_of(url: str, token: str = "") -> Address:
         raise ValueError("not a host and a port" if "@" in url else str(error)) from None
     if parts.scheme not in ("http", "https"):
         raise ValueError("no http:// or https:// in front")
-    if "@" in parts.path + parts.query + parts.fragment:  # of a login that ended at a `/`, `?` or `#`
-        raise ValueError("in a login, `/` is written %2F, `?` %3F, `#` %23 and `@` %40")
     if not parts.hostname:
         raise ValueError("no host")
     user, _, password = (unquote(part) for part in login.partition(":"))

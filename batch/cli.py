@@ -222,7 +222,7 @@ def run(options: argparse.Namespace, jobs: list[Job]) -> int:
 
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, str], Work]:
     """The jobs' fingerprints, and what is to do."""
-    urls = list(dict.fromkeys(url.rstrip("/") for url in options.server or [SERVER]))
+    urls = list(dict.fromkeys(options.server or [SERVER]))
     for url in urls:
         check_address(url)
     workflow = read_workflow(options.workflow)

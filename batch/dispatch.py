@@ -174,7 +174,7 @@ class Batch:
         here = await worker.server.queue()
         try:
             await self._collect(worker, here)
-            if worker.failures:
+            if worker.failures and not worker.excluded:
                 logger.warning("%s answers%s.", worker.server.url, " again" if worker.answered else "")
             worker.answered, worker.failures = time.monotonic(), 0
             while queued := self._pull(worker):
@@ -197,7 +197,7 @@ class Batch:
             patience = self.options.patience
         if worker.failures == 1:
             logger.warning("%s", error)
-            if not others:
+            if not others and not all(each.excluded for each in self.workers):
                 logger.warning("Waiting up to %g s for a server.", patience)
         silent = time.monotonic() - (worker.answered or self.begun)
         if silent > self.options.grace * (GONE_GRACE if error.gone else 1):

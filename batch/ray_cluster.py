@@ -62,7 +62,14 @@ def probe(address: str) -> None:
         try:
             socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
         except (OSError, ValueError, OverflowError) as error:
-            raise RayRunError(f"no Ray at {address}: {error}") from error
+            raise RayRunError(no_ray(address, error)) from error
+
+
+def no_ray(address: str, why: object) -> str:
+    return (
+        f"no Ray at {address} ({why}): start one there (ray start --head), or use this machine alone (--ray without an "
+        "address)"
+    )
 
 
 def started(options: RayOptions):
@@ -89,10 +96,7 @@ def started(options: RayOptions):
     except SystemExit as error:  # of the handler that Ray sets
         raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RayRunError(
-            f"no Ray at {options.address} ({str(error).split(':')[0]}): start one there (ray start --head), or use "
-            "this machine alone (--ray without an address)"
-        ) from error
+        raise RayRunError(no_ray(options.address, str(error).split(":")[0])) from error
     finally:
         signal.signal(signal.SIGTERM, cancel)
     return ray

@@ -209,7 +209,7 @@ class Server:
         if reply.status // 100 == 3:
             target = one_line(shown(reply.headers.get("Location", "nowhere")))
             raise ServerAwayError(
-                f"{self.url} refers to {target}. Name ComfyUI's own address. If that is it: {self._login()}",
+                f"{self.url} refers to {target}: if ComfyUI is there, name that address. Else {self._login()}",
                 unexpected=True,
             )
 

@@ -135,7 +135,8 @@ def planes(mask: Tensor, batch: int, name: str) -> Tensor:
     """A mask [1 or B, (1,) H, W] as [1 or B, 1, H, W] (fp32). Raises ValueError (naming it) for another number."""
     mask = mask.reshape(-1, 1, *mask.shape[-2:]).float()
     if mask.shape[0] not in (1, batch):
-        raise ValueError(f"The {name} holds {mask.shape[0]} masks for a batch of {batch}. Use 1 or {batch}.")
+        more = f" or {batch}" * (batch > 1)
+        raise ValueError(f"The {name} holds {mask.shape[0]} masks for a batch of {batch}. Use 1{more}.")
     return mask
 
 

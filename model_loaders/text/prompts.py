@@ -211,7 +211,8 @@ class Prompted(Placed):
         if not features.numel():
             features = self.no_prompt(features)
         if features.shape[0] not in (1, batch):
-            raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
+            more = f" or {batch}" * (batch > 1)
+            raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1{more}.")
         if text is not None and isinstance(self.prompt_encoder, TextEncoder):
             if not torch.equal(features.cpu(), self.prompt_encoder.encode(text, images=images)):
                 raise ValueError(

@@ -335,6 +335,8 @@ ONE = "seed\n1\n"
         (ONE, ("--out", "jobs.csv"), "--out jobs.csv: no file can be written there .*folder"),
         (ONE, ("--server", "127.0.0.1:8380x"), "8380x is no address .*8380x.*http://127.0.0.1:8188"),
         (ONE, ("--server", ""), "--server  is no address .no host"),
+        (ONE, ("--server", "http://"), "--server http:// is no address .no host"),
+        (ONE, ("--server", "http://u:Z/z9@h:1"), "--server http://h:1 is no address .*`/` is written %2F"),
         (ONE, ("--server", "ftp://u:Zz9@a"), "ftp://a is no address .no http:// or https://"),
         (ONE, ("--server", "u:Zz9@h:99999?t=Zz9"), "--server h:99999 is no address .not a host and a port"),
         *(
