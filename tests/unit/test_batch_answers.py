@@ -15,7 +15,7 @@ from comfyui_specar.batch.address import address_of
 from comfyui_specar.batch.answers import UnexpectedAnswerError
 from comfyui_specar.batch.copies import not_given
 from comfyui_specar.batch.server import Server, ServerAwayError, entry, files_of, notices_of, reports_of
-from comfyui_specar.common.limits import FILES, NOTICES
+from comfyui_specar.common.limits import FILES, NOTICES, REPORTS
 
 
 def unexpected(function, *arguments, match=None):
@@ -179,6 +179,14 @@ def test_files_are_those_that_were_saved_or_else_those_shown():
     assert files_of({"1": {"images": [{"filename": "c"}]}})[0]["type"] == "output"
     assert len(files_of({"1": {"images": [shown] * FILES}})) == FILES
     unexpected(files_of, {"1": {"images": [shown] * (FILES + 1)}}, match="10001 files")
+
+
+def test_reports_of_a_prompt_are_bounded_and_a_refusal_has_a_reason():
+    reports = [{"totals": {}, "settings": {}}]
+    assert len(entry({"outputs": {"1": {"specar": REPORTS * reports}}}, {}).traces) == 1
+    unexpected(entry, {"outputs": {"1": {"specar": (REPORTS + 1) * reports}}}, {}, match="1001 reports")
+    assert server.refusal({"error": "no"}) == "ComfyUI refused the workflow: no"
+    unexpected(server.refusal, {"node_errors": []}, match="no reason")
 
 
 def test_reports_belong_to_the_nodes_whose_traces_they_are_of():

@@ -189,7 +189,8 @@ async def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goe
 
 
 def test_exit_codes_stay():
-    """Scripts rely on them."""
+    """Scripts rely on them, and on the address without --server."""
+    assert cli.SERVER == "http://127.0.0.1:8188"
     assert (cli.DONE, cli.UNFINISHED, cli.BAD_INPUT, cli.FAILED, cli.CANCELLED) == (0, 1, 2, 3, 130)
 
 

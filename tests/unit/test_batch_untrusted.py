@@ -298,13 +298,19 @@ def test_a_token_is_sent_to_the_named_servers_alone_and_written_nowhere(table, c
     listed.asked.clear()
     (table / "jobs.results.jsonl").unlink()  # as if it had them still
 
-    async def with_both() -> int:
-        async with listed:
-            return await asyncio.to_thread(run_beside, named, "--out", "out")
+    async def beside(running: FakeComfy, one: FakeComfy) -> int:
+        async with running:
+            return await asyncio.to_thread(run_beside, one, "--out", "out")
 
-    assert asyncio.run(with_both()) == cli.FAILED
-    assert {login for *_, login in named.asked} == {f"Bearer {TOKEN}"}
-    assert {login for *_, login in listed.asked} == {None}
+    def logins(one: FakeComfy) -> set[str | None]:
+        return {one.asked.pop()[-1] for _ in list(one.asked)}
+
+    assert asyncio.run(beside(listed, named)) == cli.FAILED
+    assert logins(named) == {f"Bearer {TOKEN}"} and logins(listed) == {None}
+    for running, one, sent in ((listed, named, f"Bearer {TOKEN}"), (named, listed, None)):  # a copy that is missing
+        (table / "out/good.png").unlink()
+        assert asyncio.run(beside(running, one)) == cli.FAILED and (table / "out/good.png").exists()
+        assert logins(named) == {sent}
     for wrong in ("a b", "\u00fc", "a\nb"):
         monkeypatch.setenv(cli.TOKEN, wrong)
         assert cli.main(["jobs.csv", "--workflow", "workflow.json"]) == cli.BAD_INPUT
