@@ -69,7 +69,7 @@ def test_a_fixed_base_is_changed_by_one_step_only(base, deeper, shallower):
     assert shapes(adt, all_of, 9)[-1] == deeper and shapes(adt, none_of, 9)[-1] == shallower
 
 
-@pytest.mark.parametrize("base", [(0, 0), (1, 3), (1, 64), (3, 4), (9, 3)])
+@pytest.mark.parametrize("base", [(0, 0), (1, 3), (1, 8), (2, 4), (1, 64), (3, 4), (9, 3)])
 def test_a_fixed_base_that_the_trees_cannot_have_is_a_notice(base, caplog):
     """Trees of at most 2 levels, of 4 drafts if there are two and of 8 if there is one."""
     adt, model = ADTTree(depths=(1, 2), widths=(1, 4), first=(2, 3), nodes=8, base=base), ToyModel(plain(2, 3))

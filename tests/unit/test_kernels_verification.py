@@ -175,6 +175,14 @@ def test_the_draft_that_ends_a_block_is_recorded_and_none_after_it():
     assert found.q.tolist() == [[0.5, 0.5, 0, 0]] and found.ratio.tolist() == [[1, 0, 0, 0]]
 
 
+def test_after_the_last_draft_of_a_block_nothing_is_left_out_of_the_target():
+    """The second draft does not exist, so that what its column says of a drafter means nothing."""
+    p, draft_probs = torch.tensor([[[0.5, 0.5]] * 3]), torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
+    exists = torch.tensor([[True, True, False]])
+    found = verification.block(p, draft_probs, torch.zeros(1, 3).long(), exists, torch.zeros(1, 2), torch.zeros(1, 3))
+    assert found.accepted.tolist() == [1] and found.token[0, :2].tolist() == [0, 0]
+
+
 def test_probabilities_can_be_asked_for_one_by_one():
     """Slot by slot, as the CPU does, the same is decided, and no more than the path is asked for."""
     tree, vocab = random_tree(5, batch=1, vocab=9), 9
