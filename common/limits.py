@@ -65,7 +65,8 @@ JOBS = 100_000  # of a table; more are several batches
 COLUMNS = 1000  # of a table; a workflow has a few hundred inputs
 CELL = 131_072  # characters of a value in a table, as in Python's csv
 PIXELS = 2**31 // 12  # of all images of one output, which are fp32: 2 GiB
-LONGEST_MAP = 8192  # pixels of a map's longer side; small images are enlarged up to that
+LONGEST_MAP = 8192  # pixels of a map's longer side; small images are enlarged up to that, ...
+ENLARGED = 2**25  # ... and up to so many pixels of all maps of a run together
 
 # Answers of servers
 

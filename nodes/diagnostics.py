@@ -14,6 +14,7 @@ from comfy_api.latest import io, ui
 
 from ..model_loaders.files.trace_files import load_trace, save_trace
 from ..reports import acceptance_map, comparison
+from ..reports.images import batch_size
 from ..reports.run_report import check_words, describe
 from ..reports.token_records import token_numbers
 from ..samplers.trace import Trace
@@ -25,6 +26,7 @@ from .sockets import ARTrace
 
 log = logging.getLogger(__name__)
 MOST_RUNS = 8  # inputs of Compare Runs
+LEFT_OUT = "Maps of the first {number} of {total} images: those of all are too large."
 
 
 def shown(trace: Trace, **more: Any) -> dict[str, Any]:
@@ -75,10 +77,12 @@ class AcceptanceMap(io.ComfyNode):
 
     @classmethod
     def execute(cls, trace: Trace, metric: str, opacity: float, image: torch.Tensor | None = None) -> io.NodeOutput:
-        maps = acceptance_map.draw_maps(trace, image, metric, opacity)
+        maps = acceptance_map.draw_maps(trace, image, metric, opacity, some=True)
         overlay, colours = as_images(maps.overlay), as_images(maps.colours)
         numbers = [token_numbers(trace, i, maps.map_size, legend) for i, legend in enumerate(maps.legends)]
         ui_output = shown(trace, **preview(overlay, cls, numbers))
+        if len(maps.legends) < (images := batch_size(trace)):
+            ui_output["text"][0] += "\n" + LEFT_OUT.format(number=len(maps.legends), total=images)
         return io.NodeOutput(
             overlay, colours, torch.from_numpy(maps.strength), json.dumps(trace.report(), indent=1), ui=ui_output
         )

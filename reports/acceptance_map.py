@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..common.limits import LONGEST_MAP, PIXELS
+from ..common.limits import ENLARGED, LONGEST_MAP, PIXELS
 from ..samplers.trace import Source, Trace
 from .images import Images, as_bytes, batch_size, check_images
 
@@ -71,6 +71,7 @@ NOT_JUDGED = "no draft was verified"
 MARGIN, LINE, SWATCH, SWATCH_WIDTH = 10, 30, 21, 25  # pixels of the legend, which shrinks with the map on its node
 TITLE, TEXT = 21, 21  # its font sizes
 TOKEN_PIXELS = 16  # side of a token in maps without an image
+SHORTEST = 512  # pixels of a map's shorter side, where there is room for it
 
 
 @dataclass(frozen=True)
@@ -121,49 +122,62 @@ def acceptance_map(
 
     image: all images of the run, [B, H, W, 3] (floating point in 0..1 as an image decoder returns, or uint8; Tensor or
     numpy; a run of one image also takes [H, W, 3]); None draws the map alone. metric: one of METRICS. opacity: from 0
-    (the image in grey) to 1 (the map). The shorter side has at least 512 pixels, unless the longer one would exceed
-    LONGEST_MAP (W' and what is above the legend are the same multiple of W and H); the legend is below. A metric that
-    the run has no numbers of gives a grey map that says so. Raises ValueError where the images are not of this run, for
-    an unknown metric, and for more than PIXELS pixels in all.
+    (the image in grey) to 1 (the map). The shorter side has at least SHORTEST pixels, unless the longer one would
+    exceed LONGEST_MAP, or all maps together ENLARGED (W' and what is above the legend are the same multiple of W and
+    H); the legend is below. A metric that the run has no numbers of gives a grey map that says so. Raises ValueError
+    where the images are not of this run, for an unknown metric, and for more than PIXELS pixels in all.
     """
     return draw_maps(trace, image, metric, opacity).overlay
 
 
-def draw_maps(trace: Trace, image: Images | None, metric: str, opacity: float) -> Maps:
-    """See :func:`acceptance_map`. Without an image, a token of ``colours`` and ``strength`` has TOKEN_PIXELS."""
+def draw_maps(trace: Trace, image: Images | None, metric: str, opacity: float, some: bool = False) -> Maps:
+    """See :func:`acceptance_map`. Without an image, a token of ``colours`` and ``strength`` has TOKEN_PIXELS. some: of
+    too many pixels, draw the maps of the first images."""
     maps = [token_map(trace, metric, number) for number in range(batch_size(trace))]
     images, height, width = [None] * len(maps), trace.rows * TOKEN_PIXELS, trace.cols * TOKEN_PIXELS
+    above, across = trace.rows, trace.cols
     if image is not None:
         images = as_bytes(image)
         check_images(trace, len(images))
-        height, width = images.shape[1:3]
-    check_size(len(maps), height, width)
-    layers = [overlay(drawn, below, opacity) for drawn, below in zip(maps, images, strict=True)]
-    tallest = max(len(layer) for layer in layers)  # legends may differ in length
+        above, across = height, width = images.shape[1:3]
+    legend = max(map(legend_height, maps))  # legends may differ in length
+    factor = enlargement(above, across, len(maps), legend)
+    above, across = factor * above, factor * across
+    maps = maps[: fitting(len(maps), height, width, (above + legend) * across, some)]
+    drawn = np.full((len(maps), above + legend, across, 3), PAPER, np.uint8)
+    for each, below, layer in zip(maps, images, drawn, strict=False):
+        layer[: above + legend_height(each)] = overlay(each, below, opacity, factor)
     return Maps(
-        [legend_records(drawn, 1.0 if image is None else opacity) for drawn in maps],
-        np.stack([np.pad(x, ((0, tallest - len(x)), (0, 0), (0, 0)), constant_values=PAPER) for x in layers]),
-        (layers[0].shape[1], len(layers[0]) - legend_height(maps[0])),
-        np.stack([enlarge(drawn.colours, height, width) for drawn in maps]),
-        np.stack([enlarge(drawn.strength, height, width) for drawn in maps]),
+        [legend_records(each, 1.0 if image is None else opacity) for each in maps],
+        drawn,
+        (across, above),
+        np.stack([enlarge(each.colours, height, width) for each in maps]),
+        np.stack([enlarge(each.strength, height, width) for each in maps]),
     )
 
 
-def check_size(images: int, height: int, width: int) -> None:
-    """Raise ValueError for maps of more than PIXELS pixels in all. height, width: of an image."""
-    enlarged = enlargement(height, width) ** 2 + 1  # the overlay, and the map at the image's size
-    if (needed := images * height * width * enlarged) > PIXELS:
-        raise ValueError(
-            f"The maps of {images} images of {width} x {height} pixels have {needed / 1e6:.0f} million pixels in all; "
-            f"the limit is {PIXELS / 1e6:.0f} million. Generate fewer images in a run, or use smaller ones (Upscale "
-            "Image By)."
-        )
+def fitting(images: int, height: int, width: int, overlay: int, some: bool) -> int:
+    """How many of the maps may be drawn: all, or, if ``some`` will do, the first that have PIXELS pixels at most.
+    height, width: of an image; overlay: pixels of its map with the legend. Raises ValueError for none."""
+    each = height * width + overlay
+    if images * each <= PIXELS:
+        return images
+    if some and each <= PIXELS:
+        return PIXELS // each
+    raise ValueError(
+        f"The maps of {images} images of {width} x {height} pixels have {images * each / 1e6:.0f} million pixels in "
+        f"all; the limit is {PIXELS / 1e6:.0f} million. Generate fewer images in a run, or use smaller ones (Upscale "
+        "Image By)."
+    )
 
 
-def enlargement(height: int, width: int, shortest: int = 512) -> int:
-    """By which whole number an image is enlarged, so that its shorter side has ``shortest`` pixels, but the longer one
-    no more than LONGEST_MAP."""
-    return max(1, min(-(-shortest // min(height, width)), LONGEST_MAP // max(height, width)))
+def enlargement(height: int, width: int, images: int = 1, legend: int = 0) -> int:
+    """By which whole number images are enlarged, so that their shorter side has SHORTEST pixels, but the longer one no
+    more than LONGEST_MAP, and all of them, with ``legend`` lines each, no more than ENLARGED together."""
+    factor = max(1, min(-(-SHORTEST // min(height, width)), LONGEST_MAP // max(height, width)))
+    while factor > 1 and images * (factor * height + legend) * factor * width > ENLARGED:
+        factor -= 1
+    return factor
 
 
 def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
@@ -350,14 +364,13 @@ def enlarge(grid: np.ndarray, height: int, width: int) -> np.ndarray:
     return grid[rows][:, cols]
 
 
-def overlay(token_map: TokenMap, image: np.ndarray | None, opacity: float, shortest: int = 512) -> np.ndarray:
-    """Map over image [H, W, 3] (uint8; None: map alone), ``shortest`` pixels or larger, above its legend.
+def overlay(token_map: TokenMap, image: np.ndarray | None, opacity: float, factor: int) -> np.ndarray:
+    """Map over image [H, W, 3] (uint8; None: map alone), ``factor`` times as large, above its legend.
 
     The image turns grey, so that every colour is the map's.
     """
     rows, cols = token_map.colours.shape[:2]
     height, width = image.shape[:2] if image is not None else (rows, cols)
-    factor = enlargement(height, width, shortest)
     height, width = height * factor, width * factor
     canvas = enlarge(token_map.colours, height, width).astype(np.float64)
     if image is not None:

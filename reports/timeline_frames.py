@@ -71,25 +71,22 @@ def draw_frames(trace: Trace, image: int, pixels: np.ndarray, after: list[int], 
     source = _grid(trace, "source", image)
     appears = np.searchsorted(after, _grid(trace, "finalised_at", image))  # in this frame
     appears = np.where(source == Source.FORCED, -TRAIL, appears)
-    tops, lefts = (edges(size, count) for size, count in zip(pixels.shape, source.shape, strict=False))
+    down, across = (np.arange(size) * count // size for size, count in zip(pixels.shape, source.shape, strict=False))
+    colours = np.empty((len(Source), 3), np.float32)
+    for kind, (_, colour) in SOURCES.items():
+        colours[kind] = np.divide(colour, 255)
     canvas = np.empty_like(pixels)
     canvas[:] = np.divide(UNDRAWN, 255)
     for number in range(len(after)):
         age = number - appears
-        for row, col in np.argwhere(age >= 0 if number == 0 else age == 0):
-            area = np.s_[tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]]
-            canvas[area] = pixels[area]
+        shown, tinted = age >= 0 if number == 0 else age == 0, (age >= 0) & (age < TRAIL)
+        rows = np.flatnonzero((shown | tinted).any(1)[down])  # of pixels, which change
+        tokens = np.ix_(down[rows], across)
+        canvas[rows] = np.where(shown[tokens][..., None], pixels[rows], canvas[rows])
         frame = canvas.copy()
-        for row, col in np.argwhere((age >= 0) & (age < TRAIL)):
-            area = np.s_[tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]]
-            colour = np.divide(SOURCES[source[row, col]][1], 255, dtype=np.float32)
-            frame[area] += tint * FADE ** age[row, col] * (colour - frame[area])
+        strength = np.where(tinted, tint * FADE ** np.clip(age, 0, TRAIL), 0).astype(np.float32)
+        frame[rows] += strength[tokens][..., None] * (colours[source[tokens]] - frame[rows])
         yield frame
-
-
-def edges(size: int, count: int) -> np.ndarray:
-    """Where ``count`` tokens begin on a side of so many pixels, and its end: the same areas as ``enlarge`` gives."""
-    return -(-np.arange(count + 1) * size // count)
 
 
 def _grid(trace: Trace, name: str, image: int) -> np.ndarray:

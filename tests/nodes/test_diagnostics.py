@@ -8,7 +8,7 @@ import folder_paths
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.reports import token_records
+from comfyui_specar.reports import acceptance_map, token_records
 from comfyui_specar.reports.acceptance_map import (
     CONTINUOUS,
     DISCRETE,
@@ -206,6 +206,18 @@ def test_acceptance_map_node(kind, metric, show, sample, tiny, draw_vectors, con
         relaxed = "accepted within the tolerance" if kind == "continuous" else SOURCES[Source.RELAXED][0]
         assert data["continuous"] == (kind == "continuous") and data["sources"][Source.RELAXED] == relaxed
         assert data["sources"][Source.RESIDUAL] == SOURCES[Source.RESIDUAL][0]
+
+
+def test_of_too_many_maps_the_first_are_shown(show, sample, monkeypatch):
+    """An error would take the finished images from nodes that are still to save them."""
+    _, trace = sample("NextToken", batch=3)
+    whole = show(trace)
+    pixels = sum(out[0].shape[0] * out[0].shape[1] for out in whole.result[:2])
+    monkeypatch.setattr(acceptance_map, "PIXELS", 2 * pixels)
+    out = show(trace)
+    assert [len(each) for each in out.result[:3]] == [2] * 3 and len(out.ui["images"]) == 2
+    assert torch.equal(out.result[0], whole.result[0][:2])
+    assert out.ui["text"][0].endswith("Maps of the first 2 of 3 images: those of all are too large.")
 
 
 def numbers_of(trace: Trace, image: int = 0) -> dict:

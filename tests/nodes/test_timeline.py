@@ -85,10 +85,11 @@ def test_ends_of_rows_are_no_part_of_the_image():
 
 @pytest.mark.parametrize(("size", "count"), [(128, 16), (7, 3), (3, 4), (1, 1)])
 def test_tokens_have_the_same_areas_as_in_maps(size, count):
-    row = enlarge(np.arange(count)[None], 1, size)[0]
-    edges = timeline_frames.edges(size, count)
-    assert edges[0] == 0 and edges[-1] == size
-    assert all((row[a:b] == token).all() for token, (a, b) in enumerate(zip(edges, edges[1:], strict=False)))
+    picture = np.ones((1, size, 3), np.float32)
+    drawn = film(trace_of([*range(count)], [Source.BONUS] * count, 1, count, count), picture, tint=0.0)
+    areas = enlarge(np.arange(count)[None], 1, size)
+    assert len(drawn) == count
+    assert all(np.array_equal(drawn[token, ..., 0] == 1, areas <= token) for token in range(count))
 
 
 # The node

@@ -334,6 +334,30 @@ def test_maps_of_too_many_pixels_are_not_begun(monkeypatch):
             acceptance_map.draw_maps(trace, image, "source", 0.5)
 
 
+def test_many_small_maps_are_enlarged_less():
+    """Of what is drawn, with its legend, not of what it is drawn from."""
+    assert acceptance_map.enlargement(64, 64, 1, 260) == 8 and acceptance_map.enlargement(64, 64, 600, 260) == 2
+    for images, side in ((300, 256), (100, 256), (40, 384), (600, 64), (4096, 16)):
+        factor = acceptance_map.enlargement(side, side, images, 260)
+        assert factor == 1 or images * (factor * side + 260) * factor * side <= limits.ENLARGED
+    drawn = acceptance_map.draw_maps(trace_of(4, 4, images=300), None, "source", 0.5)
+    assert drawn.overlay.size < 3 * limits.ENLARGED and drawn.map_size[0] < 512
+
+
+def test_of_too_many_maps_the_first_may_be_drawn(monkeypatch):
+    trace, image = trace_of(2, 2, images=5), np.zeros((5, 600, 600, 3), np.uint8)
+    whole = acceptance_map.draw_maps(trace, image, "source", 0.5)
+    monkeypatch.setattr(acceptance_map, "PIXELS", 2 * (600 * 600 + whole.overlay[0].size // 3) + 1)
+    with pytest.raises(ValueError, match="5 images of 600 x 600 pixels.*fewer images"):
+        acceptance_map.draw_maps(trace, image, "source", 0.5)
+    some = acceptance_map.draw_maps(trace, image, "source", 0.5, some=True)
+    assert np.array_equal(some.overlay, whole.overlay[:2]) and np.array_equal(some.strength, whole.strength[:2])
+    assert len(some.legends) == len(some.colours) == 2
+    monkeypatch.setattr(acceptance_map, "PIXELS", 600 * 600)
+    with pytest.raises(ValueError, match="million pixels"):
+        acceptance_map.draw_maps(trace, image, "source", 0.5, some=True)
+
+
 # Tables of jobs
 
 
