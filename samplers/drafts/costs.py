@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 STEPS = 4  # of the grid of costs in a factor of two: the noise of a measurement is mostly below half a step
+MOST, LONGEST = 1e6, 2**20  # a cost, where a pass over one token costs 1, and the tokens of a pass
 Curve = tuple[tuple[int, float], ...]  # (tokens, cost), rising
 
 
@@ -28,9 +29,9 @@ class PassCosts:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> PassCosts:
-        """From what a trace has of them (``asdict``, as lists after JSON)."""
-        target, expand = (tuple((int(n), float(cost)) for n, cost in settings[name]) for name in ("target", "expand"))
-        return cls(target, float(settings["round"]), expand)
+        """From what a trace has of them (``asdict``, as lists after JSON). Raises KeyError, TypeError or ValueError for
+        what is no such thing."""
+        return cls(_curve(settings["target"]), _cost(settings["round"]), _curve(settings["expand"]))
 
     @classmethod
     def rounded(cls, target: Sequence[tuple[int, float]], round: float, expand: Sequence[tuple[int, float]]):
@@ -43,6 +44,21 @@ class PassCosts:
             return tuple((tokens, _on_grid(cost / one)) for (tokens, _), cost in zip(points, least, strict=True))
 
         return cls(curve(target), _on_grid(round / one), curve(expand))
+
+
+def _curve(points: Sequence[Sequence[Any]]) -> Curve:
+    """Points of a file. Raises TypeError or ValueError unless their tokens rise."""
+    tokens = [count for count, _ in points]
+    whole = tokens and all(type(count) is int and 1 <= count <= LONGEST for count in tokens)
+    if not whole or tokens != sorted({*tokens}):
+        raise ValueError(f"costs are of {tokens!r:.100} tokens, but must be of 1 to {LONGEST}, which rise")
+    return tuple((count, _cost(cost)) for count, cost in points)
+
+
+def _cost(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= MOST:
+        raise ValueError(f"a cost is {value!r:.40}, but must be a number above 0, at most {MOST:g}")
+    return float(value)
 
 
 def _on_grid(cost: float) -> float:

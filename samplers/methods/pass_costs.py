@@ -56,9 +56,20 @@ def pass_costs(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width:
     weights = weights_of(run.model), weights_of(run.drafter.module)
     shapes = tuple(out.logits.shape), run.layout.length, width, expansions, run.params.switches, graphs.active
     key = hashlib.sha256(repr((machine, weights, shapes, run.method.rule.name)).encode()).hexdigest()[:16]
-    if key not in known:
+    if key not in known or not _of_run(known[key], width, expansions):
         known[key] = measured(run, committed, out, graphs, width, expansions)
     return known[key]
+
+
+def _of_run(costs: PassCosts, width: int, expansions: int) -> bool:
+    """Whether costs, perhaps from a file, are of passes that ``measured`` times for such a run."""
+    widths, expanded = ([tokens for tokens, _ in curve] for curve in (costs.target, costs.expand))
+    return widths == [*WIDTHS[: len(widths)]] and widths[-1] <= width and expanded == _frontiers(expansions)
+
+
+def _frontiers(expansions: int) -> list[int]:
+    """Drafts that passes of the drafter expand, of ``expansions`` at most."""
+    return [n for n in FRONTIERS if n <= expansions]
 
 
 def weights_of(model: Any) -> Any:
@@ -81,7 +92,7 @@ def measured(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: i
         return list(zip(steps, least_times(passes, run.model.device, 2 * own.active, most), strict=False))
 
     target = seconds("target", {n: _target(run, n) for n in WIDTHS if n <= width}, MOST)
-    frontiers = [0, *(n for n in FRONTIERS if n <= expansions)]
+    frontiers = [0, *_frontiers(expansions)]
     (_, observe), *both = seconds("draft", {n: partial(_draft, run, hidden, n) for n in frontiers})
     (_, verify), *_ = seconds("verify", {0: _verification(run, hidden, committed)})
     own.forget()
