@@ -38,6 +38,7 @@ from .patcher import Patcher
 from .previews import Palette
 
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
+NO_GRAPHS = ("disable_cuda_graphs", "disable_comfy_compiler")  # options of newer ComfyUIs against them
 
 
 @dataclass(eq=False, repr=False)  # ComfyUI quotes the inputs of a node that failed
@@ -112,7 +113,7 @@ def open_model(
 ) -> LoadedModel:
     """Load a model, built from ComfyUI's casting layers, so that it can be loaded partially. loras: choices and
     strengths, merged in this order. Raises ValueError."""
-    graphs.allow(not getattr(args, "disable_cuda_graphs", False))  # an option of newer ComfyUI versions
+    graphs.allow(not any(getattr(args, option, False) for option in NO_GRAPHS))
     path = resolve(choice, MODELS)
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of: {', '.join(map(repr, DTYPES))}.")

@@ -7,7 +7,7 @@ from comfy.cli_args import args
 from comfyui_specar.kernels import graphs, switches
 from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.memory import out_of_memory
-from comfyui_specar.nodes.comfy_runtime.models import open_model
+from comfyui_specar.nodes.comfy_runtime.models import NO_GRAPHS, open_model
 from comfyui_specar.nodes.comfy_runtime.vae import ARVae
 from comfyui_specar.samplers.methods.next_token import NextToken
 
@@ -69,14 +69,15 @@ def test_directml_has_more_than_comfyui_says(tiny, positive, monkeypatch):
 
 
 @pytest.mark.parametrize("disabled", [None, False, True])
-def test_comfyuis_option_against_cuda_graphs_is_obeyed(disabled, models, monkeypatch):
-    """Only newer ComfyUIs have it."""
+@pytest.mark.parametrize("option", ["disable_cuda_graphs", "disable_comfy_compiler"])
+def test_comfyuis_options_against_cuda_graphs_are_obeyed(option, disabled, models, monkeypatch):
+    """Only newer ComfyUIs have them."""
     monkeypatch.delenv(switches.NO_GRAPHS, raising=False)
     monkeypatch.setattr(torch.version, "hip", None)
-    if disabled is None:
-        monkeypatch.delattr(args, "disable_cuda_graphs", raising=False)
-    else:
-        monkeypatch.setattr(args, "disable_cuda_graphs", disabled, raising=False)
+    for each in NO_GRAPHS:
+        monkeypatch.delattr(args, each, raising=False)
+    if disabled is not None:
+        monkeypatch.setattr(args, option, disabled, raising=False)
     try:
         open_model("tiny", "auto", None)
         assert graphs.capturable(torch.device("cuda:0")) is not bool(disabled)
