@@ -14,7 +14,7 @@ from comfyui_specar.model_loaders.files.quantised import LazyMatrix
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ..support import tiny_janus
+from ..support import tiny_emu3, tiny_janus
 from ..support.lora import RANK, factors, linear_layers, merged, write_lora
 from ..support.tiny_family import declared
 from ..support.tiny_simplear import write, write_quantised
@@ -70,7 +70,8 @@ def test_a_lora_changes_the_matrices_of_every_family(tmp_path):
         ({"alpha_pattern": {"^model.layers.1.self_attn.q_proj": -12}, "use_rslora": True}, -12 / math.sqrt(RANK)),
         ({"r": 64, "rank_pattern": {"[q-v]_proj": RANK}}, 6 / RANK),
         ({"lora_alpha": 0}, 0),
-        ({"init_lora_weights": "gaussian"}, 6 / RANK),
+        *(({"init_lora_weights": kind}, 6 / RANK) for kind in (False, None, "gaussian", "eva", "orthogonal", "mica")),
+        ({"use_rslora": None}, 6 / RANK),
         ({"setting_of_tomorrow": False, "another": None, "third": {}}, 6 / RANK),
         (WRITTEN, 6 / RANK),
     ],
@@ -202,6 +203,22 @@ def test_factors_of_any_floating_point_dtype_and_name_are_merged_in_fp32(tmp_pat
     assert torch.equal(with_adapter(plain, lora, 1.0).tensors[f"{Q}.weight"].float(), wanted)
 
 
+@pytest.mark.parametrize(("entry", "fits"), [(65504, True), (-65504, True), (65536, False), (1e30, False)])
+def test_a_change_is_at_most_what_a_weight_can_be(tmp_path, simplear, entry, fits):
+    lora, plain = write_lora(tmp_path / "lora", simplear, [Q], lora_alpha=RANK), open_checkpoint(simplear)
+    file = lora / "adapter_model.safetensors"
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}
+    for half, value in ("A", 1), ("B", entry):
+        tensors[f"base_model.model.{Q}.lora_{half}.weight"][0, 0] = value
+    save_file(tensors, file)
+    if fits:
+        changed = with_adapter(plain, lora, 1.0).tensors[f"{Q}.weight"].float() - plain.tensors[f"{Q}.weight"]
+        assert changed.abs().max() == abs(entry)
+    else:
+        with pytest.raises(CheckpointError, match="lora_alpha"):
+            with_adapter(plain, lora, 1.0)
+
+
 def test_layers_that_are_those_of_the_model_may_be_beside_the_factors(tmp_path, simplear):
     lora, file = write_lora(tmp_path / "lora", simplear, [Q]), tmp_path / "lora/adapter_model.safetensors"
     table = open_checkpoint(simplear).tensors["model.embed_tokens.weight"]
@@ -253,6 +270,17 @@ def test_a_lora_under_transformers_names_changes_deepseeks_layout(tmp_path):
     changed = opened(file, [(lora, 1.0)]).tensors
     lazy = [key.removesuffix(".weight") for key, tensor in changed.items() if type(tensor) is not torch.Tensor]
     assert sorted(lazy) == sorted(modules)
+
+
+def test_a_lora_of_any_layout_of_emu3_changes_any_other(tmp_path):
+    roots = ("model.text_model.", "text_model.model.", "model.")
+    for own in roots:
+        module = f"{own}layers.1.mlp.up_proj"
+        file = model_file(tiny_emu3.write(tmp_path / own, layout=(own, "", "model.vqmodel.")))
+        for theirs in roots:
+            name = f"{theirs}layers.1.mlp.up_proj"
+            lora = write_lora(tmp_path / f"{own} {theirs}", file, [module], {module: name})
+            assert type(opened(file, [(lora, 1.0)]).tensors[f"{module}.weight"]) is LazyMatrix
 
 
 def test_where_a_name_may_mean_two_places_their_shapes_decide_or_both_are_told(tmp_path):
