@@ -59,6 +59,10 @@ MATRICES = {  # how one is packed, and what config.json says
         partial(layouts.gptq, symmetric=False, more=0),
         {"quantization_config": {"method": "gptq", "format": "gptq_v2", "bits": 4, "group_size": 128, "sym": False}},
     ),
+    **{
+        packing: (partial(layouts.gptq, symmetric=False, more=0), layouts.config("auto-round", packing_format=packing))
+        for packing in ("auto_round", "auto_round:gptqmodel")
+    },
     "gptq in 8 bits": (partial(layouts.gptq, bits=8), GPTQ),
     "gptq in 2 bits": (partial(layouts.gptq, bits=2, group=32), GPTQ),
     "gptq in order of activations": (partial(layouts.gptq, order=torch.randperm(256) // 128), SHUFFLED),
@@ -139,6 +143,7 @@ WRONG = [  # what the description says, the index of groups (None: there is none
     ({"desc_act": True}, torch.zeros(256), ("desc_act", "a.g_idx", "zeros")),
     ({}, torch.arange(256).clamp(max=3), ("a.g_idx", "64 columns")),
     ({}, (torch.arange(256) // 64).clamp(max=2), ("a.g_idx", "64 columns")),
+    ({}, torch.arange(4).repeat_interleave(torch.tensor([64, 65, 63, 64])), ("a.g_idx", "64 columns")),
     ({}, torch.arange(256) // 64 - 1, ("groups that are not there",)),
 ]
 
@@ -153,6 +158,17 @@ def test_what_the_numbers_prove_wrong_is_refused(says, order, words, tmp_path):
         read(tensors, tmp_path / "model.safetensors", about)
     assert all(word in str(error.value) for word in ("model.safetensors", *words)), error.value
     assert "ownload it again" not in str(error.value)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zero_points_that_programs_read_differently_are_refused(bits, tmp_path):
+    """The largest number, if one more than what is stored is meant."""
+    tensors, _ = layouts.gptq("a.weight", torch.randn(64, 256), bits=bits, symmetric=False, more=0)
+    tensors["a.qzeros"] = layouts.words(torch.full((64, 2), 2**bits - 2), bits).T.contiguous()
+    assert read(tensors, tmp_path / "x", GPTQ).parts[1].max() == 2**bits - 2
+    tensors["a.qzeros"][0, 0] |= 1
+    with pytest.raises(CheckpointError, match=f"stored as {2**bits - 1}.* as {2**bits}\\)"):
+        read(tensors, tmp_path / "x", GPTQ)
 
 
 def test_the_description_of_before_config_json(tmp_path):
