@@ -358,6 +358,9 @@ class Page:
     def __init__(self, client_id):
         self.client_id, self.events = client_id, []
 
+    def send_progress_text(self, text, node_id, sid=None):
+        self.events.append((node_id, sid, text))
+
     def send_sync(self, event, data, sid=None):
         self.events.append((event, data, sid))
 
