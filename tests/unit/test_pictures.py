@@ -38,3 +38,12 @@ def test_the_middle_of_a_strip_is_that_of_the_whole(monkeypatch):
     monkeypatch.setattr(pictures, "LONG", 1000)
     whole = covering(ramp, 64, 64)
     assert found.shape == (64, 64, 3) and (found - whole).abs().max() <= 1.01 / 255
+
+
+def test_levels_and_halves_are_those_of_the_authors_code():
+    levels = (fill("image embedding", (64, 64, 3)).sigmoid() * 255).byte()
+    image = levels.float() / 255
+    for between in (-0.4, 0.0, 0.4):
+        assert torch.equal(covering(image + between / 255, 64, 64), image), "the nearest level, not the next lower one"
+    halves = levels.float().unflatten(0, (32, 2)).unflatten(2, (32, 2)).mean((1, 3))
+    assert (covering(image, 32, 32) * 255 - halves).abs().max() <= 1.01, "averages from twice the size on"
