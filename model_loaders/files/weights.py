@@ -57,7 +57,7 @@ def load_weights(
     storage = checkpoint.storage(module) if callable(checkpoint.storage) else checkpoint.storage
     narrow = {f"{layer}.weight": layer for layer in narrow_names(module, storage)} if storage else {}
     weights = {}
-    for name, parameter in wanted.items():
+    for name in wanted:
         if layer := narrow.get(name):
             weights[name], scale = _narrow(found[name], storage, dtype, name, path)
             put_narrow(module, layer, weights[name], scale)
@@ -65,7 +65,7 @@ def load_weights(
                 weights[f"{layer}.scale"] = scale
         else:
             precision = torch.float32 if name.startswith(precise) else dtype
-            parts = (_cast(part, precision, parameter.is_floating_point(), name, path) for part in found[name])
+            parts = (_cast(part, precision, name, path) for part in found[name])
             weights[name] = _joined(list(parts))
     module.load_state_dict(weights, strict=True, assign=True)
     return module.eval().requires_grad_(False)
@@ -116,9 +116,12 @@ def _is_beside(name: str, parts: Collection[tuple[str, str]]) -> bool:
 
 def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tensor]], path: Path) -> None:
     for name, parameter in wanted.items():
-        for part in found[name]:
-            if parameter.is_floating_point():
-                _refuse_integers(part, name, path)
+        whole = next((part.dtype for part in found[name] if not part.is_floating_point()), None)
+        if whole and parameter.is_floating_point():
+            raise CheckpointError(
+                f"{path.name}: {name} contains integers ({whole}). This quantisation is not supported: use the weights "
+                "as released."
+            )
         begin, *others = ([*part.shape] for part in found[name])
         shape = [sum(part[0] for part in (begin, *others)), *begin[1:]] if begin else []
         if shape != [*parameter.shape] or any(other[1:] != begin[1:] for other in others):
@@ -143,7 +146,7 @@ def _rounded(
     if isinstance(part, LazyMatrix) and part.format.storage == storage:
         return _as_stored(part, dtype, name, path)
     if storage == torch.float8_e4m3fn:
-        return stored(_cast(part, storage, True, name, path)), None
+        return stored(_cast(part, storage, name, path)), None
     return _quantised(part, storage, dtype, name, path)
 
 
@@ -166,7 +169,6 @@ def _quantised(
     tensor: Tensor, storage: torch.dtype, dtype: torch.dtype, name: str, path: Path
 ) -> tuple[Tensor, Tensor]:
     """A matrix in int8 or 4 bits, and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
-    _refuse_integers(tensor, name, path)
     rounded, scale = narrowed(tensor, storage)
     if not torch.isfinite(scale).all():
         raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values: download it again, it is damaged.")
@@ -184,28 +186,18 @@ def _largest(scale: Tensor, top: float = 127) -> Tensor:
     return torch.maximum(minimum.abs(), (minimum + 15 * step).abs()).max()
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, real: bool, name: str, path: Path) -> Tensor:
+def _cast(tensor: Tensor, dtype: torch.dtype, name: str, path: Path) -> Tensor:
     """The tensor in another dtype; unchanged if it already has it.
 
     Only the result is checked: a second pass over a memory-mapped file may read it again if memory is short. Raises
-    CheckpointError for values that are not finite or too large for ``dtype``, and, if ``real``, for integers.
+    CheckpointError for values that are not finite or too large for ``dtype``.
     """
-    if real:
-        _refuse_integers(tensor, name, path)
     cast = tensor.to(dtype)
     if not _finite(cast):
         if _finite(tensor):
             raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
         raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values: download it again, it is damaged.")
     return cast
-
-
-def _refuse_integers(tensor: Tensor, name: str, path: Path) -> None:
-    if not tensor.is_floating_point():
-        raise CheckpointError(
-            f"{path.name}: {name} contains integers ({tensor.dtype}). This quantisation is not supported: use "
-            "the weights as released."
-        )
 
 
 def _finite(tensor: Tensor) -> bool:

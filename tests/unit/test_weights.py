@@ -74,16 +74,18 @@ def test_the_length_of_a_header_has_both_limits(length, size, legal):
 
 def test_numbers_of_a_parameter_are_real_finite_and_fit():
     whole, real = torch.tensor([1, 2]), torch.tensor([1.0, 70000.0])
-    with pytest.raises(CheckpointError, match="w contains integers"):
-        weights._cast(whole, torch.float32, True, "w", PATH)
-    assert weights._cast(whole, torch.int64, False, "w", PATH) is whole
-    assert weights._cast(real, torch.float32, True, "w", PATH) is real
-    assert weights._cast(real, torch.bfloat16, True, "w", PATH).dtype == torch.bfloat16
+    for shape in ([2], [3]):
+        with pytest.raises(CheckpointError, match="w contains integers"):
+            weights._check_shapes({"w": torch.empty(shape)}, {"w": (whole,)}, PATH)
+    weights._check_shapes({"w": whole}, {"w": (whole,)}, PATH)
+    assert weights._cast(whole, torch.int64, "w", PATH) is whole
+    assert weights._cast(real, torch.float32, "w", PATH) is real
+    assert weights._cast(real, torch.bfloat16, "w", PATH).dtype == torch.bfloat16
     with pytest.raises(CheckpointError, match="too large for torch.float16.*bf16"):
-        weights._cast(real, torch.float16, True, "w", PATH)
+        weights._cast(real, torch.float16, "w", PATH)
     for bad in (torch.nan, torch.inf, -torch.inf):
         with pytest.raises(CheckpointError, match="NaN or infinite"):
-            weights._cast(torch.tensor([1.0, bad]), torch.bfloat16, True, "w", PATH)
+            weights._cast(torch.tensor([1.0, bad]), torch.bfloat16, "w", PATH)
 
 
 def test_every_number_is_looked_at(monkeypatch):
