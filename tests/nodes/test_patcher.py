@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import comfy.model_management as mm
 import pytest
 import torch
+from comfyui_specar.kernels import cpu
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.nodes.comfy_runtime import runs
@@ -72,6 +73,16 @@ def test_loading_weights_drops_them(kept, tiny):
     kept["kind"] = object()
     mm.load_models_gpu([tiny[0].patcher])
     assert not kept
+
+
+def test_weights_that_a_cpu_packed_move_as_they_were(tiny):
+    cpu.unpack(tiny[0].model)
+    layer = next(module for module in tiny[0].model.modules() if isinstance(module, torch.nn.Linear))
+    weight = layer.weight.clone()
+    mm.unload_all_models()
+    cpu.pack(layer)
+    mm.load_models_gpu([tiny[0].patcher])
+    assert torch.equal(layer.weight, weight)
 
 
 @pytest.mark.parametrize("short", [False, True])
