@@ -325,14 +325,15 @@ def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
 
 
 def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:
-    most = int(values.max())
+    most = max(int(values.max()), 1)  # all of an image may be kept
     return _amount(values, most, free & (values > 0), TREE[metric][1], "0", str(most), "not from a tree")
 
 
 def _similarity(values: np.ndarray, drafted: np.ndarray) -> TokenMap:
     """With the quartiles in the title, from which to choose a threshold."""
-    quarters = np.quantile(values[drafted], (0.25, 0.5, 0.75))
-    title = "Similarity of paths, quarters {:.2f}, {:.2f}, {:.2f}".format(*quarters)
+    title = "Similarity of paths"
+    if drafted.any():
+        title += ", quarters {:.2f}, {:.2f}, {:.2f}".format(*np.quantile(values[drafted], (0.25, 0.5, 0.75)))
     return _amount(values, 1, drafted, title, "0 or less", "1, alike", "not from a tree")
 
 

@@ -88,6 +88,17 @@ def test_the_similarities_of_a_run_tell_its_quarters():
     assert "no paths were compared" in none.legend[0].text
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("metric", METRICS)
+def test_an_image_of_a_batch_that_was_kept_whole_is_grey(metric):
+    kept = {name: torch.zeros_like(values) for name, values in made_trace().positions.items()}
+    kept["source"] += Source.FORCED
+    trace = made_trace()
+    trace.positions = {name: torch.cat((values, kept[name])) for name, values in trace.positions.items()}
+    drawn = token_map(trace, metric, 1)
+    assert (drawn.colours == GREY).all() and not drawn.strength.any()
+
+
 @pytest.mark.parametrize(("metric", "kind"), [("skipped", Source.SKIPPED), ("accepted by relaxation", Source.RELAXED)])
 def test_marked_tokens(metric, kind):
     drawn = token_map(made_trace(source=[kind, Source.ACCEPTED, kind, Source.FORCED]), metric, 0)
