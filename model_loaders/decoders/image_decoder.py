@@ -113,7 +113,7 @@ class Autoencoder:
             raise ValueError(
                 f"The image is {width} x {height}, but both sides must be multiples of {self.factor} pixels. {RESIZE}"
             )
-        return planar((rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1).to(self.device, self.dtype))
+        return planar((rearrange(pixels[..., :3].float(), "b h w c -> b c h w") * 2 - 1).to(self.device, self.dtype))
 
     def encode_latent(self, pixels: Tensor) -> Tensor:
         """The latent [B, C, h, w] of pixels [B, H, W, 3] in 0..1."""

@@ -95,6 +95,13 @@ def test_the_order_in_memory_changes_nothing(subject):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_images_in_half_precision_are_not_rounded_again(subject, dtype):
+    image = images(subject)["noise"].to(dtype)
+    assert torch.equal(subject.encode(image), subject.encode(image.float()))
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("kind", ["one colour", "nearly", "noise"])
 def test_images_of_one_colour_are_as_exact_as_others(subject, kind):
     image = images(subject)[kind]
