@@ -29,7 +29,7 @@ def bf16_is_faster() -> bool:
     try:
         for dtype in (torch.float32, torch.bfloat16):
             layer = nn.utils.skip_init(nn.Linear, INPUTS, OUTPUTS, bias=False, dtype=dtype)
-            nn.init.ones_(layer.weight)  # no random numbers
+            nn.init.ones_(layer.requires_grad_(False).weight)  # no random numbers
             run = partial(product, layer, torch.ones(ROWS, INPUTS, dtype=dtype))
             with torch.inference_mode():
                 run()  # the first call packs

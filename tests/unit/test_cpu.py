@@ -151,6 +151,13 @@ def test_gradients_flow_through_the_layer():
     assert not cpu.is_packed(layer), "an optimiser may hold it"
 
 
+def test_precisions_are_compared_with_packed_weights(fresh, monkeypatch):
+    asked, pack = set(), cpu.pack
+    monkeypatch.setattr(cpu, "pack", lambda layer: (asked.add(layer.weight.dtype), pack(layer)))
+    precision.bf16_is_faster.__wrapped__()
+    assert asked == {torch.float32, torch.bfloat16}
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_blocks_are_found_for_every_number_of_threads(fresh, threads):
     before = torch.get_num_threads()
