@@ -22,7 +22,7 @@ from torch import Tensor
 from ...common.limits import MATCHED, NAME
 from .checkpoint import Checkpoint, open_checkpoint, read_settings, weight_file
 from .errors import CheckpointError
-from .quantised import Format, LazyMatrix
+from .quantised import Format, LazyMatrix, first
 from .unsupported import ADAPTERS
 
 CONFIG = "adapter_config.json"
@@ -76,11 +76,12 @@ def with_adapter(
     changed: dict[str, Tensor] = {}
     for module, (down, up) in factors.items():
         shape, names = (len(up), down.shape[1]), places[f"{module}.weight"]
-        fitting = [name for name in names if checkpoint.tensors[name].shape == shape]
+        bases = {name: first(checkpoint.tensors[name], *shape) for name in names}
+        fitting = [name for name, base in bases.items() if base.shape == shape]
         if not fitting:
             raise CheckpointError(
-                f"{file} changes {module} by a matrix of the shape {[*shape]}, which is "
-                f"{[*checkpoint.tensors[names[0]].shape]} in {model}: it was trained for another model."
+                f"{file} changes {module} by a matrix of the shape {[*shape]}, which is {[*bases[names[0]].shape]} in "
+                f"{model}: it was trained for another model."
             )
         if len(fitting) > 1 or fitting[0] in changed:
             where = f"could be {' and '.join(fitting[:2])}" if len(fitting) > 1 else f"is {fitting[0]}, changed twice,"
@@ -91,7 +92,7 @@ def with_adapter(
                 f"{file} changes {module} by more than a weight can be: its lora_alpha / r ({scales[module]:g}), its "
                 f"matrices or the strength ({strength:g}) are too large. Download it again, or choose a lower strength."
             )
-        parts = (checkpoint.tensors[fitting[0]], scaled)
+        parts = (bases[fitting[0]], scaled)
         changed[fitting[0]] = LazyMatrix(parts, Format(down.shape[1], partial(_merged, down)))
     for name, tensor in whole.items():
         there = (checkpoint.tensors[place] for place in places[name] or checkpoint.tensors)  # a tied one has one name

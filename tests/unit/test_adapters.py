@@ -15,6 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_emu3, tiny_janus
+from ..support.comfy_quant import quantise_file, rewritten
+from ..support.every_family import FAMILIES
 from ..support.lora import RANK, factors, linear_layers, merged, write_lora
 from ..support.tiny_family import declared
 from ..support.tiny_simplear import write, write_quantised
@@ -94,6 +96,26 @@ def test_a_quantised_matrix_takes_a_lora(tmp_path):
     found = with_adapter(checkpoint, lora, 1.0).tensors[f"{Q}.weight"]
     assert torch.equal(found.float(), base.float() + 6 / RANK * (b @ a))
     assert torch.equal(found[8:24].float(), found.float()[8:24]), "its rows are lazy, too"
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_a_lora_changes_the_rows_and_columns_that_a_format_did_not_pad(tmp_path, kind):
+    file = model_file(FAMILIES["emu3.5"].write(tmp_path))
+    modules, wide = linear_layers(file), {}
+    shapes = {module: open_checkpoint(file).tensors[f"{module}.weight"].shape for module in modules}
+    loras = [(write_lora(tmp_path / f"lora {i}", file, modules), strength) for i, strength in enumerate((1.0, -0.5))]
+
+    def narrowed(tensors):
+        narrow, found = quantise_file(tensors, kind)
+        wide.update(found)
+        return narrow, {}
+
+    rewritten(file, narrowed)
+    assert any(open_checkpoint(file).tensors[f"{name}.weight"].shape != shape for name, shape in shapes.items())
+    by_hand = merged(merged(wide, modules, 6 / RANK), modules, -0.5 * 6 / RANK)
+    changed = opened(file, loras).tensors
+    assert all(torch.equal(changed[f"{module}.weight"].float(), by_hand[f"{module}.weight"]) for module in modules)
+    assert load_model(file, dtype=torch.float32, adapters=loras)
 
 
 @pytest.mark.parametrize(
