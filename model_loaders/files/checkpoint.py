@@ -284,7 +284,8 @@ def _open_shards(index: Path, data: Data) -> Checkpoint:
 
 
 def _layer(name: str) -> str:
-    return name.rpartition(".")[0]
+    """The layer of a tensor. Those of a matrix in bitsandbytes' layout have names that begin with the matrix's own."""
+    return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
 
 
 def _open_safetensors(path: Path, data: Data) -> Checkpoint:

@@ -17,7 +17,7 @@ from comfyui_specar.model_loaders.files.checkpoint import (
 from comfyui_specar.models.quantised import stored
 from safetensors.torch import load_file, save_file
 
-from ..support import comfy_quant, tiny_chameleon, tiny_janus
+from ..support import comfy_quant, quantised_layouts, tiny_chameleon, tiny_janus
 from ..support.tiny_folder import write_folder
 
 WEIGHTS = {f"part.{i}.weight": torch.full((3, 2), float(i)) for i in range(6)}
@@ -120,6 +120,16 @@ def test_the_index_decides_about_marks_and_scales(tmp_path, in_metadata):
     save_file(load_file(second) | old, second, metadata)
     found = open_checkpoint(index).tensors["part.2.weight"]
     assert torch.equal(found.float(), parts["weight"].float() * parts["weight_scale"])
+
+
+def test_what_the_index_does_not_name_of_a_matrix_of_bitsandbytes_lies_beside_it(tmp_path):
+    index = write_folder(tmp_path / "folder", WEIGHTS, {}, shards=3) / KINDS[False]
+    second = shards_of(index)[1]
+    parts, wide = quantised_layouts.bitsandbytes("part.2.weight", torch.randn(3, 2))
+    save_file(load_file(second) | parts, second)
+    for load in (open_checkpoint, outline):
+        assert load(index).tensors.keys() == WEIGHTS.keys()
+    assert torch.equal(open_checkpoint(index).tensors["part.2.weight"].float(), wide)
 
 
 @pytest.mark.parametrize("left", [0, 8, 40, -1])
