@@ -11,8 +11,8 @@ that of AutoGPTQ and ModelCloud/GPTQModel. Of a matrix [N, K] in b bits with G g
 
 The weight is s x (q - z). Files of the format "gptq" and of packing_format "auto_round:auto_gptq" store z - 1. Which it
 is, stands in the ``quantization_config`` of config.json, or in the quantize_config.json that AutoGPTQ wrote before, so
-one of them must lie beside the weights. Where it says ``sym``, each z is 2^(b - 1), so that the numbers tell. What it
-says of bits and groups must hold for them.
+one of them must lie beside the weights. Where it says ``sym``, each z is 2^(b - 1), so that the numbers tell, as they
+do if they are all so and it does not say ``sym``. What it says of bits and groups must hold for them.
 
 Matrices in 4 bits whose groups are multiples of those of kernels/linear.py, in a row, can be kept: a number is then
 q x step + minimum with the step s and the minimum - s z, both rounded to bf16.
@@ -46,13 +46,12 @@ _OTHER = "It belongs to other weights: use the one that was released with these.
 
 @dataclass(frozen=True)
 class _Stated:
-    """What a description says of the layers. more: what z is more than the stored number. mixed: are there layers of
-    which it says something else. bits, group_size: None if it does not say, or is mixed; group_size -1: a row."""
+    """What a description says of the layers. more: what z is more than the stored number. symmetric, bits, group_size:
+    None if it does not say, or says something else of some; group_size -1: a row."""
 
     more: int
-    symmetric: bool
+    symmetric: bool | None
     ordered: bool
-    mixed: bool
     bits: int | None
     group_size: int | None
 
@@ -97,7 +96,9 @@ def _stated(about: Any, path: Path) -> _Stated:
     if bits not in (None, *_BITS):
         raise _other_bits(bits, path)
     ordered = bool(about.get("desc_act")) and not about.get("static_groups")
-    return _Stated(values[layout], about.get("sym") is True, ordered, mixed, bits, size)
+    sym = about.get("sym")
+    symmetric = None if sym is None or (sym and mixed) else bool(sym)
+    return _Stated(values[layout], symmetric, ordered, bits, size)
 
 
 def _entry(about: Mapping[str, Any], names: tuple[str, ...], path: Path) -> Any:
@@ -160,10 +161,10 @@ def _more(layer: str, plain: Tensor, bits: int, stated: _Stated, path: Path) -> 
     if plain.is_meta:
         return stated.more
     middle, top = 2 ** (bits - 1), 2**bits - 1
-    for more in (0, 1) if stated.symmetric else ():
+    for more in () if stated.symmetric is False else (0, 1):
         if (plain == middle - more).all():
             return more
-    if stated.symmetric and not stated.mixed:
+    if stated.symmetric:
         raise CheckpointError(
             f"{path.name}: zero points of {layer} are not {middle}, but the description beside it says sym. {_OTHER}"
         )

@@ -95,10 +95,11 @@ def test_a_matrix_is_what_its_layout_says(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("about", [GPTQ, V2, AUTOROUND], ids=["gptq", "gptq v2", "autoround"])
 @pytest.mark.parametrize("more", [0, 1])
 def test_numbers_tell_what_their_zero_points_are_where_they_can(more, about, bits, tmp_path):
-    """Whatever the description says of it."""
-    symmetric = {"quantization_config": about["quantization_config"] | {"sym": True, "bits": bits}}
+    """Whatever the description says of it, also if it does not say ``sym``, which is usual."""
     tensors, wide = layouts.gptq("a.weight", torch.randn(64, 256), bits=bits, more=more)
-    assert torch.equal(read(tensors, tmp_path / "x", symmetric).float(), wide)
+    for said in ({"sym": True}, {"sym": 1}, {"sym": None}):
+        symmetric = {"quantization_config": about["quantization_config"] | said | {"bits": bits}}
+        assert torch.equal(read(tensors, tmp_path / "x", symmetric).float(), wide)
 
 
 def test_layers_of_which_other_things_are_said_are_read_as_they_are(tmp_path):
