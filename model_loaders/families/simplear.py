@@ -19,6 +19,7 @@ from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint
 from ..files.errors import CheckpointError
+from ..files.quantised import LazyMatrix
 from ..registry import Family, ReleasedDecoder, Source
 from ..sizes import chosen_grid, legal_grid
 from ..text.language_model import (
@@ -74,6 +75,7 @@ def load(
     grids = (legal_grid(meta["grid"]),) if "grid" in meta else _GRIDS
     heads = {table.shape[1]: meta["heads"]} if "heads" in meta else _HEADS
     encoder = prompt_encoder(tokenizer, grids[0])
+    head = checkpoint.tensors.get(_NAMES.head)  # with a LoRA, it is no longer the embedding
 
     @cache
     def negative() -> Tensor:
@@ -88,7 +90,7 @@ def load(
         Ids(range(first, first + codes), first),
         backbone_config(checkpoint, _NAMES.root, codes, heads, norm_eps=1e-6),
         lambda features, size: negative(),
-        tied=_NAMES.head not in checkpoint.tensors or settings.get("tie_word_embeddings", False),
+        tied=head is None or (settings.get("tie_word_embeddings", False) and not isinstance(head, LazyMatrix)),
         grid=chosen_grid(path, grid, grids[0], grids),
         grids=grids,
         defaults=SamplingParams(**{"cfg": 6.0} | meta.get("defaults", {})),

@@ -118,6 +118,19 @@ def test_a_lora_changes_the_rows_and_columns_that_a_format_did_not_pad(tmp_path,
     assert load_model(file, dtype=torch.float32, adapters=loras)
 
 
+def test_a_head_that_a_lora_changes_is_no_longer_the_embedding(tmp_path):
+    file = model_file(write(tmp_path / "model", tied=False, decoder=False))
+    settings = json.loads((file.parent / "config.json").read_text(encoding="utf-8")) | {"tie_word_embeddings": True}
+    (file.parent / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    lora = write_lora(tmp_path / "lora", file, ["lm_head"])
+    plain, adapted = (load_model(file, dtype=torch.float32, adapters=each).backbone for each in ((), [(lora, 1.0)]))
+    assert torch.equal(adapted.tok_embeddings.weight, plain.tok_embeddings.weight)
+    hidden = torch.ones(1, 1, plain.config.dim)
+    assert not torch.equal(adapted.output(hidden), plain.output(hidden))
+
+
 @pytest.mark.parametrize(
     "name", [Q, "layers.1.self_attn.q_proj", "1.self_attn.q_proj", f"vl_gpt.language_model.{Q}", f"_orig_mod.{Q}"]
 )
