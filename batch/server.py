@@ -140,7 +140,7 @@ class Server:
         """Has it the prompt after all? A load balancer asks several servers in turn, and some keep a connection with
         one: each question has a connection of its own."""
         for path in TIMES * [f"/history/{prompt_id}"] + TIMES * ["/queue"]:
-            async with self._request("GET", path, anew=True) as reply:
+            async with self._request("GET", path, alone=True) as reply:
                 answer = reply.parsed()
                 if prompt_id in (queued_ids(answer) if path == "/queue" else answer):
                     return True
@@ -177,13 +177,13 @@ class Server:
         body: dict[str, Any] | None = None,
         query: dict[str, str] | None = None,
         most: int = ANSWER_BYTES,
-        anew: bool = False,
+        alone: bool = False,
     ) -> AsyncIterator[Reply]:
-        """The reply, of at most `most` bytes. anew: the connection serves no other request after it. Whoever reads the
+        """The reply, of at most `most` bytes. alone: the connection serves no other request after it. Whoever reads the
         reply raises UnexpectedAnswerError where it is not ComfyUI's."""
         address = self._address
         token = hiding.set(address.hide)
-        headers = address.headers | ({"Connection": "close"} if anew else {})
+        headers = address.headers | ({"Connection": "close"} if alone else {})
         given = {"json": body, "params": address.query | (query or {}), "headers": headers}
         try:
             async with self._session.request(method, address.base + path, allow_redirects=False, **given) as reply:

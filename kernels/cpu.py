@@ -55,10 +55,10 @@ def in_blocks(product: Callable[[Any, Tensor], Tensor], layer: nn.Module, x: Ten
     """product(layer, rows) of x [..., inputs] in blocks of rows. kind: those of one have blocks of one size, which is
     found by trying."""
     if kind not in _blocks:
-        twin, rows = trial(layer, x.shape[-1], x.dtype)
+        other, rows = trial(layer, x.shape[-1], x.dtype)
         if product is onednn:
-            pack(twin)
-        _blocks[kind] = invariant_rows(partial(product, twin), rows)
+            pack(other)
+        _blocks[kind] = invariant_rows(partial(product, other), rows)
     found = split(partial(product, layer), x.reshape(-1, x.shape[-1]), _blocks[kind])
     return found.reshape(*x.shape[:-1], found.shape[-1])
 
@@ -77,11 +77,11 @@ def trial(layer: nn.Module, inputs: int, dtype: torch.dtype) -> tuple[Any, Tenso
     order = torch.randperm(inputs, generator=generator)
     half = (inputs + 1) // 2
     rows, matrix = (torch.randn(n, half, generator=generator).to(dtype) for n in (BLOCKS[0], outputs))
-    twin = nn.Linear(inputs, outputs, layer.bias is not None, device="meta")
-    twin.weight = nn.Parameter(torch.cat((matrix, matrix), dim=1)[:, order], requires_grad=False)
+    other = nn.Linear(inputs, outputs, layer.bias is not None, device="meta")
+    other.weight = nn.Parameter(torch.cat((matrix, matrix), dim=1)[:, order], requires_grad=False)
     if layer.bias is not None:
-        twin.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
-    return twin, torch.cat((rows, -rows), dim=1)[:, order]
+        other.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype), requires_grad=False)
+    return other, torch.cat((rows, -rows), dim=1)[:, order]
 
 
 def called(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

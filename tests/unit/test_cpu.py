@@ -181,9 +181,9 @@ def test_products_that_are_tried_tell_the_order_of_their_sums(dtype, bias):
 
     layer, x = made(768, 96, bias, dtype), torch.randn(128, 768).to(dtype)
     with torch.inference_mode():
-        twin, rows = cpu.trial(layer, 768, dtype)
-        assert twin.weight.shape == layer.weight.shape and (twin.bias is None) == (layer.bias is None)
-        assert differ(twin, rows) > 0.1 and (dtype == torch.float32 or differ(layer, x) < 0.01)
+        other, rows = cpu.trial(layer, 768, dtype)
+        assert other.weight.shape == layer.weight.shape and (other.bias is None) == (layer.bias is None)
+        assert differ(other, rows) > 0.1 and (dtype == torch.float32 or differ(layer, x) < 0.01)
 
 
 def test_a_layer_without_weights_is_called_in_blocks(fresh):
