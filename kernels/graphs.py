@@ -14,8 +14,9 @@ import ctypes
 import gc
 import logging
 import os
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from . import switches
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+MOST_GRAPHS = 64  # of a session: each is some memory of the driver's
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -96,7 +98,7 @@ def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 _allowed = True
 _failed = False
-_kept: list[BaseException] = []  # errors of captures, and with them what these allocated
+_kept: list[Tensor] = []  # what captures allocated that failed
 
 
 def allow(allowed: bool) -> None:
@@ -144,6 +146,7 @@ def capturable(device: torch.device) -> bool:
 
 
 _recording = False
+uninterrupted: Callable[[], AbstractContextManager] = nullcontext  # in it, ComfyUI's layers do not interrupt a run
 
 
 def recording() -> bool:
@@ -155,18 +158,20 @@ def recording() -> bool:
 def capturing() -> Iterator[None]:
     """In this context a step is being captured.
 
-    Python's garbage collector is off: destroying a tensor or event may make calls that a capture forbids.
+    Python's garbage collector is off: destroying a tensor or event may make calls that a capture forbids. No run is
+    interrupted: that raises an error in any layer.
     """
     global _recording
-    collects = gc.isenabled()
-    gc.disable()
-    _recording = True
-    try:
-        yield
-    finally:
-        _recording = False
-        if collects:
-            gc.enable()
+    with uninterrupted():
+        collects = gc.isenabled()
+        gc.disable()
+        _recording = True
+        try:
+            yield
+        finally:
+            _recording = False
+            if collects:
+                gc.enable()
 
 
 class Graphs:
@@ -197,44 +202,34 @@ class Graphs:
         ``state`` is used up, and the result is valid until the next call. The first call only calls the step; the
         second captures it, and from then on the graph is replayed. If a GPU refuses to capture or launch a graph,
         nothing was executed: this and all further steps are called. (An error of an earlier launch is raised again by
-        the step, and ends the run.)
+        the step, and ends the run.) Raises OutOfMemoryError without graphs, so that there is room for the next run.
         """
         if not self.active or key not in self._called:
             self._called.add(key)
-            return self._first(step, state)
+            return step(state)
+        captured = self._graphs.pop(key, None)
         try:
-            captured = self._graphs.get(key)
             places = self._places(state) if captured is None else captured.places
             put(places, state)
             state = places  # also for a call, if the GPU refuses: leaves of the given one may be overwritten now
-            if captured is None:
-                captured = self._graphs[key] = self._capture(step, places)
+            captured = captured or self._capture(step, places)
             captured.graph.replay()
-            return captured.after
         except RuntimeError as error:
-            self.active = False
             self.forget()
+            if out_of_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            self.active = False
             give_up(str(error))
-            if allocates_in_graphs(self.device):  # torch ends the process when that is freed
-                _kept.append(error)
             return step(state)
+        if len(self._graphs) == MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self._graphs[key] = captured  # as the last one
+        return captured.after
 
     def forget(self) -> None:
         """Drop all graphs, and the memory of their intermediate results."""
         self._graphs, self._pool = {}, None
         self._called.clear()
-
-    def _first(self, step: Callable[[T], T], state: T) -> T:
-        """Call a step on the stream on which it will be captured. cuBLAS has a workspace for each stream: one that was
-        allocated during a capture would be the memory of that graph alone."""
-        if not (self.active and supports_graphs(self.device)):
-            return step(state)
-        current, stream = torch.cuda.current_stream(self.device), capture_stream(self.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            after = step(state)
-        current.wait_stream(stream)
-        return after
 
     def _places(self, state: T) -> T:
         """Memory for a state of these shapes: that of another graph, or copies of its tensors."""
@@ -256,20 +251,78 @@ class Graphs:
         return _Graph(graph, step, places, after)
 
     def _record(self, run: Callable[[], T]) -> tuple[Any, T]:
-        """Record the launches of ``run``, without executing them. Returns the graph and the result."""
+        """Record the launches of ``run``, without executing them. Returns the graph and the result.
+
+        With cudaMallocAsync, what a capture allocated has memory in the graph alone: torch ends the process if it is
+        freed later. So an error after which the capture goes on, such as ComfyUI's interruption, frees what it holds
+        before the capture ends. What one that breaks the capture holds is never freed.
+        """
+        with capturing(), self._recorder() as graph:
+            try:
+                outcome: T | BaseException = run()
+            except BaseException as error:
+                if breaks_captures(error, self.device):
+                    if allocates_in_graphs(self.device):
+                        _kept.extend(held_by(error))
+                    raise
+                outcome = without_frames(error)
+            self._free_workspaces()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return graph, outcome
+
+    @contextmanager
+    def _recorder(self) -> Iterator[Any]:
+        """In this context, launches are recorded in the graph that it yields. (``torch.cuda.graph`` would also empty
+        the allocator's cache and collect Python's garbage, which can take longer than the rest.)"""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may use the GPU during the capture. One that fails does not restore the current stream.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                capturing(),
-                torch.cuda.graph(graph, self._pool, capture_stream(self.device), capture_error_mode="thread_local"),
-            ):
-                return graph, run()
-        except BaseException:
-            end_allocation(self.device, self._pool)
-            raise
+        torch.cuda.synchronize(self.device)
+        self._free_workspaces()
+        with torch.cuda.stream(capture_stream(self.device)):
+            try:
+                # Other threads may use the GPU during the capture.
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    yield graph
+                finally:
+                    graph.capture_end()
+            except BaseException:
+                end_allocation(self.device, self._pool)
+                raise
+
+    @staticmethod
+    def _free_workspaces() -> None:
+        """Free the memory that cuBLAS has for each stream. Other libraries do it, too (``torch.compile``), so that of a
+        graph must be its own: allocated and freed in the capture."""
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Is it a lack of memory? With cudaMallocAsync a graph gets its memory at its launch, which torch reports as any
+    other error of the GPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def breaks_captures(error: BaseException, device: torch.device) -> bool:
+    """May a capture be over with this error, as with errors of the GPU? It goes on after those of Python, and after a
+    lack of memory that torch's own allocator notices."""
+    unharmed = isinstance(error, torch.OutOfMemoryError) and not allocates_in_graphs(device)
+    return isinstance(error, RuntimeError) and not unharmed
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """An error, and those it came from, without the functions that they went through and what these hold."""
+    each: BaseException | None = error
+    while each:
+        each.__traceback__, each = None, each.__context__
+    return error
+
+
+def held_by(error: BaseException) -> list[Tensor]:
+    """The tensors in local variables of the functions that an error went through."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return [tensor for frame in frames for value in frame.f_locals.values() for tensor in leaves(value)]
 
 
 def end_allocation(device: torch.device, pool: Any) -> None:

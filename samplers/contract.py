@@ -383,6 +383,10 @@ class Method(ABC):
         """Have all steps of a run one shape, with nothing to ask the host within one? Then a GPU captures them."""
         return True
 
+    def unmeasured(self) -> Method:
+        """The method with what it would measure in a run given instead: two runs of it do the same."""
+        return self
+
     @abstractmethod
     def check(self, request: Any) -> None:
         """Raise ValueError naming the setting or parameter that is illegal, and its legal values."""

@@ -11,6 +11,7 @@ import comfy.model_management as mm
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 
+from ...kernels import graphs
 from ...model_loaders.decoders.image_decoder import Autoencoder
 from ...samplers.contract import Method
 from ...samplers.generate import AnyRequest
@@ -29,6 +30,17 @@ class Beside(Protocol):
 
     @property
     def patcher(self) -> Patcher: ...
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Whoever interrupts meanwhile waits until it is over; one who has before is obeyed at once. (Layers ask, too.)"""
+    with mm.interrupt_processing_mutex:
+        mm.throw_exception_if_processing_interrupted()
+        yield
+
+
+graphs.uninterrupted = uninterrupted
 
 
 class TooLargeError(ValueError):

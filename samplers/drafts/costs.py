@@ -46,6 +46,9 @@ class PassCosts:
         return cls(curve(target), _on_grid(round / one), curve(expand))
 
 
+USUAL = PassCosts(((1, 1.0), (9, 1.2), (65, 2.4)), 0.3, ((1, 0.15), (16, 0.2)))  # about those of a small model on a GPU
+
+
 def _curve(points: Sequence[Sequence[Any]]) -> Curve:
     """Points of a file. Raises TypeError or ValueError unless their tokens rise."""
     tokens = [count for count, _ in points]

@@ -40,6 +40,7 @@ def check_captured(method: Method, request: Request | ContinuousRequest) -> None
     if not method.one_shape or model in _checked or not session.Graphs.allowed(model.device):
         return
     _checked.add(model)
+    method = method.unmeasured()  # called passes cost something else, and lead to other trees
     requests = (replace(request, seed=request.seed + number) for number in range(SEEDS))
     if not any(agree(*(first_passes(method, each, captured) for captured in (False, True))) for each in requests):
         graphs.give_up(

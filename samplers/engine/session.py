@@ -92,10 +92,15 @@ def open_session(
     while len(model.sessions) >= MAX_SESSIONS:
         model.sessions.pop(next(iter(model.sessions)))
     # Streams and Triton's launches go to the current GPU, which need not be the model's.
-    with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
-        yield session
-    if session.graphs.active:
-        model.sessions[key] = session
+    try:
+        with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
+            yield session
+    except RuntimeError:  # what a GPU refused may have left anything; other errors only stop the run
+        session.graphs.active = False
+        raise
+    finally:
+        if session.graphs.active:
+            model.sessions[key] = session
 
 
 class Poll:

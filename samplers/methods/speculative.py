@@ -34,6 +34,7 @@ from ...kernels.sampling import categorical, readable, take
 from ..constants import counting
 from ..contract import Drafter, Request, StepOut
 from ..drafts.auto import Auto
+from ..drafts.costs import USUAL
 from ..drafts.growing import Drafting, Root
 from ..drafts.structures import Structure
 from ..drafts.trees import Tree
@@ -241,6 +242,9 @@ class DraftTree(DiscreteMethod):
             return self
         costs = pass_costs(run, committed, out, graphs, self.width(request), self.structure.expansions())
         return replace(self, structure=self.structure.fitted(costs))
+
+    def unmeasured(self) -> DraftTree:
+        return replace(self, structure=self.structure.fitted(USUAL)) if self.structure.measures else self
 
     def chosen(self) -> dict[str, Any]:
         return {"structure": self.structure.describe()}

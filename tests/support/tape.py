@@ -8,9 +8,11 @@ overwritten before the next one. Used in place of kernels.graphs.Graphs and samp
 
 from __future__ import annotations
 
+import gc
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -139,15 +141,24 @@ class TapeGraphs(graphs.Graphs):
         finally:
             graphs._recording = False
 
-    def _record(self, run: Callable[[], T]) -> tuple[Tape, T]:
+    @contextmanager
+    def _recorder(self) -> Iterator[Tape]:
         self._pool = self._pool or Pool()
         tape = self.tape(self._pool)
-        with graphs.capturing(), tape:
-            result = run()
+        with tape:
+            yield tape
+        gc.collect(0)  # torch's dispatch to Python leaves frames in cycles
         outliving = sorted({name for _, name in self._pool.taken.values()})
         assert not outliving, f"what a capture allocates outlives it, and other replays overwrite it: {outliving}"
+
+    def _record(self, run: Callable[[], T]) -> tuple[Tape, T]:
+        found = super()._record(run)
         self.captured += 1
-        return tape, result
+        return found
+
+    @staticmethod
+    def _free_workspaces() -> None:
+        pass
 
 
 def captured_call(graphs: TapeGraphs, key: Any, step: Callable[..., T], inputs: tuple, before: Any = None) -> T:

@@ -8,9 +8,12 @@ import torch
 from comfyui_specar.kernels import graphs
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.auto import Auto
+from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine import first_use, session
 from comfyui_specar.samplers.generate import generate
+from comfyui_specar.samplers.methods import speculative
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.methods.jacobi import SJD
@@ -111,6 +114,76 @@ def test_the_next_process_tries_again(failing):
     assert made[0].captured == 1 and made[0].replayed and isinstance(session.Graphs(torch.device("cpu")), TapeGraphs)
 
 
+# Errors that are none of the capture's
+
+
+class Interrupted(BaseException):
+    """As ComfyUI's, which any of its layers may raise."""
+
+
+class Interrupting(FailingTape):
+    error: type[BaseException] = Interrupted
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if len(self.calls) != self.last:
+            return super().__torch_dispatch__(operation, types, args, kwargs)
+        for memory, content in self.before.values():
+            memory.copy_(content)
+        Interrupting.last = -1
+        raise self.error("not an error of the GPU")
+
+
+@pytest.fixture(params=[False, True], ids=["native", "cudaMallocAsync"])
+def in_graphs(request, on_tape, monkeypatch, may_fail) -> bool:
+    """Both rules of allocators, and captures that fail at operation ``Interrupting.last`` with ``Interrupting.error``.
+    Is what captures allocate a part of their graphs?"""
+    monkeypatch.setattr(graphs, "allocates_in_graphs", lambda device: request.param)
+    monkeypatch.setattr(graphs, "_kept", [])
+    monkeypatch.setattr(TapeGraphs, "tape", Interrupting)
+    monkeypatch.setattr(Interrupting, "last", -1)
+    return request.param
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_interruption_frees_what_the_capture_allocated(name, in_graphs, monkeypatch):
+    """At any of its operations, and before the capture ends, which the tape checks. The step is captured then."""
+    _, method, asked = toy(name)
+    every = 1 if name == "next token" else 50
+    wanted, record, at = method.sample(asked).tokens, TapeGraphs._record, []
+
+    def interrupted(self, run):
+        while True:
+            Interrupting.last = every * len(at)
+            try:
+                return record(self, run)
+            except Interrupted:
+                at.append(len(at))
+
+    asked.model.sessions.clear()
+    monkeypatch.setattr(TapeGraphs, "_record", interrupted)
+    assert torch.equal(method.sample(asked).tokens, wanted)
+    assert every * len(at) > 200 and not graphs._kept
+
+
+@pytest.mark.parametrize("error", [Interrupted, torch.OutOfMemoryError])
+def test_an_error_of_somebody_else_ends_the_run_and_nothing_more(error, in_graphs, on_tape, monkeypatch, caplog):
+    """Later runs capture, and after an interruption in the same session."""
+    model, method, asked = toy("chain")
+    monkeypatch.setattr(Interrupting, "error", error)
+    wanted = method.sample(asked).tokens
+    interrupted = error is Interrupted
+    for last in (0, 7, 40):
+        model.sessions.clear()
+        on_tape.clear()
+        Interrupting.last = last
+        with pytest.raises(error):
+            method.sample(asked)
+        assert len(model.sessions) == interrupted, "what a full GPU holds goes at once"
+        assert torch.equal(method.sample(asked).tokens, wanted)
+        assert len(on_tape) == 2 - interrupted and on_tape[-1].active and on_tape[-1].captured == 1
+    assert "CUDA graphs" not in caplog.text and bool(graphs._kept) == (in_graphs and not interrupted)
+
+
 # The first image of a model
 
 
@@ -135,6 +208,23 @@ class Root:
 
     def __call__(self, *given, **named):
         return self.operation(*given, **named).abs().sqrt()
+
+
+def test_what_it_measures_is_given_to_both_runs(on_tape, monkeypatch, caplog):
+    """A GPU takes as long for a called pass of any width, and so grows another tree."""
+    model, _, asked = toy("next token", plain(2, 6))
+    costs = {
+        False: PassCosts(((1, 1.0), (65, 1.05)), 0.3, ((1, 0.1), (16, 0.1))),
+        True: PassCosts(((1, 1.0), (9, 1.2), (17, 1.5), (65, 2.4)), 0.3, ((1, 0.15), (16, 0.2))),
+    }
+    monkeypatch.setattr(speculative, "pass_costs", lambda run, committed, out, graphs, *_: costs[graphs.active])
+    for structure in (Auto(nodes=16, depth=4), ADTTree(pays=True)):
+        first_use._checked.clear()
+        on_tape.clear()
+        method = DraftTree(ToyDrafter(model), structure)
+        found = generate(method, asked)
+        assert "CUDA graphs" not in caplog.text and on_tape[-1].active
+        assert torch.equal(generate(method, asked).tokens, found.tokens)
 
 
 @pytest.mark.parametrize("name", ["next token", "sjd", "chain"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+import weakref
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -70,7 +71,7 @@ def test_values_that_change_places_are_not_lost(step, turned, refused, failing, 
     state = torch.tensor([1.0]), torch.tensor([2.0])
     for number in range(8):
         if refused and number == refused:
-            monkeypatch.setattr(Tape, "replay", Mock(side_effect=RuntimeError("CUDA error: out of memory")))
+            monkeypatch.setattr(Tape, "replay", Mock(side_effect=RuntimeError("CUDA error: unknown error")))
         state = turned(*tape("k", lambda each: step(*each), state))
         wanted = turned(*step(*wanted))
         assert tuple(int(x) for x in state) == wanted
@@ -141,7 +142,7 @@ def test_a_graph_that_is_not_launched_is_called_instead(failing, caplog, monkeyp
     tape, memory, x = TapeGraphs(torch.device("cpu")), torch.zeros(1), torch.zeros(1)
 
     def refuse(self):
-        raise RuntimeError("CUDA error: out of memory")
+        raise RuntimeError("CUDA error: unknown error")
 
     def step(x):
         memory.add_(1)
@@ -179,31 +180,54 @@ def test_steps_are_captured_on_nvidias_gpus_alone_unless_that_is_switched_off(nv
     assert Graphs(GPU).active
 
 
-def test_every_gpu_captures_on_a_stream_of_its_own(nvidia, monkeypatch):
-    streams, warm = [], []
+@pytest.fixture
+def simulated(nvidia, monkeypatch):
+    """torch's functions for captures on GPUs that are not there: the list of what they were asked, in order."""
+    asked = []
 
-    def capture(graph, pool=None, stream=None, capture_error_mode="global"):
-        assert stream in warm, "libraries' workspaces for it would be memory of the graph"
-        streams.append(stream.place)
-        return nullcontext()
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode):
+            asked.append(("begin", self.stream[-1]))
+
+        def capture_end(self):
+            asked.append(("end", self.stream[-1]))
+
+        def replay(self):
+            asked.append("replay")
+
+        stream = ["current"]  # noqa: RUF012
+
+    @contextmanager
+    def on(stream):
+        Graph.stream.append(stream.place)
+        yield
+        Graph.stream.pop()
 
     for name, stand_in in {
-        "graph_pool_handle": object,
-        "CUDAGraph": Mock,
-        "current_stream": lambda device=None: Mock(),
-        "graph": capture,
-        "stream": lambda stream: warm.append(stream) or nullcontext(),
-        "Stream": lambda device: Mock(place=f"on {device}"),
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": Graph,
+        "stream": on,
+        "Stream": lambda device: SimpleNamespace(place=f"stream of {device}"),
+        "synchronize": lambda device: None,
+        "get_allocator_backend": lambda: "native",
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: asked.append("workspaces"), raising=False)
     graphs.capture_stream.cache_clear()
+    yield asked
+    graphs.capture_stream.cache_clear()
+
+
+def test_every_gpu_captures_on_a_stream_of_its_own(simulated):
+    """cuBLAS's workspace is allocated and freed in the capture: any library may free one from before it."""
     for gpu in (GPU, torch.device("cuda:1"), GPU):
+        simulated.clear()
         kept = Graphs(gpu)
         for _ in range(2):
-            kept("k", lambda x: x + 1, torch.ones(1))
-        assert kept.active
-    graphs.capture_stream.cache_clear()
-    assert streams == ["on cuda:0", "on cuda:1", "on cuda:0"]
+            kept("k", lambda x: simulated.append("step") or x + 1, torch.ones(1))
+        where = f"stream of {gpu}"
+        capture = ["workspaces", ("begin", where), "step", "workspaces", ("end", where)]
+        assert kept.active and simulated == ["step", *capture, "replay"]
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -222,6 +246,86 @@ def test_nothing_is_collected_while_a_step_is_captured(failing, collects):
         assert not tape.active and gc.isenabled() is collects
     finally:
         (gc.enable if was else gc.disable)()
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), torch.OutOfMemoryError("full"), KeyError()])
+def test_what_a_broken_capture_allocated_is_never_freed(simulated, failing, monkeypatch, error, in_graphs):
+    """Where it is a part of the graph: torch would end the process. What any other error holds is freed at once."""
+    kept, alive = [], []
+    monkeypatch.setattr(graphs, "_kept", kept)
+    monkeypatch.setattr(graphs, "allocates_in_graphs", lambda device: in_graphs)
+    monkeypatch.setattr(graphs, "end_allocation", lambda device, pool: None)
+
+    def step(x):
+        made = x * 2
+        if graphs.recording():
+            alive.append(weakref.ref(made))
+            raise error
+        return made
+
+    tape = Graphs(GPU)
+    tape("k", step, torch.ones(1))
+    with nullcontext() if type(error) is RuntimeError else pytest.raises(type(error)):
+        tape("k", step, torch.ones(1))
+    broken = isinstance(error, RuntimeError) and (in_graphs or not isinstance(error, torch.OutOfMemoryError))
+    assert simulated.count("workspaces") == 1 + (not broken), "what it allocated is freed while it goes on"
+    assert broken or alive[0]() is None
+    assert any(tensor is alive[0]() for tensor in kept) == (broken and in_graphs)
+
+
+def test_a_lack_of_memory_goes_on_to_the_caller_and_leaves_no_graphs(failing, caplog, monkeypatch):
+    """At a launch, where a graph gets its memory with cudaMallocAsync, or while it is captured. The next run captures
+    again."""
+    full = RuntimeError("CUDA error: out of memory")  # as torch reports it
+
+    class Run:
+        cache = torch.zeros(1000)
+
+    def run():
+        tape, held = TapeGraphs(torch.device("cpu")), Run()
+        alive = weakref.ref(held)
+        for _ in range(3):
+            tape("k", lambda x: x + held.cache[0], torch.zeros(4))
+        return tape, alive
+
+    for name in ("replay", "__enter__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Tape, name, Mock(side_effect=full))
+            with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+                run()
+    tape, alive = run()
+    assert tape.active and tape.captured == 1 and not graphs._kept and "CUDA graphs" not in caplog.text
+    tape.forget()
+    assert alive() is None
+
+
+def test_the_number_of_graphs_has_a_bound():
+    """Those replayed last stay."""
+    tape, x = TapeGraphs(torch.device("cpu")), torch.zeros(1)
+    for number in range(2 * graphs.MOST_GRAPHS):
+        for key in (number, "again"):
+            for _ in range(2):
+                x = tape(key, lambda x: x + 1, x)
+    assert len(tape._graphs) == graphs.MOST_GRAPHS and tape.captured == 2 * graphs.MOST_GRAPHS + 1
+    assert list(tape._graphs)[-1] == "again" and int(x) == 8 * graphs.MOST_GRAPHS
+
+
+def test_nobody_interrupts_a_capture(monkeypatch):
+    """Layers of ComfyUI do; what was asked for before is raised instead of it."""
+    tape, held = TapeGraphs(torch.device("cpu")), []
+
+    @contextmanager
+    def uninterrupted():
+        held.append(True)
+        yield
+        held.pop()
+
+    monkeypatch.setattr(graphs, "uninterrupted", uninterrupted)
+    seen = []
+    for _ in range(3):
+        tape("k", lambda x: seen.append(len(held)) or x + 1, torch.ones(1))
+    assert seen == [0, 1]
 
 
 def test_a_poll_on_the_cpu_is_never_late():
@@ -265,7 +369,7 @@ def test_the_pool_hands_out_blocks_again():
 
 @pytest.mark.parametrize("end", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"])
 @pytest.mark.parametrize("ended", [False, True])
-def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, monkeypatch, caplog, end, ended):
+def test_the_allocator_learns_that_a_failed_capture_is_over(simulated, failing, monkeypatch, caplog, end, ended):
     """torch up to 2.7 calls it otherwise. A capture that has ended, so that only its graph is missing, is refused."""
     done = []
 
@@ -280,32 +384,20 @@ def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, mon
     generator = Mock()
     generator.clone_state = lambda: "a state that is not captured"
 
-    def capture(graph, pool, stream, capture_error_mode):  # nothing is executed
+    def refuse(*given, **named):  # nothing is executed
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
     for name, function in ((end, over), ("_cuda_releasePool", released)):
         monkeypatch.setattr(torch._C, name, function, raising=False)
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
-    for name, stand_in in {
-        "graph_pool_handle": lambda: (0, 1),
-        "CUDAGraph": Mock,
-        "current_stream": lambda device=None: Mock(),
-        "graph": capture,
-        "stream": nullcontext,
-        "Stream": lambda device: Mock(),
-        "get_allocator_backend": lambda: "cudaMallocAsync",
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    errors = []
-    monkeypatch.setattr(graphs, "_kept", errors)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuse)
     kept = Graphs(GPU)
     assert [kept("k", lambda x: x + 1, torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
     assert done == ([] if ended else [("over", 0, (0, 1)), ("released", 0, (0, 1))]), "twice would end the process"
     generator.graphsafe_set_state.assert_called_once_with("a state that is not captured")
     assert not kept.active and not Graphs(GPU).active
     assert caplog.text.count("CUDA graphs are off") == 1
-    assert len(errors) == 1, "freeing what they refer to would end the process"
 
 
 @pytest.mark.parametrize(("system", "library"), [("nt", "nvcuda.dll"), ("posix", "libcuda.so.1")])
