@@ -126,22 +126,23 @@ def _probabilities(
     largest = tl.max(maxima, 0)
     sound = (tl.max(odds, 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
     token = tl.full((), -1, tl.int64)  # of a point mass, else -1
-    lowest = tl.full((), 0, tl.uint32)  # least ordered bits of a logit that passes the filters
+    lowest = tl.full((), float("-inf"), tl.float32)  # least logit that passes the filters
     mass = 1.0
     if GREEDY:
         token = _first(p, largest, vocab, BLOCK)
     else:
         if TOP_K and K_FIRST:
-            lowest = _kth(p, top_k, vocab, BLOCK)
+            lowest = _least(p, largest, lowest, top_k - 0.5, False, vocab, BLOCK)
         if TOP_P:
-            lowest = tl.maximum(lowest, _dropped(p, largest, lowest, top_p, vocab, BLOCK) + 1)
+            limit = top_p * _mass(p, largest, lowest, vocab, BLOCK)
+            lowest = tl.maximum(lowest, _least(p, largest, lowest, limit, True, vocab, BLOCK))
         if TOP_K and not K_FIRST:
-            lowest = tl.maximum(lowest, _kth(p, top_k, vocab, BLOCK))
+            lowest = tl.maximum(lowest, _least(p, largest, lowest, top_k - 0.5, False, vocab, BLOCK))
         if ENTROPY:
             heat = temperature * (first * tl.exp(-_entropy(p, largest, lowest, vocab, BLOCK) / decay) + last)
             _heat(p, lowest, heat, vocab, BLOCK)
             largest = largest / heat
-            lowest = tl.full((), 0, tl.uint32)
+            lowest = tl.full((), float("-inf"), tl.float32)
         mass = _mass(p, largest, lowest, vocab, BLOCK)
     if FORCED:
         given = tl.load(forced + row.to(tl.int64) * forced_row + step.to(tl.int64) * forced_step)
@@ -150,7 +151,7 @@ def _probabilities(
     for start in range(0, total, BLOCK):
         i = start + tl.arange(0, BLOCK)
         z = _block(p, start, vocab, BLOCK)
-        probs = tl.where(_ordered_bits(z) >= lowest, tl.exp(z - largest) / mass, 0.0)
+        probs = tl.where(z >= lowest, tl.exp(z - largest) / mass, 0.0)
         probs = tl.where(token >= 0, tl.where(i == token, 1.0, 0.0), tl.where(i < vocab, probs, 0.0))
         tl.store(p + i, tl.where(sound | (i >= vocab), probs, float("nan")), mask=i < total)
 
@@ -163,10 +164,10 @@ def _block(row, start, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _ordered_bits(z):
-    """Unsigned integers in the order of the floats z; 0.0 and -0.0 are equal."""
-    bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+def _float(number):
+    """The float at an int32 in the order of all floats: -inf for the lowest numbers, NaN for the highest."""
+    number = tl.maximum(number, -2139095041)
+    return tl.where(number < 0, number ^ 2147483647, number).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -181,22 +182,22 @@ def _first(row, largest, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass(row, largest, lowest, vocab, BLOCK: tl.constexpr):
-    """The sum of exp(logit - largest) over the logits whose ordered bits are at least ``lowest``."""
+    """The sum of exp(logit - largest) over the logits that are at least ``lowest``."""
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         z = _block(row, start, vocab, BLOCK)
-        sums += tl.where(_ordered_bits(z) >= lowest, tl.exp(z - largest), 0.0)
+        sums += tl.where(z >= lowest, tl.exp(z - largest), 0.0)
     return tl.sum(sums, 0)
 
 
 @triton.jit
 def _entropy(row, largest, lowest, vocab, BLOCK: tl.constexpr):
-    """The entropy (nats) of the softmax over the logits whose ordered bits are at least ``lowest``."""
+    """The entropy (nats) of the softmax over the logits that are at least ``lowest``."""
     sums = tl.zeros([BLOCK], tl.float32)
     moments = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         z = _block(row, start, vocab, BLOCK)
-        kept = (_ordered_bits(z) >= lowest) & (z > float("-inf"))
+        kept = (z >= lowest) & (z > float("-inf"))
         weight = tl.where(kept, tl.exp(z - largest), 0.0)
         sums += weight
         moments += tl.where(kept, weight * (z - largest), 0.0)
@@ -206,38 +207,32 @@ def _entropy(row, largest, lowest, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _heat(row, lowest, heat, vocab, BLOCK: tl.constexpr):
-    """Divide the logits whose ordered bits are at least ``lowest`` by ``heat``, and set the others to -inf."""
+    """Divide the logits that are at least ``lowest`` by ``heat``, and set the others to -inf."""
     tl.debug_barrier()  # other threads may still read
     for start in range(0, vocab, BLOCK):
         i = start + tl.arange(0, BLOCK)
         z = _block(row, start, vocab, BLOCK)
-        tl.store(row + i, tl.where(_ordered_bits(z) >= lowest, z / heat, float("-inf")), mask=i < vocab)
+        tl.store(row + i, tl.where(z >= lowest, z / heat, float("-inf")), mask=i < vocab)
     tl.debug_barrier()  # other threads read what this one wrote
 
 
 @triton.jit
-def _kth(row, k, vocab, BLOCK: tl.constexpr):
-    """The k-th largest ordered bits of the logits, found bit by bit: the largest integer that k logits reach."""
-    found = tl.full((), 0, tl.uint32)
-    bit = tl.full((), 2147483648, tl.uint32)
-    for _ in range(32):
-        reached = tl.zeros([BLOCK], tl.int32)
+def _least(row, largest, lowest, limit, MASS: tl.constexpr, vocab, BLOCK: tl.constexpr):
+    """The largest float for which the logits that reach it are more than ``limit``, found two bits at a time; -inf if
+    there is none. With MASS a logit counts exp(logit - largest), else 1; those below ``lowest`` do not count."""
+    found = tl.full((), -2147483648, tl.int32)
+    unit = tl.full((), 1073741824, tl.int32)
+    for _ in range(16):
+        one = tl.zeros([BLOCK], tl.float32)
+        two = tl.zeros([BLOCK], tl.float32)
+        three = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocab, BLOCK):
-            reached += (_ordered_bits(_block(row, start, vocab, BLOCK)) >= (found | bit)).to(tl.int32)
-        found = tl.where(tl.sum(reached, 0) >= k, found | bit, found)
-        bit = bit >> 1
-    return found
-
-
-@triton.jit
-def _dropped(row, largest, lowest, top_p, vocab, BLOCK: tl.constexpr):
-    """The largest ordered bits that top-p drops: logits with larger ones have more than top_p of the probability. Only
-    logits with ordered bits of at least ``lowest`` count."""
-    limit = top_p * _mass(row, largest, lowest, vocab, BLOCK)
-    found = tl.full((), 0, tl.uint32)
-    bit = tl.full((), 2147483648, tl.uint32)
-    for _ in range(32):
-        above = _mass(row, largest, tl.maximum(lowest, (found | bit) + 1), vocab, BLOCK)
-        found = tl.where(above > limit, found | bit, found)
-        bit = bit >> 1
-    return found
+            z = _block(row, start, vocab, BLOCK)
+            weight = tl.where(z >= lowest, tl.exp(z - largest) if MASS else 1.0, 0.0)
+            one += tl.where(z >= _float(found + unit), weight, 0.0)
+            two += tl.where(z >= _float(found + 2 * unit), weight, 0.0)
+            three += tl.where(z >= _float(found + 3 * unit), weight, 0.0)
+        more = (tl.sum(one, 0) > limit).to(tl.int32) + (tl.sum(two, 0) > limit) + (tl.sum(three, 0) > limit)
+        found += more * unit
+        unit = unit >> 2
+    return _float(found)
