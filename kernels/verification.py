@@ -199,7 +199,7 @@ class _SiblingTest:
 
 
 @Accelerated
-def exact_rejection_sampling(
+def rejection_sampling(
     p: Tensor,
     token: Tensor,
     children: Tensor,
@@ -210,25 +210,8 @@ def exact_rejection_sampling(
     strength: Tensor,
     rule: Any,
 ) -> Verified:
-    """recursive_rejection_sampling() with target probabilities p [B, M + 1, V] and the exact rule."""
-    given = token, children, draft_probs, draft_row, u, v, strength, rule
-    return recursive_rejection_sampling(partial(row_of, p), *given)
-
-
-@Accelerated
-def relaxed_rejection_sampling(
-    p: Tensor,
-    token: Tensor,
-    children: Tensor,
-    draft_probs: Tensor | None,
-    draft_row: Tensor | None,
-    u: Tensor,
-    v: Tensor,
-    strength: Tensor,
-    rule: Any,
-) -> Verified:
-    """recursive_rejection_sampling() with target probabilities p [B, M + 1, V] and a rule with an acceptance_budget,
-    whose Triton kernel differs from that of the exact rule."""
+    """recursive_rejection_sampling() with target probabilities p [B, M + 1, V], and the exact rule or one that has an
+    acceptance_budget."""
     given = token, children, draft_probs, draft_row, u, v, strength, rule
     return recursive_rejection_sampling(partial(row_of, p), *given)
 
@@ -279,7 +262,6 @@ def sample_and_match_rows(p: Tensor, token: Tensor, children: Tensor, levels: in
     return sample_and_match(partial(row_of, p), token, children, levels, u)
 
 
-@Accelerated
 def block(p: Tensor, draft_probs: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Verified:
     """Verify a chain as a block (Sun et al., ICLR 2025, algorithm 2): exact, and never shorter on average.
 

@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .neighbours_triton import nearest
-from .sampling_triton import sampled, weights
-from .verification import AcceptanceBudget, Verified
+from .sampling_triton import sampled
+from .verification import Verified
 
-BLOCK = 2048
-WARPS = 8
+BLOCK = 4096
+WARPS = 16
 EPS = tl.constexpr(1e-30)
 ACCEPTED, RELAXED, RESIDUAL, BONUS = (tl.constexpr(n) for n in (1, 2, 3, 4))
 
@@ -129,20 +128,6 @@ def maximal_coupling(
 
 
 @triton.jit
-def _p_and_q(p_row, p_norm, q_row, q_norm, start, vocab, x, SAMPLED: tl.constexpr, BLOCK: tl.constexpr):
-    """Ids from ``start`` on, whether they are inside the vocabulary, and their p and q, divided by the norms. Without
-    SAMPLED, q is the point mass on x."""
-    i = start + tl.arange(0, BLOCK)
-    inside = i < vocab
-    a = tl.div_rn(tl.load(p_row + i, mask=inside, other=0.0), p_norm)
-    if SAMPLED:
-        b = tl.div_rn(tl.load(q_row + i, mask=inside, other=0.0), q_norm)
-    else:
-        b = (i == x).to(tl.float32)
-    return i, inside, a, b
-
-
-@triton.jit
 def _budget(
     p_row,
     p_norm,
@@ -164,53 +149,53 @@ def _budget(
         limit = tl.load(absolute) + tl.load(relative) * p_x
         limit = tl.where(x < codes, limit, 0.0)
         near = table + tl.minimum(x, codes - 1) * near_columns
-        absorbed, _ = nearest(p_row, p_norm, near, neighbours, limit, BLOCK)
-        budget += absorbed
+        budget += _nearest(p_row, p_norm, near, neighbours, limit, BLOCK)
     return budget
 
 
 @triton.jit
-def _sums(p_row, p_norm, q_row, q_norm, x, omega, vocab, SAMPLED: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums over all ids: of [p - q]+, p, q, q without x, and [min(q, omega p) - p]+, the drift of a relaxed ratio."""
-    residuals = tl.zeros([BLOCK], tl.float32)
-    ps = tl.zeros([BLOCK], tl.float32)
-    qs = tl.zeros([BLOCK], tl.float32)
-    others = tl.zeros([BLOCK], tl.float32)
-    drifts = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        i, _, a, b = _p_and_q(p_row, p_norm, q_row, q_norm, start, vocab, x, SAMPLED, BLOCK)
-        residuals += tl.maximum(a - b, 0.0)
-        ps += a
-        qs += b
-        others += tl.where(i == x, 0.0, b)
-        drifts += tl.maximum(tl.minimum(b, omega * a) - a, 0.0)
-    return tl.sum(residuals), tl.sum(ps), tl.sum(qs), tl.sum(others), tl.sum(drifts)
+def _nearest(p, norm, table, count, budget, BLOCK: tl.constexpr):
+    """The probability c_J of the codes that a row of the table lists, with probabilities p / norm."""
+    limit = tl.where(budget > 0, budget, -1.0)
+    before = 0.0
+    most = 0.0
+    for start in range(0, count, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        inside = j < count
+        near = tl.load(table + j, mask=inside, other=0)
+        cumulative = before + tl.cumsum(tl.div_rn(tl.load(p + near, mask=inside, other=0.0), norm))
+        most = tl.maximum(most, tl.max(tl.where(inside & (cumulative <= limit), cumulative, 0.0)))
+        before = tl.max(cumulative)
+    return most
 
 
 @triton.jit
-def _store_residual(
-    p_left,
-    q_left,
-    p_row,
-    p_norm,
-    q_row,
-    q_norm,
-    x,
-    q_x,
-    residual,
-    others,
-    vocab,
-    SAMPLED: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _leave(
+    p_row, p_norm, q_row, q_norm, x, omega, p_left, q_left, refused, vocab, SAMPLED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """What a rejected draft x leaves, not normalised: [p - q]+ (p if that is empty), and q without x (q if that is)."""
-    q_kept = tl.where(others > 0, 0.0, q_x)
+    """Store what a draft x leaves if it is ``refused``, not normalised: [p - q]+ and, with SAMPLED, q without x (else q
+    is the point mass on x). Their sums over all ids, and that of [min(q, omega p) - p]+, the drift of a relaxed ratio.
+    """
+    residuals = tl.zeros([BLOCK], tl.float32)
+    others = tl.zeros([BLOCK], tl.float32)
+    drifts = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
-        i, inside, a, b = _p_and_q(p_row, p_norm, q_row, q_norm, start, vocab, x, SAMPLED, BLOCK)
-        tl.store(p_left + i, tl.where(residual > 0, tl.maximum(a - b, 0.0), a), mask=inside)
+        i = start + tl.arange(0, BLOCK)
+        inside = i < vocab
+        a = tl.div_rn(tl.load(p_row + i, mask=inside, other=0.0), p_norm)
         if SAMPLED:
-            tl.store(q_left + i, tl.where(i == x, q_kept, b), mask=inside)
+            b = tl.div_rn(tl.load(q_row + i, mask=inside, other=0.0), q_norm)
+            without = tl.where(i == x, 0.0, b)
+            tl.store(q_left + i, without, mask=inside & refused)
+            others += without
+        else:
+            b = (i == x).to(tl.float32)
+        left = tl.maximum(a - b, 0.0)
+        tl.store(p_left + i, left, mask=inside & refused)
+        residuals += left
+        drifts += tl.maximum(tl.minimum(b, omega * a) - a, 0.0)
     tl.debug_barrier()  # other threads read what was stored
+    return tl.sum(residuals), tl.sum(others), tl.sum(drifts)
 
 
 @triton.jit
@@ -246,8 +231,9 @@ def _recursive_rejection_sampling(
 ):
     """One image. The loop is that of verification.recursive_rejection_sampling over levels and siblings, as one: each
     turn tests the sibling ``rank`` of ``node``. It is accepted, and becomes the node, or it is rejected, and the next
-    sibling is tested against what is left of p and q. That lies in scratch memory, and is divided by its sum wherever
-    it is read (p_norm, q_norm). The loop ends at the last level, or when no sibling is left.
+    sibling is tested against what is left of p and q, unless that is nothing. It lies in one of two rows of scratch
+    memory, so that the next rest can be written to the other one, and is divided by its sum wherever it is read
+    (p_norm, q_norm). The loop ends at the last level, or when no sibling is left.
 
     SAMPLED: children were sampled from draft_probs, or else proposed for certain; RELAX: there is an AcceptanceBudget,
     with NEAR one with neighbours.
@@ -263,15 +249,19 @@ def _recursive_rejection_sampling(
     v += image * columns
     ints += image * columns
     floats += image * columns
-    p_left = scratch + 2 * image * vocab
-    q_left = p_left + vocab
+    scratch += 4 * image * vocab
     _clear(ints, floats, tl.load(token), size, columns, COLUMNS)
 
     zero = tl.program_id(0) * 0  # an int32 of the device, as the interpreter's own ints are not
     node = image * 0
     level = zero
     rank = zero
-    rejected = zero  # is p and q of this node what a rejected sibling has left
+    p_row = p
+    q_row = draft_probs
+    if SAMPLED:
+        q_row += tl.load(draft_row) * vocab
+    p_turn = zero
+    q_turn = zero
     p_norm = 1.0
     q_norm = 1.0
     tv_bound = 0.0
@@ -282,13 +272,6 @@ def _recursive_rejection_sampling(
             going = zero
         else:
             x = tl.load(token + child)
-            p_row = p + node * vocab
-            q_row = draft_probs
-            if SAMPLED:
-                q_row = draft_probs + tl.load(draft_row + node) * vocab
-            if rejected != 0:
-                p_row = p_left
-                q_row = q_left
 
             # Test: u < f(x).
             p_x = tl.div_rn(tl.load(p_row + x), p_norm)
@@ -320,14 +303,14 @@ def _recursive_rejection_sampling(
             f = tl.minimum(f, 1.0)
             uniform = tl.load(u + level * width + rank)
             passed = uniform < f
+            p_left = scratch + p_turn * vocab
+            q_left = scratch + (2 + q_turn) * vocab
             residual = 0.0
-            p_sum = 0.0
-            q_sum = 0.0
             others = 0.0
             drift = 0.0
             if (passed == 0) | (RELAX and not NEAR):  # a relaxed ratio's drift is a sum over all ids
-                residual, p_sum, q_sum, others, drift = _sums(
-                    p_row, p_norm, q_row, q_norm, x, omega, vocab, SAMPLED, BLOCK
+                residual, others, drift = _leave(
+                    p_row, p_norm, q_row, q_norm, x, omega, p_left, q_left, passed == 0, vocab, SAMPLED, BLOCK
                 )
 
             # Record.
@@ -345,28 +328,29 @@ def _recursive_rejection_sampling(
                 node = child
                 level += 1
                 rank = zero
-                rejected = zero
+                p_row = p + node * vocab
+                if SAMPLED:
+                    q_row = draft_probs + tl.load(draft_row + node) * vocab
                 p_norm = 1.0
                 q_norm = 1.0
                 tv_bound = 0.0
                 going = tl.where(level < levels, 1, 0)
             else:
-                _store_residual(
-                    p_left, q_left, p_row, p_norm, q_row, q_norm, x, q_x, residual, others, vocab, SAMPLED, BLOCK
-                )
-                p_norm = tl.where(residual > 0, residual, p_sum)
-                q_norm = tl.where(others > 0, others, q_sum)
-                rejected = zero + 1
+                if residual > 0:
+                    p_row = p_left
+                    p_norm = residual
+                    p_turn = 1 - p_turn
+                if others > 0:
+                    q_row = q_left
+                    q_norm = others
+                    q_turn = 1 - q_turn
                 rank += 1
 
-    p_row = p + node * vocab
-    if rejected != 0:
-        p_row = p_left
     last = sampled(p_row, p_row, 1.0, 0, vocab, tl.load(v + level), BLOCK)
     _finish(ints, accepted + image, size, levels, level, tl.maximum(last, 0).to(tl.int64))
 
 
-def _launch(
+def rejection_sampling(
     p: Tensor,
     token: Tensor,
     children: Tensor,
@@ -374,15 +358,19 @@ def _launch(
     draft_row: Tensor | None,
     u: Tensor,
     v: Tensor,
-    budget: AcceptanceBudget | None,
+    strength: Tensor,
+    rule: Any,
 ) -> Verified:
-    """Recursive rejection sampling with the exact rule, or with the budget of a relaxed one."""
+    """See verification.rejection_sampling."""
     batch, levels, width = u.shape
     slots, vocab = p.shape[1:]
     p = p.contiguous()
+    budget = None
+    if not rule.exact:
+        budget = rule.acceptance_budget(torch.arange(1, levels + 1, device=p.device), strength[:, :levels])
     rows = 0 if draft_probs is None else draft_probs.shape[1]
     draft_probs, draft_row = (p, token) if draft_probs is None else (draft_probs.contiguous(), draft_row)
-    scratch = p.new_empty((batch, 2, vocab))
+    scratch = p.new_empty((batch, 4, vocab))
     written = _outputs(p, batch, levels)
     scale, absolute, relative = (
         (p,) * 3
@@ -418,38 +406,6 @@ def _launch(
         num_warps=WARPS,
     )
     return _verified(*written)
-
-
-def exact_rejection_sampling(
-    p: Tensor,
-    token: Tensor,
-    children: Tensor,
-    draft_probs: Tensor | None,
-    draft_row: Tensor | None,
-    u: Tensor,
-    v: Tensor,
-    strength: Tensor,
-    rule: Any,
-) -> Verified:
-    """See verification.exact_rejection_sampling."""
-    return _launch(p, token, children, draft_probs, draft_row, u, v, None)
-
-
-def relaxed_rejection_sampling(
-    p: Tensor,
-    token: Tensor,
-    children: Tensor,
-    draft_probs: Tensor | None,
-    draft_row: Tensor | None,
-    u: Tensor,
-    v: Tensor,
-    strength: Tensor,
-    rule: Any,
-) -> Verified:
-    """See verification.relaxed_rejection_sampling."""
-    levels = u.shape[1]
-    budget = rule.acceptance_budget(torch.arange(1, levels + 1, device=p.device), strength[:, :levels])
-    return _launch(p, token, children, draft_probs, draft_row, u, v, budget)
 
 
 @triton.jit
@@ -525,89 +481,4 @@ def sample_and_match_rows(p: Tensor, token: Tensor, children: Tensor, levels: in
         BLOCK,
         num_warps=WARPS,
     )
-    return _verified(*written)
-
-
-@triton.jit
-def _mass(p, q, weight, vocab, BLOCK: tl.constexpr):
-    """The sum of [weight * p - q]+."""
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        sums += weights(p, q, weight, 1, i, i < vocab)
-    return tl.sum(sums)
-
-
-@triton.jit
-def _block(
-    p,
-    draft_probs,
-    token,
-    exists,
-    u,
-    v,
-    ints,
-    floats,
-    accepted,
-    vocab,
-    levels,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    image = tl.program_id(0).to(tl.int64)
-    columns = levels + 1
-    size = tl.num_programs(0).to(tl.int64) * columns
-    p += image * columns * vocab
-    draft_probs += image * levels * vocab
-    token += image * columns
-    exists += image * columns
-    u += image * levels
-    v += image * columns
-    ints += image * columns
-    floats += image * columns
-    _clear(ints, floats, tl.load(token), size, columns, COLUMNS)
-
-    zero = tl.program_id(0) * 0
-    weight = 1.0
-    best = zero
-    best_weight = 1.0
-    for i in range(0, levels):
-        there = tl.load(exists + i + 1) != 0
-        x = tl.load(token + i + 1)
-        row = image * 0 + i
-        ratio = tl.div_rn(tl.load(p + row * vocab + x), tl.maximum(tl.load(draft_probs + row * vocab + x), EPS))
-        weight = tl.minimum(weight * ratio, 1.0)
-        h = weight
-        if (i + 1 < levels) & (tl.load(exists + i + 2, mask=i + 1 < levels, other=0) != 0):
-            mass = _mass(p + (row + 1) * vocab, draft_probs + (row + 1) * vocab, weight, vocab, BLOCK)
-            h = tl.div_rn(mass, tl.maximum(mass + 1 - weight, EPS))
-        passed = there & (tl.load(u + i) < h)
-        best = tl.where(passed, i + 1, best)
-        best_weight = tl.where(passed, weight, best_weight)
-
-    for i in range(0, levels):
-        if (tl.load(exists + i + 1) != 0) & (i <= best):
-            x = tl.load(token + i + 1)
-            row = image * 0 + i
-            q_x = tl.load(draft_probs + row * vocab + x)
-            ratio = tl.div_rn(tl.load(p + row * vocab + x), tl.maximum(q_x, EPS))
-            _record(ints, floats, size, i, tl.where(i < best, ACCEPTED, RESIDUAL), zero, q_x, ratio, ratio * 0.0)
-            if i < best:
-                tl.store(ints + i, row + 1)
-                tl.store(ints + size + i, x)
-
-    row = image * 0 + best
-    refused = (best < levels) & (tl.load(exists + best + 1, mask=best < levels, other=0) != 0)
-    minus = tl.where(refused, 1, 0)
-    scale = tl.where(refused, best_weight, 1.0)
-    last = _sampled_or(p + row * vocab, draft_probs + row * vocab, scale, minus, vocab, tl.load(v + best), BLOCK)
-    _finish(ints, accepted + image, size, levels, best, last)
-
-
-def block(p: Tensor, draft_probs: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Verified:
-    """See verification.block."""
-    batch, levels = u.shape
-    written = _outputs(p, batch, levels)
-    given = (t.contiguous() for t in (p, draft_probs, token, exists, u, v))
-    _block[(batch,)](*given, *written, p.shape[2], levels, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS)
     return _verified(*written)

@@ -25,7 +25,8 @@ class Distribution:
         raise NotImplementedError
 
     def sample(self, normal: Tensor, uniform: Tensor) -> Tensor:
-        """A sample [..., C] from standard normal [..., C] and uniform [...] numbers."""
+        """A sample [..., C] from standard normal [..., C] and uniform [...] numbers, which may have more leading
+        dimensions than the distribution."""
         raise NotImplementedError
 
     def token(self, normal: Tensor, uniform: Tensor) -> Tensor:
@@ -75,7 +76,8 @@ class Mixture(Distribution):
         cumulative = self.log_weights.softmax(-1).cumsum(-1)
         part = (uniform.unsqueeze(-1) * cumulative[..., -1:] >= cumulative).sum(-1)
         index = part.clamp(max=cumulative.shape[-1] - 1)[..., None, None].expand(*part.shape, 1, normal.shape[-1])
-        mean, log_std = (table.gather(-2, index).squeeze(-2) for table in (self.means, self.log_stds))
+        tables = (table.expand(*part.shape, *table.shape[-2:]) for table in (self.means, self.log_stds))
+        mean, log_std = (table.gather(-2, index).squeeze(-2) for table in tables)
         return mean + log_std.exp() * normal
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.guesses import mean_probs, neighbours_of
 from ...kernels.sampling import categorical, point_mass
 from ..constants import counting, uniform_probs
 from ..layout import TokenLayout
@@ -82,6 +81,17 @@ class Memory:
         return cls(target_probs, draft_probs, noise, ring(1) if initial == "repeat_upper" else None)
 
 
+def neighbours_of(known: Tensor, position: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """Left and upper neighbours [B, T] (int64) of positions [B, T] after ``known`` [B, 1], the last known position.
+
+    Left: ``known`` if it is in the same row, else the upper neighbour. Upper: the nearest known position in the same
+    column; if there is none, ``known``.
+    """
+    above = known - (known - position) % stride
+    above = torch.where(above < 0, known, above)
+    return torch.where(known // stride == position // stride, known, above), above
+
+
 def neighbour_probs(
     initial: str, target_probs: Ring, known: Tensor, position: Tensor, layout: TokenLayout, vocab: int, forcing: bool
 ) -> Tensor:
@@ -96,22 +106,17 @@ def neighbour_probs(
     stride, total = layout.stride, target_probs.rows.shape[-1]
     if initial in ("uniform", "repeat", "repeat_upper"):
         return uniform_probs(vocab, total, position.device).expand(*position.shape, -1)
-    if initial == "mixed" and not forcing:
-        return mean_probs(target_probs.rows, known, position, stride)
     left, above = neighbours_of(known, position, stride)
-
-    def probs(source: Tensor) -> Tensor:
-        rows = target_probs.at(source)
-        if not forcing:
-            return rows
+    sources = {"left": (left,), "upper": (above,), "mixed": (left, above)}[initial]
+    source = torch.cat(sources, dim=1)
+    rows = target_probs.at(source)
+    if forcing:
         uniform = uniform_probs(vocab, total, position.device)
-        return torch.where(layout.forced_at(source).unsqueeze(-1) < 0, rows, uniform)
-
-    if initial == "left":
-        return probs(left)
-    if initial == "upper":
-        return probs(above)
-    return probs(left).add_(probs(above)).div_(2)
+        rows = torch.where(layout.forced_at(source).unsqueeze(-1) < 0, rows, uniform)
+    if len(sources) == 1:
+        return rows
+    left, above = rows.chunk(2, dim=1)
+    return left.add_(above).div_(2)
 
 
 def first_guesses(

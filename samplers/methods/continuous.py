@@ -38,7 +38,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...kernels import continuous as kernels
 from ..continuous_contract import Canvas, ContinuousModel, ContinuousRequest, noise_bytes, noises, own_noise
 from ..contract import Method, Result
 from ..distributions import Distribution, Normal, join
@@ -97,11 +96,9 @@ def log_ratio(x: Tensor, p: Distribution, q: Distribution, kappa: float = 1.0, s
         return p.log_density(x) - q.log_density(x)
     if kappa > LARGEST_KAPPA:
         return torch.full(x.shape[:-1], math.inf, device=x.device)
-    return kernels.log_ratio(x, _parts(p), _parts(q), max(kappa, SMALLEST_KAPPA), sign)
-
-
-def _parts(distribution: Normal) -> kernels.Gaussian:
-    return distribution.mean, distribution.log_std, distribution.path
+    kappa = max(kappa, SMALLEST_KAPPA)
+    to_p, to_q = ((x - g.mean).square() / (2 * kappa**2) * (-2 * g.log_std).exp() for g in (p, q))
+    return (to_q - to_p + q.log_std - p.log_std).sum(-1) + sign * (q.path - p.path).clamp(-50, 50)
 
 
 def residual(
@@ -112,10 +109,21 @@ def residual(
     Every try is a proposal from p. normal [n, ..., C], uniform and accept [n, ...]: random numbers of n tries. If none
     is accepted, the last proposal is returned, and -n.
     """
-    if isinstance(p, Normal) and isinstance(q, Normal):
-        return kernels.redraw(normal, accept, _parts(p), _parts(q), sign)
-    proposals = p.map(lambda t: t.expand(len(normal), *t.shape)).sample(normal, uniform)
-    return kernels.first_accepted(proposals, log_ratio(proposals, p, q, sign=sign), accept)
+    proposals = p.sample(normal, uniform)
+    return first_accepted(proposals, log_ratio(proposals, p, q, sign=sign), accept)
+
+
+def first_accepted(proposals: Tensor, ratio: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of n proposals [n, ..., C] with accept < 1 - exp(-ratio) [n, ...], and its number from 1 [...].
+
+    If none passes, the result is the last proposal and the number -n. A ratio of NaN means that the draft had no valid
+    distribution: the first proposal passes.
+    """
+    taken = ~(accept >= -torch.expm1(-ratio))
+    found, tries = taken.any(0), len(proposals)
+    first = torch.where(found, taken.byte().argmax(0), tries - 1)
+    y = proposals.gather(0, first[None, ..., None].expand(1, *proposals.shape[1:]))[0]
+    return y, torch.where(found, first + 1, -tries)
 
 
 @dataclass(frozen=True)

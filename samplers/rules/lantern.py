@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.neighbours import aggregate
 from ...kernels.sampling import at, residual, unless_empty
 from ...kernels.verification import EPS, AcceptanceBudget
 from ..contract import ARModel
@@ -79,8 +78,12 @@ class NeighbourRule(AcceptanceRule):
         return super().describe() | limit
 
     def aggregate(self, p: Tensor, token: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
-        """Probability c_J [...] and number J [...] (int64) of the neighbours that a draft counts as its own."""
-        return aggregate(p, token, self.budget(at(p, token), strength), self.table, self.neighbours)
+        """Probability c_J [...] (fp32) and number J [...] (int64) of the neighbours that a draft counts as its own."""
+        near = self.table[token.clamp(max=len(self.table) - 1), : self.neighbours].long()
+        cumulative = p.gather(-1, near).cumsum(-1)
+        budget = self.budget(at(p, token), strength) * (token < len(self.table))  # special tokens have no neighbours
+        within = (cumulative <= budget.unsqueeze(-1)) & (budget > 0).unsqueeze(-1)
+        return torch.where(within, cumulative, 0).amax(-1), within.sum(-1)
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         absorbed, _ = self.aggregate(p, token, strength)

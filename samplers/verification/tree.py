@@ -62,10 +62,8 @@ def recursive_rejection(
     arguments = tree.token, tree.children(), tree.draft_probs, tree.draft_row, u, v, strength, rule
     if callable(p):
         return kernels.recursive_rejection_sampling(p, *arguments)
-    if rule.exact:
-        return kernels.exact_rejection_sampling(p, *arguments)
-    if rule.has_budget:
-        return kernels.relaxed_rejection_sampling(p, *arguments)
+    if rule.exact or rule.has_budget:
+        return kernels.rejection_sampling(p, *arguments)
     return kernels.recursive_rejection_sampling(partial(row_of, p), *arguments)
 
 

@@ -329,7 +329,7 @@ def test_a_dry_run_tries_every_stage(tmp_path):
     }
     assert needed == set("device failed-async storages plain races allocator captures passes ratios".split())
     compared = {row["kernel"] for row in found["kernels"]["rows"]}
-    assert compared >= {"attention.attend_few", "linear.few_rows", "verification.exact_rejection_sampling"}
+    assert compared >= {"attention.attend_few", "linear.few_rows", "verification.rejection_sampling"}
     asked = {"prompt", "guidance", "temperature", "top-k", "top-p"}
     assert found["captures"]["rows"] and not found["captures"]["failures"]
     for row in found["captures"]["rows"]:

@@ -129,6 +129,7 @@ def test_a_graph_is_not_replayed_for_another_setting_or_method(method, changed):
         SJD(5, rule=Lantern(5, 0.3)),
         {"drafter": "eagle", "structure": STATIC, "rule": CoolSD(1.5)},
         {"drafter": "model", "structure": Chain(3)},
+        {"drafter": "model", "structure": Chain(3, "block")},
     ],
     ids=str,
 )

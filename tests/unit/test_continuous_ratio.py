@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.kernels import continuous as kernels
 from comfyui_specar.samplers.distributions import Mixture, Normal
 from comfyui_specar.samplers.methods import continuous
-from comfyui_specar.samplers.methods.continuous import MODES, ContinuousRun, log_ratio, residual
+from comfyui_specar.samplers.methods.continuous import MODES, ContinuousRun, first_accepted, log_ratio, residual
 
 from ..support.toy_heads import ks
 
@@ -186,7 +185,7 @@ def test_the_first_proposal_that_passes_is_taken_and_else_the_last():
     ratio = torch.tensor([[half, half, -1.0], [half, half, -1.0], [half, math.nan, -1.0]])
     accept = torch.tensor([[0.6, 0.7, 0.0], [0.4, 0.8, 0.0], [0.1, 0.9, 0.0]])
     proposals = torch.arange(18.0).reshape(3, 3, 2)
-    token, tries = kernels.first_accepted(proposals, ratio, accept)
+    token, tries = first_accepted(proposals, ratio, accept)
     assert tries.tolist() == [2, 3, -3]
     assert torch.equal(token, torch.stack([proposals[1, 0], proposals[2, 1], proposals[2, 2]]))
 

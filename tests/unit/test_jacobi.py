@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.kernels.cpu import unpack
-from comfyui_specar.samplers.drafts.guesses import Memory, Ring, first_guesses, neighbour_probs
+from comfyui_specar.samplers.drafts.guesses import Memory, Ring, first_guesses, neighbour_probs, neighbours_of
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.samplers.methods.jacobi import COMPARED, REUSE, SJD, Jacobi
@@ -118,6 +118,15 @@ def probs_of_positions(count, slots, vocab):
     for position in range(count):
         ring.put(torch.tensor([[position]]), own[None, position : position + 1])
     return own, ring
+
+
+def test_neighbours():
+    """On rows of four, after position 5: x x x x / x x . . / . . . ."""
+    position = torch.arange(6, 12)[None]
+    left, above = neighbours_of(torch.tensor([[5]]), position, 4)
+    assert left.tolist() == [[5, 5, 4, 5, 2, 3]] and above.tolist() == [[2, 3, 4, 5, 2, 3]]
+    left, above = neighbours_of(torch.tensor([[1]]), position[:, :2] - 4, 4)
+    assert left.tolist() == [[1, 1]] and above.tolist() == [[1, 1]], "the first row has none above"
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,6 @@ def test_trees_are_decided_alike(rule, sampling):
     vocab = 9
     if not isinstance(rule, (Exact, UniformRSD, CoolSD)):
         rule = type(rule)(**{f.name: getattr(rule, f.name) for f in fields(rule)} | {"table": neighbours(vocab)})
-    name = "exact_rejection_sampling" if isinstance(rule, Exact) else "relaxed_rejection_sampling"
     seen = set()
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -100,7 +99,7 @@ def test_trees_are_decided_alike(rule, sampling):
             strength,
             rule,
         )
-        found = agrees(f"verification.{name}", *given, rtol=1e-4)
+        found = agrees("verification.rejection_sampling", *given, rtol=1e-4)
         seen |= set(found.source.flatten().tolist())
     assert {verification.ACCEPTED, verification.RESIDUAL, verification.BONUS} <= seen
     assert (verification.RELAXED in seen) == (not isinstance(rule, Exact))
@@ -116,7 +115,7 @@ def test_masses_that_underflow_are_decided_alike():
     for u in (0.0, 0.4, ENDS[1]):
         numbers = torch.full((1, tree.levels, tree.width), u), torch.full((1, tree.levels + 1), u)
         given = p, token, tree.children(), draft_probs, draft_row, *numbers, torch.ones(1, 3), Exact()
-        agrees("verification.exact_rejection_sampling", *given, rtol=1e-4)
+        agrees("verification.rejection_sampling", *given, rtol=1e-4)
 
 
 def test_likeliest_children_are_matched_alike():
@@ -129,25 +128,12 @@ def test_likeliest_children_are_matched_alike():
         agrees("verification.sample_and_match_rows", *given, rtol=1e-4)
 
 
-def test_chains_are_decided_as_blocks_alike():
-    for seed in range(5):
-        generator = torch.Generator().manual_seed(seed)
-        levels, vocab, batch = 1 + seed, 2500 if seed == 2 else 7, 3
-        p, draft_probs = rows(generator, batch, levels + 1, vocab), rows(generator, batch, levels, vocab)
-        p[1, 1:] = draft_probs[1]  # all that was drafted is accepted, or nothing is left
-        token = torch.cat((torch.zeros(batch, 1, dtype=torch.int64), draft_probs.argmax(-1)), dim=1)
-        exists = torch.arange(levels + 1) <= torch.tensor([levels, levels, levels // 2])[:, None]
-        u, v = uniforms(generator, batch, levels), uniforms(generator, batch, levels + 1)
-        given = p, draft_probs, token, exists, u, v
-        agrees("verification.block", *given, rtol=1e-4)
-
-
 def test_the_drift_of_all_siblings_tested_is_recorded():
     """min(1, 1.5 p) of two certain drafts: 0.75 and, of what is left of p, 0.9; at u = 0.8 the second is accepted."""
     p, tree = torch.tensor([[[0.5, 0.3, 0.2]] * 3]), tree_of_paths(1, 1)
     token, u = torch.tensor([[2, 0, 1]]), torch.full((1, 1, 2), 0.8)
     given = p, token, tree.children(), None, None, u, torch.zeros(1, 2), torch.ones(1, 2), UniformRSD(1.5)
-    found = verification.relaxed_rejection_sampling(*given)
+    found = verification.rejection_sampling(*given)
     assert found.accepted.tolist() == [1] and found.rank[0, 0] == 1
     assert float(found.tv_bound[0, 0]) == pytest.approx(0.75 - 0.5 + 0.9 - 0.6)
     assert float(found.ratio[0, 0]) == pytest.approx(0.6) and not found.tv_bound[0, 1]
@@ -197,7 +183,7 @@ def test_probabilities_can_be_asked_for_one_by_one():
 
     given = token, tree.children(), draft_probs, draft_row, *numbers, torch.ones(1, tree.levels), Exact()
     one_by_one = verification.recursive_rejection_sampling(probs_after, *given)
-    at_once = verification.exact_rejection_sampling(p, *given)
+    at_once = verification.rejection_sampling(p, *given)
     for mine, its in zip(leaves(one_by_one), leaves(at_once), strict=True):
         torch.testing.assert_close(mine, its)
     assert asked == [0, *one_by_one.path[0, : int(one_by_one.accepted)].tolist()] and len(asked) > 1

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from comfyui_specar.kernels.attention import FEW
 from comfyui_specar.kernels.linear import GROUP
+from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.cool_sd import UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -135,7 +137,7 @@ def sampled() -> Iterator[Case]:
 
 
 def verified() -> Iterator[Case]:
-    """Windows, trees of 58 slots and six levels, blocks of five."""
+    """Windows, trees of 58 slots and six levels."""
     window, uniform, position = torch.empty(1, 32, 16384), torch.empty(1, 32), whole(1, 32)
     exists = whole(1, 32, dtype=torch.bool)
     yield (
@@ -145,28 +147,14 @@ def verified() -> Iterator[Case]:
     )
     p, token, children, table = torch.empty(1, 58, 16384), whole(1, 58), whole(1, 58, 10), whole(16384, 1000)
     yield "verification.sample_and_match_rows", "", (p, token, children, 6, torch.empty(1, 58))
-    for function, rule in (("exact", None), ("relaxed", Lantern(delta=0.3, table=table.to(torch.int32)))):
+    for rule in (Exact(), UniformRSD(), Lantern(delta=0.3, table=table.to(torch.int32))):
         for drawn in (True, False):
             drafts = (torch.empty(1, 20, 16384), whole(58)) if drawn else (None, None)
             yield (
-                f"verification.{function}_rejection_sampling",
-                "drawn drafts" if drawn else "most likely drafts",
+                "verification.rejection_sampling",
+                f"{rule.name}, " + ("drawn drafts" if drawn else "most likely drafts"),
                 (p, token, children, *drafts, torch.empty(1, 6, 10), torch.empty(1, 7), torch.empty(1, 6), rule),
             )
-    yield (
-        "verification.block",
-        "",
-        (
-            torch.empty(1, 6, 16384),
-            torch.empty(1, 5, 16384),
-            whole(1, 6),
-            whole(1, 6, dtype=torch.bool),
-            torch.empty(1, 5),
-            torch.empty(1, 6),
-        ),
-    )
-    yield "neighbours.aggregate", "", (window, position, uniform, table.to(torch.int32), 1000)
-    yield "guesses.mean_probs", "", (torch.empty(1, 64, 16384), whole(1, 1), position, 32)
     yield (
         "records.write",
         "",
@@ -181,9 +169,6 @@ def verified() -> Iterator[Case]:
             (whole(1, 1), position, position, uniform, uniform),
         ),
     )
-    p, q = ((torch.empty(1, 32, 16), torch.empty(1, 32, 16), torch.empty(1, 32)) for _ in range(2))
-    yield "continuous.log_ratio", "", (p[0], p, q, 1.0, 1.0)
-    yield "continuous.redraw", "", (torch.empty(64, 1, 32, 16), torch.empty(64, 1, 32), p, q, 1.0)
 
 
 def others() -> Iterator[Case]:

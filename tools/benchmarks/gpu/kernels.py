@@ -27,7 +27,7 @@ from .graphs import Eager
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DRY_DTYPES = (torch.float32,)  # whole numbers in bf16 are beyond the interpreter
-MORE = ("chain of 5, blocks", "LANTERN delta 0.3", "SJD coupled, Cool-SD delta 2, w32")  # kernels of their own
+MORE = ("LANTERN delta 0.3", "SJD coupled, Cool-SD delta 2, w32")  # kernels of their own
 CONTINUOUS = "continuous"  # the bundled pair
 PASSES = 3  # of every run: the prompt's is followed by a first and a repeated step
 LARGEST_TABLE = 2**16  # codes for which a table of neighbours is made here
