@@ -1,15 +1,19 @@
-"""Batch invariance on a CPU: a row's result does not depend on the number of rows computed with it.
+"""Batch invariance: a row's result does not depend on the number of rows computed with it.
 
 A processor adds up the products of 2 rows in another order than those of 64, and those of one row in a third order.
 The last bit then differs, at some point a near-tie between two tokens is decided the other way, and the rest of the
 image changes: SJD in Gumbel mode would not give the image of next-token sampling, and a batch not those of its members.
 So products are computed in blocks of rows that share one order, and never for a few rows or queries; and attention
 reads only such numbers of keys as share one order, too.
+
+All that is about CPUs. On a GPU our kernels are batch invariant, but for many rows a library's are faster. So there a
+method must ask for it (``asking``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -22,6 +26,24 @@ KEYS = 512  # keys per block of torch's attention on a CPU
 BUCKET = 32  # numbers of keys are multiples of it
 FEWEST = 4  # rows; two or three take longer than four (AMD's Zen 4), and one has an order of its own
 BLOCKS = (128, 64, 32, 16, 8, 4)  # rows per block, tried in this order; the last is used untested
+
+_asked = False
+
+
+def asked() -> bool:
+    """Is batch invariance asked for on a GPU? Otherwise the fastest kernels run."""
+    return _asked
+
+
+@contextmanager
+def asking(wanted: bool) -> Iterator[None]:
+    """In this context batch invariance is asked for if it is ``wanted``."""
+    global _asked
+    before, _asked = _asked, wanted
+    try:
+        yield
+    finally:
+        _asked = before
 
 
 def split(product: Callable[[Tensor], Tensor], rows: Tensor, block: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products of few rows with large matrices, with the norm before and the gate or residual after them.
+"""Products of few rows with large matrices, with the gate or residual after them, and the norm before them.
 
 A matrix [N, K] has the dtype of the rows (bf16 or fp16), or is narrow:
 
@@ -10,7 +10,7 @@ A matrix [N, K] has the dtype of the rows (bf16 or fp16), or is narrow:
 
 A forward pass of few tokens is bound by reading the weights. So narrow weights are widened where they are multiplied:
 in the registers of a GPU, or block by block in the cache of a CPU, and never written in a wider form. Prompts have many
-tokens, and are multiplied with a widened copy of the matrix.
+more tokens, and are multiplied with a widened copy of the matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .dispatch import Accelerated
 from .gating import gated
 
 GROUP = 64  # numbers in 4 bits that share step and minimum
-FEW = 128  # rows up to which a forward pass is bound by reading its weights
+FEW = 512  # rows; more of them, a prompt's, are multiplied with a widened copy of a narrow matrix
 _BLOCK = 2**18  # weights widened at once on a CPU
 
 
@@ -57,20 +57,16 @@ def few_rows(
     weight: Tensor,
     scale: Tensor | None = None,
     bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
     gate: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
     """x [M, K] times the rows of ``weight`` [N, K] (in the dtype of x, or as in ``linear_narrow``), plus bias [N].
 
-    norm [K]: x is first normalised (RMSNorm with this weight and ``eps``). gate: the result is ``gated``, and half as
-    wide. residual [M, N or N / 2]: added to the result. Returns the dtype of x.
+    gate: the result is ``gated``, and half as wide. residual [M, N or N / 2]: added to the result. Returns the dtype of
+    x.
 
     The Triton kernel is batch invariant: a row's result does not depend on the other rows or their number.
     """
-    if norm is not None:
-        x = F.rms_norm(x, norm.shape, norm, eps)
     if weight.dtype == x.dtype:
         product = F.linear(x, weight, bias)
     else:
@@ -79,6 +75,12 @@ def few_rows(
     if gate:
         product = gated.reference(product)  # without its Triton kernel: this is the reference
     return product if residual is None else residual + product
+
+
+@Accelerated
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [..., K] with a weight [K]. (Some versions of torch launch seven kernels for it.)"""
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def _narrow(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:

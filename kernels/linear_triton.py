@@ -7,6 +7,11 @@ from the GPU's cache. Programs share nothing, and nothing depends on timing.
 
 Tiles have 16 rows, the fewest that tensor cores multiply, or 32. A norm is a launch of its own: normalising rows in
 every tile of their product takes a GPU longer than all the rest.
+
+The weights are read as fast as enough of them are asked for at once: on the fastest GPUs 3 MB or more. A matrix of few
+rows is SLIM: it has smaller tiles, so more programs, and each asks for more of its tiles ahead (fewer of narrow
+matrices, whose programs are bound by instructions on GPUs with less bandwidth, and must be many per multiprocessor).
+Dividing K between programs would need a second launch, to add up, and would save less than that takes.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from torch import Tensor
 
 from .linear import GROUP, stored_as
 
+SLIM = 4096  # rows of a matrix that with tiles of 32 has fewer programs than large GPUs have multiprocessors
 STORED = {"int8": 1, "float8_e4m3fn": 2, "int4": 3}  # formats of linear.stored_as; 0: the dtype of x
 
 
@@ -26,18 +32,18 @@ def few_rows(
     weight: Tensor,
     scale: Tensor | None = None,
     bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
     gate: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
     """See linear.few_rows."""
-    x = x.contiguous() if norm is None else _normed(x.contiguous(), norm.contiguous(), eps)
+    x = x.contiguous()
     (count, inner), outer = x.shape, len(weight) // (1 + gate)
     out = x.new_empty(count, outer)
     stored = STORED.get(stored_as(weight), 0)
-    rows = 16 if count <= 16 else 32
-    columns = 2 * rows
+    slim, wide = count <= 32 and len(weight) <= SLIM, x.dtype == torch.float32
+    rows = 16 if slim or count <= 16 else 32
+    columns = 16 if slim else 2 * rows
+    ahead = {0: 8, 3: 4}.get(stored, 6) if slim else 4 if rows == 16 else 3
     few = triton.cdiv(count, rows)
     given = (out if t is None else t.contiguous() for t in (scale, bias, residual))  # unused if None
     _few_rows[(few * triton.cdiv(len(weight), columns),)](
@@ -57,9 +63,9 @@ def few_rows(
         ADDED=residual is not None,
         ROWS=rows,
         COLUMNS=columns,
-        DEPTH=32 if x.dtype == torch.float32 else 128,
-        num_warps=4,
-        num_stages=2 if x.dtype == torch.float32 else 4 if rows == 16 else 3,
+        DEPTH=32 if wide else 128,
+        num_warps=2 if slim else 4,
+        num_stages=2 if wide else ahead,
     )
     return out
 
@@ -157,10 +163,11 @@ def _in_groups(x, weight, scale, row, column, inner, there, wanted, total, GROUP
     return total
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of the rows of x [M, K], each by a program of its own."""
-    out = torch.empty_like(x)
-    _rms_norm[(len(x),)](x, weight, out, x.shape[1], eps, BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=8)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See linear.rms_norm. Every row has a program of its own."""
+    x, inner = x.contiguous(), x.shape[-1]
+    out, block = torch.empty_like(x), triton.next_power_of_2(inner)
+    _rms_norm[(x.numel() // inner,)](x, weight.contiguous(), out, inner, eps, BLOCK=block, num_warps=8)
     return out
 
 

@@ -138,14 +138,14 @@ class Attention(nn.Module):
         cache: KVCache | None,
         mask: Tensor | None,
     ) -> Tensor:
-        """x plus post_norm of the attention of norm(x)."""
+        """x plus post_norm of the attention of norm(x). x may be overwritten, but in the first layer."""
         qkv = product(self.wqkv, x, norm).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
         if cache is None:
             attended = self._uncached(qkv, rotary, mask)
         else:
             norms = (self.q_norm.of(qkv), self.k_norm.of(qkv)) if self.normed else None
             attended = cache.attend(layer, qkv, rotary._replace(norms=norms), mask)
-        return _added(self.wo, attended.flatten(2), post_norm, x)
+        return _added(self.wo, attended.flatten(2), post_norm, x, layer > 0)  # the first layer's x is the caller's
 
     def _uncached(self, qkv: Tensor, rotary: RotaryTable, mask: Tensor | None) -> Tensor:
         """Attention [R, T, H, d] of tokens to each other, for their queries, keys and values [R, T, H + 2 * Hkv, d]."""
@@ -166,14 +166,14 @@ class FeedForward(nn.Module):
         self.w2 = operations.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, norm: nn.Module, post_norm: nn.Module) -> Tensor:
-        """x plus post_norm of the network's output for norm(x)."""
-        return _added(self.w2, product(self.w1_w3, x, norm, gate=True), post_norm, x)
+        """x plus post_norm of the network's output for norm(x). x may be overwritten."""
+        return _added(self.w2, product(self.w1_w3, x, norm, gate=True), post_norm, x, True)
 
 
-def _added(linear: nn.Module, y: Tensor, post_norm: nn.Module, x: Tensor) -> Tensor:
-    """x + post_norm(linear(y)); without a norm, one launch."""
+def _added(linear: nn.Module, y: Tensor, post_norm: nn.Module, x: Tensor, in_place: bool) -> Tensor:
+    """x + post_norm(linear(y)); without a norm, one launch. in_place: may x be overwritten?"""
     if isinstance(post_norm, nn.Identity):
-        return product(linear, y, residual=x)
+        return product(linear, y, residual=x, in_place=in_place)
     return x + post_norm(product(linear, y))
 
 

@@ -1,49 +1,54 @@
-"""A linear layer with its norm, gate and residual: one launch on a GPU that runs Triton."""
+"""A linear layer with its norm, gate and residual, in the fewest launches on a GPU that runs Triton."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels import cpu, dispatch
+from ..kernels import batch_invariant, cpu, dispatch
 from ..kernels.gating import gated
-from ..kernels.linear import FEW, few_rows
+from ..kernels.linear import FEW, few_rows, rms_norm
 from .quantised import NarrowLinear
 
-FEW_WIDE = 64  # rows; for more of them torch's own kernels multiply a 16-bit matrix faster
+FEW_WIDE = 16  # rows; for more of them torch's own kernels multiply a 16-bit matrix faster
 Operands = tuple[Tensor, Tensor | None, Tensor | None]  # weight, scale and bias of a linear layer
 
 
 def product(
-    linear: nn.Module, x: Tensor, norm: nn.Module | None = None, gate: bool = False, residual: Tensor | None = None
+    linear: nn.Module,
+    x: Tensor,
+    norm: nn.Module | None = None,
+    gate: bool = False,
+    residual: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:
-    """linear(norm(x)) for x [..., K], ``gated`` with gate, plus residual. norm: an RMSNorm or Identity."""
-    norm = None if isinstance(norm, nn.Identity) else norm
-    operands = _operands(linear, x)
-    if operands is not None and (norm is None or _own_weights(norm, x)):
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        added = None if residual is None else residual.flatten(0, -2)
-        return few_rows(x.flatten(0, -2), *operands, weight, eps, gate, added).unflatten(0, x.shape[:-1])
-    y = x if norm is None else norm(x)
-    if y.device.type == "cpu":
-        y = cpu.linear(linear, y, isinstance(linear, nn.Linear) and _own_weights(linear, y))
-    else:
-        y = linear(y)
+    """linear(norm(x)) for x [..., K], ``gated`` with gate, plus residual. norm: an RMSNorm or Identity.
+
+    in_place: nobody needs ``residual`` afterwards, so it may be overwritten, which saves a launch.
+    """
+    fast = x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled() and dispatch.runs_triton(x.device)
+    if norm is not None and not isinstance(norm, nn.Identity):
+        x = rms_norm(x, norm.weight, norm.eps) if fast and _own_weights(norm, x) else norm(x)
+    rows, added = x.flatten(0, -2), None if residual is None else residual.flatten(0, -2)
+    if fast and (operands := _operands(linear, rows)):
+        return few_rows(rows, *operands, gate, added).unflatten(0, x.shape[:-1])
+    own = isinstance(linear, nn.Linear) and _own_weights(linear, x)
+    if fast and own and added is not None and not gate and linear.bias is None:
+        add = added.addmm_ if in_place else added.addmm
+        return add(rows, linear.weight.t()).unflatten(0, x.shape[:-1])
+    y = cpu.linear(linear, x, own) if x.device.type == "cpu" else linear(x)
     if gate:
         y = gated(y)
     return y if residual is None else residual + y
 
 
 def _operands(linear: nn.Module, x: Tensor) -> Operands | None:
-    """The operands of ``few_rows`` for a layer, or None if the layer must be called: for many rows, on other devices,
-    in training, for layers of other classes, and where ComfyUI patches or moves the weights on use."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled() or not dispatch.runs_triton(x.device):
-        return None
-    rows = x.numel() // x.shape[-1]
+    """The operands of ``few_rows`` for a layer, or None if the layer must be called: for many rows, for layers of other
+    classes, and where ComfyUI patches or moves the weights on use."""
     if isinstance(linear, NarrowLinear):
-        here = linear.weight.device == x.device and rows <= FEW
-        return (linear.weight, linear.scale, linear.bias) if here else None
-    if isinstance(linear, nn.Linear) and rows <= FEW_WIDE and _own_weights(linear, x):
+        if linear.weight.device == x.device and (len(x) <= FEW or batch_invariant.asked()):
+            return linear.weight, linear.scale, linear.bias
+    elif isinstance(linear, nn.Linear) and (len(x) <= FEW_WIDE or batch_invariant.asked()) and _own_weights(linear, x):
         return linear.weight, None, linear.bias
     return None
 

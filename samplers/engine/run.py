@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels import batch_invariant
 from ...kernels.graphs import Graphs
 from ..constants import numbers
 from ..contract import ARModel, Drafter, Method, Progress, Request, Result, SamplingParams, StepOut
@@ -52,6 +53,7 @@ class DiscreteMethod(Method):
     """A method for token ids, as two functions: ``begin`` and ``step``. ``drafter``, if it has one, drafts for it."""
 
     round_fields: ClassVar[tuple[str, ...]] = ()  # of the record; none where rounds follow from the positions
+    same_image: ClassVar[bool] = False  # must passes of more tokens round as those of one, to make next token's image
 
     @abstractmethod
     def begin(self, run: Run, committed: Tensor, out: StepOut) -> State:
@@ -156,7 +158,9 @@ class Run:
 
     def predict(self, token: Tensor, position: Tensor, tree_mask: Tensor | None = None) -> Tensor:
         """Feed tokens [B, T] at positions [B, T]; the target's probabilities [B, T, V+] after them."""
-        return self.probs(self.model.step(self.cache, token, position, tree_mask).logits, position)
+        with batch_invariant.asking(self.method.same_image):
+            logits = self.model.step(self.cache, token, position, tree_mask).logits
+        return self.probs(logits, position)
 
     def probs(self, logits: Tensor, position: Tensor) -> Tensor:
         """The target's probabilities [B, T, V+] after positions [B, T], from its logits [R, T, V+]."""

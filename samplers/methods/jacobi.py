@@ -276,6 +276,10 @@ class SJD(DiscreteMethod):
     def lossless(self) -> bool:
         return self.rule.lossless and self.reuse != "threshold_paper" and not self.settle
 
+    @property
+    def same_image(self) -> bool:
+        return self.reuse == "gumbel"
+
     def check(self, request: Request) -> None:
         request.params.check(request.model.vocab)
         length = request.length

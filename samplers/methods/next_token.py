@@ -56,6 +56,7 @@ class NextToken(DiscreteMethod):
 
     name: ClassVar[str] = "next_token"
     lossless: ClassVar[bool] = True
+    same_image: ClassVar[bool] = True
 
     def begin(self, run: Run, committed: Tensor, out: StepOut) -> Last:
         first = committed[:, None]

@@ -17,6 +17,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -55,16 +56,17 @@ class Kernel:
         return self.stack > 0 and self.registers > min(2**16 // (32 * self.warps), 256) - 8
 
 
-def interpreted(function: str, *given: Any, backwards: bool = False) -> Any:
+def interpreted(function: str, *given: Any, backwards: bool = False, **constants: Any) -> Any:
     """The result of a Triton kernel's ``module.function``. Tensors are shared with it: what it writes is seen here.
 
-    backwards: its programs run one after the other in the opposite order.
+    backwards: its programs run one after the other in the opposite order. constants: what its module holds meanwhile.
 
     Where ttsem is installed, it executes what the compiler makes of the kernel (see execution.py), in one order.
     """
     if execution.HERE:
-        return execution.executed(lambda: _call(function, given))
-    return _process("1").submit(_there("_call_backwards" if backwards else "_call"), function, given).result()
+        return execution.executed(lambda: _call(function, given, constants))
+    call = _there("_call_backwards" if backwards else "_call")
+    return _process("1").submit(call, function, given, constants).result()
 
 
 def agrees(function: str, *given: Any, rtol: float = 1e-5, atol: float = 1e-6) -> Any:
@@ -128,19 +130,21 @@ def _teach_products() -> None:
     InterpreterBuilder.create_dot = create_dot
 
 
-def _call_backwards(function: str, given: tuple) -> Any:
+def _call_backwards(function: str, given: tuple, constants: dict[str, Any]) -> Any:
     from triton.runtime.interpreter import interpreter_builder as grid
 
     place = grid.set_grid_idx
     with patch.object(
         grid, "set_grid_idx", lambda *at: place(*(n - 1 - i for n, i in zip(grid.grid_dim, at, strict=True)))
     ):
-        return _call(function, given)
+        return _call(function, given, constants)
 
 
-def _call(function: str, given: tuple) -> Any:
-    module, name = function.split(".")
-    return getattr(import_module(f"comfyui_specar.kernels.{module}_triton"), name)(*given)
+def _call(function: str, given: tuple, constants: dict[str, Any]) -> Any:
+    name, function = function.split(".")
+    module = import_module(f"comfyui_specar.kernels.{name}_triton")
+    with patch.multiple(module, **constants) if constants else nullcontext():
+        return getattr(module, function)(*given)
 
 
 def compile_here(function: str, given: tuple, capability: int) -> list[Kernel]:
@@ -168,7 +172,7 @@ def compile_here(function: str, given: tuple, capability: int) -> list[Kernel]:
 
     driver.set_active(Absent())
     with patch.object(JITFunction, "run", compile_only):
-        _call(function, given)
+        _call(function, given, {})
     return kernels
 
 

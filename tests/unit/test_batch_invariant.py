@@ -1,4 +1,5 @@
-"""Batch invariance on a CPU: what a row gives does not depend on how many others are computed with it."""
+"""Batch invariance: what a row gives on a CPU does not depend on how many others are computed with it, and who asks for
+the same on a GPU."""
 
 import pytest
 import torch
@@ -7,7 +8,12 @@ from comfyui_specar import api
 from comfyui_specar.kernels import batch_invariant
 from comfyui_specar.kernels.attention import additive, attend
 from comfyui_specar.models.cache import KVCache, slots_of
+from comfyui_specar.samplers.contract import Request
+from comfyui_specar.samplers.methods.jacobi import SJD, Jacobi
+from comfyui_specar.samplers.methods.next_token import NextToken
 from torch import nn
+
+from ..support.toy import ToyModel, plain
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 36, 64, 65)
@@ -116,3 +122,26 @@ def test_same_seed_same_image(dtype, window):
     assert torch.equal(api.sample(model, conditioning, sjd, seed=4, cfg=2.0).tokens, image)
     batch = api.sample(model, conditioning, api.methods.NextToken(), seed=3, batch_size=2, cfg=2.0).tokens
     assert torch.equal(batch[1:], image)
+
+
+@pytest.mark.parametrize(
+    ("method", "asks"),
+    [
+        (NextToken(), True),
+        (SJD(3, reuse="gumbel"), True),
+        (Jacobi(3), True),
+        (SJD(3), False),
+        (SJD(3, reuse="equality"), False),
+    ],
+)
+def test_passes_that_must_give_next_tokens_image_ask_for_it(method, asks):
+    """And nothing after them, also after one that fails."""
+    model, asked = ToyModel(plain(2, 3)), []
+    request, step = Request(model, None, plain(2, 3), model.defaults), model.step
+    model.step = lambda *given: asked.append(batch_invariant.asked()) or step(*given)
+    method.sample(request)
+    assert asked == [asks] * len(asked) and asked and not batch_invariant.asked()
+    model.step = lambda *given: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        method.sample(request)
+    assert not batch_invariant.asked()

@@ -145,7 +145,7 @@ def test_calls_are_watched_wherever_a_kernel_was_imported():
 
 
 def test_references_call_those_of_others_while_watched():
-    gated = torch.randn(2, 8), torch.randn(6, 8), None, None, None, 0.0, True
+    gated = torch.randn(2, 8), torch.randn(6, 8), None, None, True
     with calls.watched(lambda name, reference, given: reference(*given)):
         found = linear.few_rows(*gated)
     assert torch.equal(found, linear.few_rows(*gated))

@@ -34,8 +34,6 @@ def multiplies(kernel: Kernel, given: tuple) -> None:
     """Tensor cores sum in the same order by the same instruction, whatever the number of rows, which keeps a row's
     result what it is. GPUs before 8.9 do not know fp8."""
     assert "e4m3" not in kernel.ptx
-    if kernel.name == "_rms_norm":  # before some of the products
-        return
     if number := HALF.get(given[0].dtype):
         assert "cp.async" in kernel.ptx, "loading ahead"
         instructions = set(re.findall(r"\bw?g?mma[.\w]*", kernel.ptx))

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from comfyui_specar.kernels import dispatch
+from comfyui_specar.kernels import batch_invariant, dispatch
 from comfyui_specar.models import products
+from comfyui_specar.models.backbone import Backbone, BackboneConfig, Rotation
 from comfyui_specar.models.products import product
 from comfyui_specar.models.quantised import NarrowLinear, quantise, quantise_groups
 from torch import nn
@@ -51,14 +52,54 @@ def test_narrow_matrices_take_it_too(kernel, rounding):
     narrow = NarrowLinear(*rounding(linear.weight), None, DIM)
     torch.testing.assert_close(product(narrow, x, norm, True, x), by_layers(narrow, norm, x))
     assert kernel[0][1] is narrow.weight
-    rows = torch.randn(products.FEW_WIDE + 1, DIM).bfloat16()
-    product(narrow, rows)
-    assert len(kernel) == 2, "they are widened where they are multiplied, which pays for longer"
 
 
 @pytest.mark.parametrize(
-    "why", ["fp32", "rows", "elsewhere", "another dtype", "norm elsewhere", "LoRA", "own", "training"]
+    ("rows", "asked", "wide", "narrow"),
+    [
+        (16, False, True, True),
+        (17, False, False, True),
+        (512, False, False, True),
+        (513, False, False, False),
+        (513, True, True, True),
+    ],
 )
+def test_which_rows_take_it(kernel, rows, asked, wide, narrow):
+    """A narrow matrix is not widened in memory for any step; whatever asks for batch invariance gets it."""
+    linear, norm, _ = layers()
+    x, narrow_linear = torch.randn(rows, DIM).bfloat16(), NarrowLinear(*quantise(linear.weight), None, DIM)
+    for layer, takes_it in ((linear, wide), (narrow_linear, narrow)):
+        kernel.clear()
+        with batch_invariant.asking(asked):
+            found = product(layer, x, norm, gate=True)
+        torch.testing.assert_close(found, by_layers(layer, norm, x) - x, atol=0.05, rtol=0.02)
+        assert len(kernel) == takes_it
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_many_rows_are_added_to_by_the_product_itself(kernel, in_place):
+    """In fp32 before anything is rounded."""
+    linear, norm, _ = layers()
+    x, residual = (torch.randn(2, 40, size).bfloat16() for size in (DIM, 2 * DIM))
+    before = residual.clone()
+    found = product(linear, x, norm, residual=residual, in_place=in_place)
+    wanted = residual.float().flatten(0, 1).addmm(norm(x).float().flatten(0, 1), linear.weight.float().t())
+    torch.testing.assert_close(found.flatten(0, 1), (wanted - residual.flatten(0, 1) + before.flatten(0, 1)).bfloat16())
+    assert torch.equal(residual, found if in_place else before) and not kernel
+
+
+def test_a_pass_leaves_what_it_is_given(kernel):
+    """Its layers overwrite what they have made, and compute what layers do that overwrite nothing."""
+    torch.manual_seed(0)
+    model = Backbone(BackboneConfig(DIM, 2, 2, DIM, 8)).bfloat16().eval()
+    x = torch.randn(1, 20, DIM).bfloat16()
+    rotation, before = Rotation(*torch.randn(2, 1, 20, DIM // 4)), x.clone()
+    found = model(x, rotation)
+    assert torch.equal(x, before) and not kernel
+    torch.testing.assert_close(found, model.float()(x.float(), rotation).bfloat16(), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("why", ["fp32", "rows", "elsewhere", "another dtype", "LoRA", "own", "training"])
 def test_whatever_a_kernel_must_not_stand_in_for_is_called(kernel, why):
     """ComfyUI's layers bring over weights from elsewhere, and change them for a LoRA, when they are called."""
     linear, norm, x = layers(torch.float32 if why == "fp32" else torch.bfloat16)
@@ -68,11 +109,10 @@ def test_whatever_a_kernel_must_not_stand_in_for_is_called(kernel, why):
     if why == "rows":
         x = torch.randn(products.FEW_WIDE + 1, DIM).bfloat16()
         wanted = by_layers(linear, norm, x)
-    if why in ("elsewhere", "norm elsewhere", "another dtype"):
-        layer = norm if why == "norm elsewhere" else linear
-        kept = layer.weight
-        layer.weight = nn.Parameter(kept.to("meta") if "elsewhere" in why else kept.float())
-        layer.forward = lambda x: F.linear(x, kept) if layer is linear else F.rms_norm(x, kept.shape, kept, layer.eps)
+    if why in ("elsewhere", "another dtype"):
+        kept = linear.weight
+        linear.weight = nn.Parameter(kept.to("meta") if why == "elsewhere" else kept.float())
+        linear.forward = lambda x: F.linear(x, kept)
     if why == "LoRA":
         linear.weight_function = [lambda weight: weight]
     if why == "own":
@@ -82,8 +122,16 @@ def test_whatever_a_kernel_must_not_stand_in_for_is_called(kernel, why):
     with torch.set_grad_enabled(why == "training"):
         found = product(linear, x, norm, gate=True, residual=x)
     assert torch.equal(found, wanted) and not kernel
-    usable = why in ("rows", "fp32", "norm elsewhere", "training")  # a CPU may multiply by the matrix, see cpu.linear
+    usable = why in ("rows", "fp32", "training")  # a CPU may multiply by the matrix, see cpu.linear
     assert called or usable
+
+
+def test_a_norm_that_is_elsewhere_is_called(kernel):
+    linear, norm, x = layers()
+    wanted, kept = by_layers(linear, norm, x), norm.weight
+    norm.weight = nn.Parameter(kept.to("meta"))
+    norm.forward = lambda x: F.rms_norm(x, kept.shape, kept, norm.eps)
+    assert torch.equal(product(linear, x, norm, gate=True, residual=x), wanted) and len(kernel) == 1
 
 
 def test_no_kernel_runs_on_a_cpu(monkeypatch):

@@ -31,9 +31,9 @@ ATTENTION: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {  # key heads
     "fp32": (32, 1, 2560, 128, {"dtype": FP32}),
 }
 PRODUCTS = {  # rows and columns of the matrix of a 7B model, and what is fused with it
-    "qkv": (12288, 4096, ("norm",)),
+    "qkv": (12288, 4096, ()),
     "wo": (4096, 4096, ("residual",)),
-    "w1, w3": (22016, 4096, ("norm", "gate")),
+    "w1, w3": (22016, 4096, ("gate",)),
 }
 STORAGES = (None, "int8", "fp8", "int4")
 
@@ -56,15 +56,17 @@ def cases() -> Iterator[Case]:
                         f"{storage or 'bf16'}, {rows} rows, {name}",
                         multiplied(rows, outer, inner, storage, fused),
                     )
+                for name, dtype in (("fp16", FP16), ("fp32", FP32)):
+                    yield (
+                        "linear.few_rows",
+                        f"{storage or name}, {rows} rows, {name}",
+                        multiplied(rows, 4096, 4096, storage, ("residual",), dtype),
+                    )
+        for dtype in (BF16, FP16, FP32):
             yield (
-                "linear.few_rows",
-                f"{storage or 'fp16'}, 64 rows, fp16",
-                multiplied(64, 4096, 4096, storage, ("norm", "residual"), FP16),
-            )
-            yield (
-                "linear.few_rows",
-                f"{storage or 'fp32'}, 64 rows, fp32",
-                multiplied(64, 4096, 4096, storage, ("norm", "residual"), FP32),
+                "linear.rms_norm",
+                str(dtype),
+                (torch.empty(2, 32, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-5),
             )
         yield from sampled()
         yield from verified()
@@ -101,9 +103,8 @@ def multiplied(rows: int, outer: int, inner: int, storage: str | None, fused: tu
             torch.empty(outer, inner // GROUP, 2, dtype=BF16),
         ),
     }[storage]()
-    norm = torch.empty(inner, dtype=dtype) if "norm" in fused else None
     residual = torch.empty(rows, outer, dtype=dtype) if "residual" in fused else None
-    return torch.empty(rows, inner, dtype=dtype), weight, scale, None, norm, 1e-5, "gate" in fused, residual
+    return torch.empty(rows, inner, dtype=dtype), weight, scale, None, "gate" in fused, residual
 
 
 def sampled() -> Iterator[Case]:
