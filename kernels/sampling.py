@@ -16,7 +16,7 @@ def at(rows: Tensor, token: Tensor) -> Tensor:
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
     """rows [R, n, ...] at index [B, m] (int64; R a multiple of B, in blocks of B) -> [R, m, ...]."""
-    index = index.repeat(len(rows) // len(index), 1)
+    index = index.expand(len(rows) // len(index), *index.shape).flatten(0, 1)
     shape = (*index.shape, *[1] * (rows.ndim - 2))
     return rows.gather(1, index.reshape(shape).expand(*index.shape, *rows.shape[2:]))
 

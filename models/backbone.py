@@ -243,7 +243,7 @@ class Backbone(nn.Module):
         return other.eval()
 
     def forward(
-        self, x: Tensor, rotation: Rotation, cache: KVCache | None = None, mask: Tensor | None = None
+        self, x: Tensor, rotation: Rotation | RotaryTable, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Hidden states [R, T, dim] after the final norm, for input embeddings x [R, T, dim].
 

@@ -50,6 +50,10 @@ class RotaryTable(NamedTuple):
     halves: bool
     norms: Norms | None = None
 
+    def table(self) -> RotaryTable:
+        """Itself, as a Rotation gives one."""
+        return self
+
 
 class KVCache:
     """Keys and values ``buffer`` [layers, rows, 2 * heads, capacity, head_dim], the heads of keys first.

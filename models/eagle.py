@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .backbone import BackboneConfig, Block, Rotation
-from .cache import KVCache
+from .cache import KVCache, RotaryTable
 from .placed import Placed
 
 
@@ -26,7 +26,12 @@ class Eagle(Placed):
         self.layer = Block(config, operations)
 
     def forward(
-        self, hidden: Tensor, ids: Tensor, rotation: Rotation, cache: KVCache | None = None, mask: Tensor | None = None
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        rotation: Rotation | RotaryTable,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Predicted features [R, T, dim] one position further, for features [R, T, dim] and the ids [R, T] after them.
 

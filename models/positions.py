@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .backbone import Rotation
+from .cache import RotaryTable
 
 
 class Positions(Protocol):
@@ -83,10 +84,10 @@ class SequencePositions(Positions):
 class Table(NamedTuple):
     """Rotations of the first places of every row's image, looked up instead of computed in every forward pass.
 
-    cos_sin [R, P, 2, head_dim / 2] (fp32): cosines, then sines; rows [R, 1] (int64) counts from 0.
+    factors [R, P, ...] (fp32): see kernels.rotation.factors_of; rows [R, 1] (int64) counts from 0.
     """
 
-    cos_sin: Tensor
+    factors: Tensor
     rows: Tensor
     halves: bool
 
@@ -103,17 +104,15 @@ class Table(NamedTuple):
         """The table of ``places`` places of images of the ``grid`` (rows, cols), after prompts of ``prompts`` [R]
         tokens: ``into`` itself, overwritten, if it has these sizes."""
         every = torch.arange(places, device=prompts.device).expand(len(prompts), -1)
-        rotation = positions.image(every, prompts, grid, head_dim)
-        cos_sin = torch.stack((rotation.cos, rotation.sin), dim=2)
-        if into is None or (into.cos_sin.shape, into.cos_sin.device) != (cos_sin.shape, cos_sin.device):
-            return cls(cos_sin, torch.arange(len(prompts), device=prompts.device)[:, None], rotation.halves)
-        into.cos_sin.copy_(cos_sin)
+        factors, halves, _ = positions.image(every, prompts, grid, head_dim).table()
+        if into is None or (into.factors.shape, into.factors.device) != (factors.shape, factors.device):
+            return cls(factors, torch.arange(len(prompts), device=prompts.device)[:, None], halves)
+        into.factors.copy_(factors)
         return into
 
-    def at(self, places: Tensor) -> Rotation:
-        """Rotation [R, T, ...] at places [R, T]; places past the last one are clamped to it."""
-        cos, sin = self.cos_sin[self.rows, places.clamp(max=self.cos_sin.shape[1] - 1)].unbind(2)
-        return Rotation(cos, sin, self.halves)
+    def at(self, places: Tensor) -> RotaryTable:
+        """The factors at places [R, T]; places past the last one are clamped to it."""
+        return RotaryTable(self.factors[self.rows, places.clamp(max=self.factors.shape[1] - 1)], self.halves)
 
 
 def rotation_of(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...kernels.drafting import children, keep_best
 from ...kernels.sampling import take
-from ..constants import counting
+from ..constants import counting, numbers
 from ..contract import Drafter, SamplingParams, StepOut
 from ..layout import TokenLayout
 from ..probabilities import probabilities
@@ -31,13 +32,19 @@ class Drafting:
     stream: Stream
     forcing: bool = True
 
-    def probs(self, logits: Tensor, position: Tensor) -> Tensor:
-        """q [B, F, V+] at positions [B, F] from the drafter's logits [R, F, V+], processed exactly as the target's.
+    def forced_at(self, position: Tensor) -> Tensor | None:
+        """The ids forced at positions [B, levels], or -1; None if no token is forced."""
+        return self.layout.forced_at(position) if self.forcing else None
+
+    def probs(self, logits: Tensor, forced: Tensor | None, level: int) -> Tensor:
+        """q [B, F, V+] from the drafter's logits [R, F, V+] for a level, processed exactly as the target's. forced: see
+        ``forced_at``.
 
         Greedy decoding (temperature 0) drafts at temperature 1, where q has more than one token.
         """
         params = replace(self.params, temperature=self.params.temperature or 1.0)
-        return probabilities(logits, params, self.vocab, self.layout.forced_at(position) if self.forcing else None)
+        here = None if forced is None else forced[:, level : level + 1].expand(-1, logits.shape[1])
+        return probabilities(logits, params, self.vocab, here)
 
     def expand(self, tokens: Tensor, position: Tensor, hidden: Tensor, tree_mask: Tensor) -> StepOut:
         return self.drafter.expand(self.state, tokens, position, hidden, tree_mask)
@@ -60,50 +67,46 @@ def grow_sampled(work: Drafting, root: Root, shape: Shape, round_index: Tensor) 
     without noise). A draft exists only if its parent does, q has mass for it, and its position is within the image. So
     a forced token is an only child.
     """
-    positions = root.committed[:, None] + counting(len(shape) + 1, root.token.device)  # level n drafts positions[n - 1]
-    # q, hidden state and existence of the drafts to expand, first the root.
-    q, hidden = work.probs(root.out.logits, positions[:, :1]), root.out.hidden
-    exists_above = torch.ones_like(root.token, dtype=torch.bool)[:, None]
-    vocab = q.shape[-1]
-    buffers = tree_buffers(shape, vocab, root.token.device)
-    drafts, draft_probs = [_root_draft(root)], [q]
+    levels, vocab, device = len(shape), root.out.logits.shape[-1], root.token.device
+    buffers = tree_buffers(shape, device)
+    positions = root.committed[:, None] + counting(levels + 1, device)  # level n (from 0) drafts positions[n]
+    most, forced = (positions < work.layout.length) * vocab, work.forced_at(positions)
+    # q, hidden state and score (see kernels/drafting.py) of the drafts to expand, first the root.
+    q, hidden = work.probs(root.out.logits, forced, 0), root.out.hidden
+    one, score = (numbers((value,), device).expand(len(root.token), 1) for value in (1.0, 0.0))
+    grown, draft_probs = [(root.token[:, None], one, score)], [q]
     noise = None
     if work.params.temperature > 0:  # for all levels at once: one launch
-        draw = round_index * DRAWS + buffers.probs_place
-        noise = work.stream.gumbel(root.committed[:, None] + buffers.probs_level, vocab, Purpose.DRAFT, draw)
+        draw = torch.add(buffers.probs_place, round_index, alpha=DRAWS)
+        noise = work.stream.gumbel(positions[:, buffers.probs_level], vocab, Purpose.DRAFT, draw)
         noise = noise.split([1, *(level.inner for level in shape)], dim=1)
-    for number, (level, constants) in enumerate(zip(shape, buffers.levels, strict=True), 1):
-        # Children: every draft above offers its ``top_k`` most likely tokens, of which the shape takes some.
-        top_k = min(max(level.rank) + 1, vocab)
-        scores = q if noise is None else q.log().add_(noise[number - 1])
-        offered = scores.topk(top_k).indices  # [B, F, top_k]
-        token = offered.flatten(1)[:, constants.child]
-        probability = q.flatten(1).gather(1, constants.probs_start + token)
-        within = positions[:, number - 1 : number] < work.layout.length
-        exists = exists_above[:, constants.parent] & constants.in_vocab & (probability > 0) & within
-        drafts.append(_Drafts(token, exists, probability))
+    for n, (level, constants) in enumerate(zip(shape, buffers.levels, strict=True)):
+        token, probability, score = children(
+            q, None if noise is None else noise[n], score, most[:, n : n + 1], constants.child, constants.siblings
+        )
+        grown.append((token, probability, score))
         if level.inner:  # the first ``inner`` of them are expanded
             inner = slice(level.inner)
-            here, next_position = (positions[:, n : n + 1].expand(-1, level.inner) for n in (number - 1, number))
-            mask = constants.mask.expand(len(token), -1, -1)
-            out = work.expand(token[:, inner], here, hidden[:, constants.parent[inner]], mask)
-            q, hidden, exists_above = work.probs(out.logits, next_position), out.hidden, exists[:, inner]
+            here, mask = positions[:, n : n + 1].expand(-1, level.inner), constants.mask.expand(len(token), -1, -1)
+            above = hidden.expand(-1, level.inner, -1) if hidden.shape[1] == 1 else hidden[:, constants.parent[inner]]
+            out = work.expand(token[:, inner], here, above, mask)
+            q, hidden, score = work.probs(out.logits, forced, n + 1), out.hidden, score[:, inner]
             draft_probs.append(q)
-    token, exists, probability = (torch.cat(parts, dim=1) for parts in zip(*drafts, strict=True))
-    parent, at_depth, rank = (x.expand_as(token) for x in (buffers.parent, buffers.depth, buffers.rank))
-    most_siblings = max([0, *(max(level.rank) + 1 for level in shape)])
+    token, probability, score = (torch.cat(parts, dim=1) for parts in zip(*grown, strict=True))
+    parent, depth, rank = (x.expand_as(token) for x in (buffers.parent, buffers.depth, buffers.rank))
     return Tree(
         token,
         parent,
-        at_depth,
+        depth,
         rank,
-        exists,
+        score > -torch.inf,
         probability,
-        len(shape),
-        most_siblings,
+        levels,
+        buffers.children.shape[2],
         torch.cat(draft_probs, dim=1),
         buffers.draft_row,
         buffers.tree_mask,
+        buffers.children,
     )
 
 
@@ -120,104 +123,37 @@ def grow_top_k(
 
     Expansion: on each of ``levels`` levels, every draft of the frontier offers its ``top_k`` most likely tokens as
     candidates, and the best ``top_k`` of these by cumulative log q are the next frontier. depth, width [B] (int64)
-    lower ``levels`` and ``top_k`` for each image. Reranking: see _keep_best().
+    lower ``levels`` and ``top_k`` for each image. Reranking: see kernels/drafting.py.
     """
     batch, device = len(root.token), root.token.device
     top_k = min(top_k, root.out.logits.shape[-1])
-    index = counting(top_k, device)
-    allowed = torch.ones((1, top_k), dtype=torch.bool, device=device) if width is None else index < width[:, None]
-    # q, hidden state, cumulative log q, candidate number and tree mask of the frontier, first the root.
-    q, hidden = work.probs(root.out.logits, root.committed[:, None]), root.out.hidden
-    score = torch.zeros((batch, 1), device=device)
-    frontier = torch.full((batch, 1), -1, device=device)  # -1: the root
-    tree_mask = torch.zeros((batch, 1, 0), dtype=torch.bool, device=device)
-    found: list[_Candidates] = []
-    count = 0  # candidates of the levels above
-    for number in range(1, levels + 1):
-        position = root.committed + number - 1
-        best = q.topk(top_k)
-        legal = allowed[:, None] & (position < work.layout.length)[:, None, None]
-        if depth is not None:
-            legal = legal & (number <= depth)[:, None, None]
-        scores = (score[..., None] + best.values.log()).masked_fill(~legal, -torch.inf)  # [B, F, top_k]
-        found.append(
-            _Candidates(
-                best.indices.flatten(1),
-                frontier[..., None].expand_as(scores).flatten(1),
-                number,
-                index.expand_as(scores).flatten(1),
-                scores.flatten(1),
-                best.values.flatten(1),
-            )
-        )
-        if number < levels:
-            score, chosen = scores.flatten(1).topk(top_k)
-            score = score.masked_fill(~allowed, -torch.inf)
+    positions = root.committed[:, None] + counting(levels, device)  # level n (from 0) drafts positions[n]
+    forced, most = work.forced_at(positions), (positions < work.layout.length) * top_k
+    if depth is not None and width is not None:
+        most = torch.minimum(most, width[:, None] * (counting(levels, device) < depth[:, None]))
+    index, own = counting(top_k, device), torch.eye(top_k, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    # q, hidden state, score (see kernels/drafting.py) and tree mask of the frontier, first the root.
+    q, hidden = work.probs(root.out.logits, forced, 0), root.out.hidden
+    score = numbers((0.0,), device).expand(batch, 1)
+    tree_mask = own[:, :1, :0]
+    found, expanded = [], [root.token[:, None][:, :0]]
+    for n in range(levels):
+        offered = counting(q.shape[1] * top_k, device)
+        token, probability, scores = children(q, None, score, most[:, n : n + 1], offered, top_k)
+        found.append((token, probability, scores))
+        if n + 1 < levels:
+            score, chosen = scores.topk(top_k)
+            if width is not None:
+                score = score.masked_fill(index >= width[:, None], -torch.inf)
             parent = torch.div(chosen, top_k, rounding_mode="floor")  # place in the frontier
-            token = best.indices.flatten(1).gather(1, chosen)
-            own = torch.eye(top_k, dtype=torch.bool, device=device).expand(batch, -1, -1)
             tree_mask = torch.cat((take(tree_mask, parent), own), dim=2)
-            out = work.expand(token, position[:, None].expand(-1, top_k), take(hidden, parent), tree_mask)
-            q, hidden = work.probs(out.logits, position[:, None].expand(-1, top_k) + 1), out.hidden
-            frontier = count + chosen
-            count += scores[0].numel()
-    return _keep_best(found, root, nodes, levels, top_k)
-
-
-class _Drafts(NamedTuple):
-    """Drafts of one level [B, w]: tokens, do they exist, and their probabilities."""
-
-    token: Tensor
-    exists: Tensor
-    probability: Tensor
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """Candidates of one level [B, c]. Candidates are numbered over all levels; parent -1 is the root.
-
-    score: cumulative log q, minus infinity for one that may not be drafted.
-    """
-
-    token: Tensor
-    parent: Tensor
-    level: int
-    rank: Tensor
-    score: Tensor
-    probability: Tensor
-
-
-def _root_draft(root: Root) -> _Drafts:
-    token = root.token[:, None]
-    return _Drafts(token, torch.ones_like(token, dtype=torch.bool), torch.ones_like(token, dtype=torch.float32))
-
-
-def _keep_best(found: list[_Candidates], root: Root, nodes: int, levels: int, width: int) -> Tree:
-    """The tree of the root and the ``nodes`` candidates with the highest scores, in the order of their numbers.
-
-    A parent has a smaller number than its child and never a lower score, and ties go to the smaller number: so the tree
-    holds every draft's parent, and before the draft.
-    """
-    score = torch.cat([c.score for c in found], dim=1)
-    total = score.shape[1]
-    best = score.sort(dim=1, descending=True, stable=True)
-    number, exists = best.indices[:, :nodes], best.values[:, :nodes] > -torch.inf
-    # By number, the missing ones last. In int32, as Apple's GPUs have sorted more than 256 int64 numbers wrongly.
-    order = torch.where(exists, number, total + number).int().sort(dim=1).values.long()
-    exists, number = order < total, order % total
-    # Slot of every candidate number. The last entry, where the parent -1 points, is the root's slot 0.
-    slot = torch.arange(1, number.shape[1] + 1, device=number.device).expand_as(number)
-    slot_of = torch.zeros((len(number), total + 1), dtype=torch.int64, device=number.device)
-    slot_of = slot_of.scatter(1, torch.where(exists, number, total), torch.where(exists, slot, 0))
-
-    def picked(values: list[Tensor]) -> Tensor:
-        return torch.cat(values, dim=1).gather(1, number)
-
-    level = [torch.full_like(c.token, c.level) for c in found]
-    parent = slot_of.gather(1, picked([c.parent for c in found]) % (total + 1))
-    drafts = picked([c.token for c in found]), exists, picked([c.probability for c in found])
-    token, exists, probability = (torch.cat(pair, dim=1) for pair in zip(_root_draft(root), drafts, strict=True))
-    parent, depth, rank = (
-        torch.nn.functional.pad(x, (1, 0)) for x in (parent, picked(level), picked([c.rank for c in found]))
+            here = positions[:, n : n + 1].expand(-1, top_k)
+            out = work.expand(token.gather(1, chosen), here, take(hidden, parent), tree_mask)
+            q, hidden = work.probs(out.logits, forced, n + 1), out.hidden
+            expanded.append(chosen)
+    token, probability, score = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    token, parent, depth, rank, exists, probability, mask, slots = keep_best(
+        token, probability, score, torch.cat(expanded, dim=1), root.token, nodes, top_k
     )
-    return Tree(token, parent, depth, rank, exists, probability, levels, width)
+    drafts = token, parent, depth, rank, exists, probability
+    return Tree(*drafts, levels, top_k, fixed_mask=mask, fixed_children=slots)

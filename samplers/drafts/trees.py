@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..constants import counting
+from ...kernels.drafting import ancestors, children_of
+from ..constants import counting, numbers
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Tree:
     host).
     draft_probs [B, E, V+] and draft_row [M + 1] (int64): the children of slot s were sampled without replacement from
     row draft_row[s]. draft_probs is None where children are the drafter's most likely tokens. fixed_mask
-    [1, M + 1, M + 1]: tree_mask(), where it is the same in every tree of this shape.
+    [1 or B, M + 1, M + 1]: tree_mask(), where it is known; fixed_children [1 or B, M + 1, width]: children(), but 0 for
+    none, and with those of a fixed shape that do not exist.
     """
 
     token: Tensor
@@ -35,6 +38,8 @@ class Tree:
     draft_probs: Tensor | None = None
     draft_row: Tensor | None = None
     fixed_mask: Tensor | None = None
+    fixed_children: Tensor | None = None
+    _spread: ClassVar[tuple[Tensor, Tensor] | None] = None  # of a tree, once it is known
 
     @property
     def sampled(self) -> bool:
@@ -44,22 +49,18 @@ class Tree:
     def children(self) -> Tensor:
         """Slots [B, M + 1, width] (int64) of the children of every slot in the order they were drafted; -1 for none."""
         batch, slots = self.token.shape
-        table = torch.full((batch, slots * self.width + 1), -1, device=self.token.device)  # the last entry is scratch
-        index = counting(slots, self.token.device)
-        is_child = self.exists & (index > 0)
-        entry = torch.where(is_child, self.parent * self.width + self.rank, slots * self.width)
-        return table.scatter(1, entry, index.expand(batch, -1))[:, :-1].unflatten(1, (slots, self.width))
+        table = self.fixed_children
+        if table is None:
+            table = children_of(self.parent, self.rank, self.exists, self.width)
+        slot = numbers((-1, *range(1, slots)), self.token.device, torch.int64)  # the root is nobody's child
+        there = torch.where(self.exists, slot, -1)
+        return there.gather(1, table.flatten(1).expand(batch, -1)).unflatten(1, (slots, self.width))
 
     def tree_mask(self) -> Tensor:
         """Mask [B, M + 1, M + 1] (bool): is slot j slot i itself or an ancestor of it."""
         if self.fixed_mask is not None:
             return self.fixed_mask.expand(len(self.token), -1, -1)
-        slots = self.token.shape[1]
-        own = torch.eye(slots, dtype=torch.bool, device=self.token.device)
-        mask = own.expand(len(self.token), -1, -1)
-        for _ in range(self.levels):
-            mask = own | mask.gather(1, self.parent.unsqueeze(-1).expand(-1, -1, slots))
-        return mask
+        return ancestors(self.parent, self.levels)
 
     def retrieve_indices(self) -> Tensor:
         """Slots [B, M + 1, levels] (int64) on the path from the root (left out) to every slot; 0 past its end."""
@@ -78,10 +79,13 @@ class Tree:
 
     def spread(self) -> tuple[Tensor, Tensor]:
         """Deepest level [B] and most drafts on one level [B] of each image's tree (int64; 0 if it has no draft)."""
-        level = torch.where(self.exists, self.depth, 0)
-        counts = torch.zeros((len(level), max(self.levels, 1) + 1), dtype=torch.int64, device=level.device)
-        counts = counts.scatter_add(1, level, self.exists.long())[:, 1:]
-        return level.amax(1), counts.amax(1)
+        found = self._spread
+        if found is None:
+            level = self.depth * self.exists
+            on_level = level[..., None] == counting(max(self.levels, 1) + 1, level.device)[1:]
+            found = level.amax(1), on_level.sum(1).amax(1)
+            object.__setattr__(self, "_spread", found)
+        return found
 
 
 @dataclass(frozen=True)
@@ -103,22 +107,21 @@ Shape = tuple[Level, ...]
 class LevelBuffers:
     """Constant tensors to grow one level of a shape from the F drafts above that have children, w drafts [w] each.
 
-    parent: as in Level. child: index of the draft among the F * top_k most likely tokens above, where every parent
-    offers as many as any of them has children; in_vocab: does the vocabulary have so many tokens. probs_start: where
-    its parent's row starts in the F rows of probabilities, laid end to end. mask [1, inner, E]: which of the E inner
-    drafts down to this level each of its inner ones descends from, itself included.
+    parent: as in Level. child: index of the draft among the F * siblings best tokens above, where every parent offers
+    as many as any of them has children. mask [1, inner, E]: which of the E inner drafts down to this level each of its
+    inner ones descends from, itself included.
     """
 
     parent: Tensor
     child: Tensor
-    in_vocab: Tensor
-    probs_start: Tensor
+    siblings: int
     mask: Tensor
 
 
 @dataclass(frozen=True)
 class TreeBuffers:
-    """A shape as constant tensors. [M + 1]: parent, depth, rank and draft_row, as in Tree; tree_mask [1, M + 1, M + 1].
+    """A shape as constant tensors. [M + 1]: parent, depth, rank and draft_row, as in Tree; tree_mask [1, M + 1, M + 1]
+    and children [1, M + 1, most siblings], as Tree's fixed ones.
 
     probs_level, probs_place [E]: level and place in it of the slot that each row of Tree.draft_probs follows.
     """
@@ -128,14 +131,15 @@ class TreeBuffers:
     rank: Tensor
     draft_row: Tensor
     tree_mask: Tensor
+    children: Tensor
     levels: tuple[LevelBuffers, ...]
     probs_level: Tensor
     probs_place: Tensor
 
 
 @cache  # for good: captured steps keep reading them
-def tree_buffers(shape: Shape, vocab: int, device: torch.device) -> TreeBuffers:
-    """The constants of a shape over ``vocab`` tokens, made once: a captured step cannot send numbers to the device."""
+def tree_buffers(shape: Shape, device: torch.device) -> TreeBuffers:
+    """The constants of a shape, made once: a captured step cannot send numbers to the device."""
     parent, depth, rank, draft_row = [0], [0], [0], [0]  # of every slot, first the root
     expanded = [0]  # the slots with children, which are the rows of Tree.draft_probs: the root and all inner drafts
     inner_rows = []  # rows of the inner drafts of each level
@@ -158,19 +162,22 @@ def tree_buffers(shape: Shape, vocab: int, device: torch.device) -> TreeBuffers:
 
     levels = []
     for level, rows in zip(shape, inner_rows, strict=True):
-        top_k = min(max(level.rank) + 1, vocab)
+        siblings = max(level.rank) + 1
         levels.append(
             LevelBuffers(
                 parent=tensor(list(level.parent)),
-                child=tensor([p * top_k + min(r, top_k - 1) for p, r in zip(level.parent, level.rank, strict=True)]),
-                in_vocab=tensor([r < top_k for r in level.rank], torch.bool),
-                probs_start=tensor([p * vocab for p in level.parent]),
+                child=tensor([p * siblings + r for p, r in zip(level.parent, level.rank, strict=True)]),
+                siblings=siblings,
                 mask=tensor(
                     [[[expanded[j] in line[expanded[i]] for j in range(1, rows.stop)] for i in rows]], torch.bool
                 ),
             )
         )
     tree_mask = [[ancestor in line[slot] for ancestor in range(len(parent))] for slot in range(len(parent))]
+    most_siblings = max([0, *(level.siblings for level in levels)])
+    children = [[0] * most_siblings for _ in parent]
+    for slot in range(1, len(parent)):
+        children[parent[slot]][rank[slot]] = slot
     places = [place for inner in (1, *(level.inner for level in shape)) for place in range(inner)]
     return TreeBuffers(
         tensor(parent),
@@ -178,6 +185,7 @@ def tree_buffers(shape: Shape, vocab: int, device: torch.device) -> TreeBuffers:
         tensor(rank),
         tensor(draft_row),
         tensor([tree_mask], torch.bool),
+        tensor([children]),
         tuple(levels),
         probs_level=tensor([depth[slot] for slot in expanded]),
         probs_place=tensor(places),

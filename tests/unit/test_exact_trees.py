@@ -80,7 +80,7 @@ class SortedSiblings(Static):
         tree = super().grow(work, root, plan, extent, round_index)
         drafts = tree.probability[:, 1:] * tree.exists[:, 1:]
         rank = (-drafts).argsort(1).argsort(1)  # all are children of the root
-        return replace(tree, rank=torch.cat((tree.rank[:, :1], rank), dim=1))
+        return replace(tree, rank=torch.cat((tree.rank[:, :1], rank), dim=1), fixed_children=None)
 
 
 class LikeliestAsDrawn(Dynamic):
@@ -88,7 +88,7 @@ class LikeliestAsDrawn(Dynamic):
 
     def grow(self, work, root, plan, extent, round_index):
         tree = super().grow(work, root, plan, extent, round_index)
-        distribution = work.probs(root.out.logits, root.committed[:, None])
+        distribution = work.probs(root.out.logits, work.forced_at(root.committed[:, None]), 0)
         return replace(tree, draft_probs=distribution, draft_row=torch.zeros(tree.token.shape[1], dtype=torch.int64))
 
 

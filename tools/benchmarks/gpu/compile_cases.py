@@ -128,6 +128,14 @@ def sampled() -> Iterator[Case]:
                     torch.empty(7),
                 ),
             )
+    for vocab in (16384, 184_622):
+        q, score, most = torch.empty(1, 8, vocab), torch.empty(1, 8), whole(1, 1)
+        yield "drafting.children", f"{vocab} ids, drawn", (q, q, score, most, whole(12), 3)
+        yield "drafting.children", f"{vocab} ids, most likely", (q, None, score, most, whole(80), 10)
+    for width, levels in ((10, 5), (64, 32)):
+        drafts, nodes = width * (1 + width * (levels - 1)), min(58 * width, 1024)
+        q, number = torch.empty(1, drafts), whole(1, width * (levels - 1))
+        yield "drafting.keep_best", f"{drafts} candidates", (whole(1, drafts), q, q, number, whole(1), nodes, width)
     p, uniform, position, key = torch.empty(1, 32, 16384), torch.empty(1, 32), whole(1, 32), whole(1, 2)
     yield "sampling.categorical", "", (p, uniform)
     yield "sampling.redraw", "", (p, p, uniform)
