@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import drafting
+from .noise import row
+
 BLOCK = 2048
 
 
@@ -72,25 +75,8 @@ def redraw(p: Tensor, q: Tensor, v: Tensor) -> Tensor:
 
 
 def perturbed_argmax(p: Tensor, noise: Tensor) -> Tensor:
-    """See sampling.perturbed_argmax."""
-    out = torch.empty(p.shape[:-1], dtype=torch.int64, device=p.device)
-    _perturbed_argmax[(out.numel(),)](p.contiguous(), noise.contiguous(), out, p.shape[-1], BLOCK, num_warps=8)
-    return out
-
-
-@triton.jit
-def _perturbed_argmax(p, noise, out, count, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    p += row * count
-    noise += row * count
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    places = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        inside = i < count
-        value = tl.log(tl.load(p + i, mask=inside, other=0.0)) + tl.load(noise + i, mask=inside, other=0.0)
-        better = value > largest  # NaN is not
-        places = tl.where(better, i, places)
-        largest = tl.where(better, value, largest)
-    first = tl.min(tl.where(largest == tl.max(largest, 0), places, count), 0)
-    tl.store(out + row, first.to(tl.int64))
+    """See sampling.perturbed_argmax. It is the only child of a draft, whatever its score."""
+    rows, noise = (values.contiguous().view(-1, 1, p.shape[-1]) for values in (p, noise))
+    zero = row((0,), p.device)[0]
+    tokens, _, _ = drafting.children.kernel(rows, noise, rows[..., 0], zero.expand(len(rows), 1), zero[0], 1)
+    return tokens.view(p.shape[:-1])
