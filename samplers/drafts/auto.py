@@ -12,9 +12,11 @@ the drafts with the largest P are the tree of N drafts with the largest sum (Che
 arXiv:2402.12374, section 3.1, there for one table of ranks). So best_paths() compares all N and all depths.
 
 a(d, r) is counted in the verified rounds of the run, of all its images, which are forgotten exponentially (MEMORY);
-where little was counted, neighbours in the table tell. As a tree depends on verified rounds only, an exact rule stays
-exact. Children are sampled as in EAGLE-1, as sampled ones are accepted more often than the most likely ones unless the
-temperature is low.
+where little was counted, neighbours in the table tell. A run chooses among the best trees of a few tables, and changes
+its tree for a clear gain only: on a GPU every other tree is another CUDA graph, whose capture takes as long as some
+twenty rounds, and the best trees of all tables that are counted gain nothing (tools/benchmarks/trees.py). As a tree
+depends on verified rounds only, an exact rule stays exact. Children are sampled as in EAGLE-1, as sampled ones are
+accepted more often than the most likely ones unless the temperature is low.
 """
 
 from __future__ import annotations
@@ -40,16 +42,19 @@ from .trees import Path, Shape, Tree, shape_of
 RANKS = 8  # siblings whose acceptance is counted: the most a draft has
 MEMORY = 48  # rounds after which a count has lost 63 %
 LASTS = 8  # rounds between two looks at the counts
-UNIT = 16  # of counts on the host
+UNIT = 1000  # of counts and expected tokens on the host
 # Before anything was counted. The bundled models accept (exact rule, temperature 1, guidance 2) 0.72 of the first
 # children at every depth, 0.4 of the second, 0.33 of the third and 0.27 of the fourth; other drafters accept less.
 FIRST = 0.6  # of the first children
 NEXT = 0.7  # times that of the sibling before
 DEEPER = 0.97  # times that of the same rank one level above
 EVIDENCE = 4.0  # tests that such a guess is worth
-GRID = 20  # probabilities are multiples of 1 / GRID: similar counts lead to the same tree
+# The tables whose best trees are compared: first children are accepted with 0 / TABLES to (TABLES - 1) / TABLES.
+TABLES = 10
+SIBLING = 0.6  # times that of the sibling before, at every depth
+GAIN = 1.03  # tokens per cost of another tree, times those of the present one, from which on it is taken
 Acceptance = tuple[tuple[float, ...], ...]  # [depth][rank]
-Choice = tuple[tuple[Path, ...], float, float]  # a tree, its expected tokens per round, and these per cost
+Paths = tuple[Path, ...]  # a tree, every draft after its parent
 
 
 @dataclass(frozen=True)
@@ -104,17 +109,33 @@ class Auto(Structure):
     def passes(self, extent: Extent) -> int:
         return sum(level.inner > 0 for level in self.shape(extent))
 
+    def trees(self) -> tuple[tuple[Paths, float], ...]:
+        """Those to choose among, and what a round with each costs."""
+        assert isinstance(self.costs, PassCosts), "the costs are given or measured"
+        return short_list(self.costs, *self.size())
+
+    def settled(self, before: Extent, read: Extent) -> Extent:
+        """The place of the tree among trees(), and its expected tokens in 1 / UNIT, by the counts that were read."""
+        reached = [reached_in(row) for row in acceptance_by(read)]
+        tokens = [expected(paths, reached) for paths, _ in self.trees()]
+        rates = [each / cost for each, (_, cost) in zip(tokens, self.trees(), strict=True)]
+        place = rates.index(max(rates))
+        if before and rates[place] <= GAIN * rates[before[0]]:
+            place = before[0]
+        return place, round(tokens[place] * UNIT)
+
+    def tree(self, extent: Extent) -> tuple[Paths, float]:
+        """The one of an extent, () for the first of a run, and what a round costs."""
+        place, _ = extent or self.settled((), (0,) * (2 * self.size()[1] * RANKS))
+        return self.trees()[place]
+
     def shape(self, extent: Extent) -> Shape:
-        """The tree for the counts that the host knows. () is the tree without drafts."""
-        paths = self.chosen(extent)[0]
+        """() is the tree without drafts."""
+        paths, _ = self.tree(extent)
         return shape_of(paths) if paths else ()
 
     def expected_tokens(self, extent: Extent) -> float:
-        return self.chosen(extent)[1]
-
-    def chosen(self, extent: Extent) -> Choice:
-        assert isinstance(self.costs, PassCosts), "the costs are given or measured"
-        return best_for(extent, self.costs, *self.size())
+        return extent[1] / UNIT
 
     def variant(self, extent: Extent) -> Shape:
         return self.shape(extent)
@@ -177,36 +198,49 @@ def acceptance(tests: Sequence[float], hits: Sequence[float], depth: int, first:
     A guess from the same rank above, or at the root's children from the sibling before, counts as EVIDENCE tests.
     """
     table: list[tuple[float, ...]] = []
-    exact: list[list[float]] = []
     for level in range(depth):
         row: list[float] = []
         for rank in range(RANKS):
-            guess = DEEPER * exact[-1][rank] if exact else (NEXT * row[-1] if row else first)
+            guess = DEEPER * table[-1][rank] if table else (NEXT * row[-1] if row else first)
             place = level * RANKS + rank
             rate = (hits[place] + EVIDENCE * guess) / (tests[place] + EVIDENCE)
             row.append(min(rate, row[-1]) if row else rate)
-        exact.append(row)
-        table.append(tuple(round(GRID * rate) / GRID for rate in row))
+        table.append(tuple(row))
     return tuple(table)
 
 
-@lru_cache(maxsize=1024)
-def best_for(extent: Extent, costs: PassCosts, nodes: int, depth: int) -> Choice:
-    """The tree for the counts of an extent (() if nothing was counted yet)."""
-    half = depth * RANKS
-    tests, hits = ([n / UNIT for n in part] for part in (extent[:half], extent[half:])) if extent else ([0] * half,) * 2
-    return best_paths(acceptance(tests, hits, depth), costs, nodes)
+def acceptance_by(read: Extent) -> Acceptance:
+    """The table for counts in 1 / UNIT, tests before acceptances."""
+    half = len(read) // 2
+    tests, hits = ([n / UNIT for n in part] for part in (read[:half], read[half:]))
+    return acceptance(tests, hits, half // RANKS)
 
 
-@lru_cache(maxsize=1024)
-def best_paths(accepts: Acceptance, costs: PassCosts, nodes: int) -> Choice:
-    """The tree with the most tokens per cost.
+@lru_cache
+def short_list(costs: PassCosts, nodes: int, depth: int) -> tuple[tuple[Paths, float], ...]:
+    """Distinct trees, the best ones of TABLES tables, and their costs. The first is the one without drafts."""
+    firsts = (place / TABLES for place in range(TABLES))
+    tables = ((tuple(first * SIBLING**rank for rank in range(RANKS)),) * depth for first in firsts)
+    found = (best_paths(table, costs, nodes) for table in tables)
+    return tuple({paths: tokens / rate for paths, tokens, rate in found}.items())
+
+
+def expected(paths: Paths, reached: Sequence[Sequence[float]]) -> float:
+    """Tokens per round of a tree; reached [depth][rank]: see reached_in()."""
+    value: dict[Path, float] = {(): 1.0}
+    for path in paths:
+        value[path] = value[path[:-1]] * reached[len(path) - 1][path[-1]]
+    return sum(value.values())
+
+
+def best_paths(accepts: Acceptance, costs: PassCosts, nodes: int) -> tuple[Paths, float, float]:
+    """The tree with the most tokens per cost; its expected tokens per round, and these per cost.
 
     accepts [depth][rank]: never rising with the rank, so that a draft's P is never above its parent's or its earlier
     siblings', and taking drafts by their P leaves out none of these.
     """
-    reached = [_reached(row) for row in accepts]
-    best: Choice = ((), 1.0, 1 / (cost_of(costs.target, 1) + costs.round))
+    reached = [reached_in(row) for row in accepts]
+    best: tuple[Paths, float, float] = ((), 1.0, 1 / (cost_of(costs.target, 1) + costs.round))
     for deepest in range(1, len(accepts) + 1):
         tokens, drafter = 1.0, costs.round
         paths: list[Path] = []
@@ -235,7 +269,7 @@ def best_paths(accepts: Acceptance, costs: PassCosts, nodes: int) -> Choice:
     return best
 
 
-def _reached(row: Sequence[float]) -> list[float]:
+def reached_in(row: Sequence[float]) -> list[float]:
     """The probability that each sibling is the one accepted, given that their parent is."""
     found, left = [], 1.0
     for rate in row:

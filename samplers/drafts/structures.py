@@ -80,7 +80,12 @@ class Structure(ABC):
 
     @abstractmethod
     def extent(self, history: Any, plan: Plan, left: Tensor) -> Tensor | None:
-        """The Extent [n] (int64) of a plan, for images with ``left`` [B] tokens to go; None if no tree varies."""
+        """What the host reads of a plan, [n] (int64), for images with ``left`` [B] tokens to go; None if no tree
+        varies."""
+
+    def settled(self, before: Extent, read: Extent) -> Extent:
+        """The Extent by what the host has just read; before: the last one, () at the start of a run."""
+        return read
 
     def expected_tokens(self, extent: Extent) -> float:
         """Tokens that a verified round is expected to decide (0: not known)."""

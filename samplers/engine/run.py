@@ -45,7 +45,7 @@ class State(Protocol):
 
     @property
     def extent(self) -> Tensor | None:
-        """[N] (int64), the next step's Extent; None if the host need not know any."""
+        """[N] (int64), what the host reads for the next step's Extent; None if it need not know any."""
         ...
 
 
@@ -74,6 +74,10 @@ class DiscreteMethod(Method):
     def extent_lasts(self) -> int:
         """Steps for which the host uses an extent that it read."""
         return 1
+
+    def settled(self, before: Extent, read: Extent) -> Extent:
+        """The extent by what the host has just read of a state; before: the last one, () at the start of a run."""
+        return read
 
     def fitted(self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request) -> DiscreteMethod:
         """The method with what it measures in a run that is about to begin (see ``begin``). graphs: the session's."""
@@ -265,7 +269,7 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
         if (known >= end).all():
             break
         if state.extent is not None and len(extents) % method.extent_lasts == 0:
-            extent = tuple(state.extent.tolist())  # waits for a GPU
+            extent = method.settled(extent, tuple(state.extent.tolist()))  # waits for a GPU
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
         longest = None if run.pads else min(length + past_end, decided + width)

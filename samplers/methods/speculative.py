@@ -249,6 +249,9 @@ class DraftTree(DiscreteMethod):
     def chosen(self) -> dict[str, Any]:
         return {"structure": self.structure.describe()}
 
+    def settled(self, before: Extent, read: Extent) -> Extent:
+        return self.structure.settled(before, read)
+
     def variant(self, extent: Extent) -> Hashable:
         return self.structure.variant(extent)
 

@@ -17,6 +17,7 @@ class Rounds:
     def __init__(self, method, request, session):
         self.request, self.session = request, session
         self.run, self.state, _ = engine.begin(method.bound(request), request, session)
+        self.extent = ()
 
     @property
     def done(self):
@@ -29,10 +30,11 @@ class Rounds:
         return self.state.committed - (1 if uncached is None else uncached.count)
 
     def round(self):
-        extent = () if self.state.extent is None else tuple(self.state.extent.tolist())
+        if self.state.extent is not None:
+            self.extent = self.run.method.settled(self.extent, tuple(self.state.extent.tolist()))
         self.run.model.set_attention_length(self.run.cache, None)
         self.run.drafter.set_attention_length(self.run.memory, None)
-        self.state = self.run.method.launch(self.run, self.state, extent)
+        self.state = self.run.method.launch(self.run, self.state, self.extent)
 
     def finish(self):
         return self.run.record.finish(self.run.layout, self.request.seed, self.run.method.describe(self.request), 0.0)
