@@ -323,4 +323,5 @@ class DraftTree(DiscreteMethod):
         return DRAFTERS.get(settings["drafter"]) or settings["drafter"]
 
     def session_key(self, request: Request) -> Hashable:
-        return session_key(request, self.drafter, repr(self.describe(request)))
+        structure = self.structure.describe() | {"costs": None}  # which a trace names, but no step depends on
+        return session_key(request, self.drafter, repr(self.describe(request) | {"structure": structure}))

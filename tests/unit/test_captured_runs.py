@@ -167,6 +167,7 @@ def test_costs_of_captured_steps_are_measured_on_captured_passes(on_tape):
     assert measuring.captured > 5 and not measuring._graphs, "these go when they have been timed"
     costs = found.trace.settings["structure"]["costs"]
     again = DraftTree(method.drafter, Auto(12, 4, costs)).sample(request(MODEL, LAYOUT, batch=2))
+    assert len(on_tape) == 2, "given costs are no other session"
     MODEL.sessions.clear()
     assert torch.equal(again.tokens, found.tokens)
 
