@@ -1,7 +1,7 @@
 """Steps as CUDA graphs: one launch instead of a thousand. On other devices a step runs eagerly.
 
-Whether a run captures its steps is decided here (``capturable``: device, user, an earlier failure), in
-samplers/engine/session.py (are all weights on the GPU), and by the method (``Method.one_shape``).
+Whether a run captures its steps is decided here (``capturable``: device, user, an earlier failure) and in
+samplers/engine/session.py (are all weights on the GPU).
 
 A graph replays the captured launches on the memory they used. So a step is a function from one state to the next, both
 nests of tensors: what changes from call to call is in the state, or in memory with a fixed address (key/value caches).
@@ -55,7 +55,7 @@ def mapped(change: Callable[[Tensor], Tensor], tree: T) -> T:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured step, the state that it reads and overwrites, and that state with the step's constants.
+    """A captured step, where the state lies that it reads, and the one that it returns (which may be there, too).
 
     The graph also reads the tensors that the ``step`` refers to (tables, caches); holding the step keeps them alive.
     """
@@ -177,9 +177,9 @@ def capturing() -> Iterator[None]:
 class Graphs:
     """The captured steps of one kind of run, by key.
 
-    A step takes a state to the next one, which has the same shapes. The state of captured steps is in memory of its
-    own: a graph reads it, and at its end overwrites it with the next one. So nothing that a capture allocates outlives
-    it, and all graphs can share one pool of memory, whatever the allocator.
+    A step takes a state to the next one. The states of captured steps are in memory of their own, one for all states of
+    the same shapes: a graph reads it, and at its end overwrites that of the next state. So nothing that a capture
+    allocates outlives it, and all graphs can share one pool of memory, whatever the allocator.
 
     pads: are all steps of a run padded to the same shapes? Every other shape is another capture. True on devices
     that can capture, even without graphs: sums of other lengths round differently, which may change the image.
@@ -188,7 +188,7 @@ class Graphs:
     def __init__(self, device: torch.device):
         self.device, self.active, self.pads = device, self.allowed(device), supports_graphs(device)
         self._graphs: dict[Hashable, _Graph] = {}
-        self._called: set[Hashable] = set()
+        self._called: dict[Hashable, Any] = {}  # what the first call returned
         self._pool: Any = None
 
     @staticmethod
@@ -204,15 +204,17 @@ class Graphs:
         nothing was executed: this and all further steps are called. (An error of an earlier launch is raised again by
         the step, and ends the run.) Raises OutOfMemoryError without graphs, so that there is room for the next run.
         """
-        if not self.active or key not in self._called:
-            self._called.add(key)
+        if not self.active:
             return step(state)
+        if key not in self._called:
+            self._called[key] = step(state)
+            return self._called[key]
         captured = self._graphs.pop(key, None)
         try:
             places = self._places(state) if captured is None else captured.places
             put(places, state)
             state = places  # also for a call, if the GPU refuses: leaves of the given one may be overwritten now
-            captured = captured or self._capture(step, places)
+            captured = captured or self._capture(step, places, self._places(self._called[key], places))
             captured.graph.replay()
         except RuntimeError as error:
             self.forget()
@@ -222,8 +224,9 @@ class Graphs:
             give_up(str(error))
             return step(state)
         if len(self._graphs) == MOST_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
-        self._graphs[key] = captured  # as the last one
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest], self._called[oldest]
+        self._graphs[key], self._called[key] = captured, None  # as the last one
         return captured.after
 
     def forget(self) -> None:
@@ -231,20 +234,20 @@ class Graphs:
         self._graphs, self._pool = {}, None
         self._called.clear()
 
-    def _places(self, state: T) -> T:
-        """Memory for a state of these shapes: that of another graph, or copies of its tensors."""
-        known = (captured.places for captured in self._graphs.values())
+    def _places(self, state: T, *known: Any) -> T:
+        """Memory for a state of these shapes: one of ``known``, that of another graph, or copies of its tensors."""
+        known = (*known, *(places for each in self._graphs.values() for places in (each.places, each.after)))
         shapes = sizes_of(leaves(state))
         fitting = next((places for places in known if sizes_of(leaves(places)) == shapes), None)
         return mapped(lambda t: t.clone(memory_format=torch.contiguous_format), state) if fitting is None else fitting
 
-    def _capture(self, step: Callable[[T], T], places: T) -> _Graph:
-        """Record the launches of a step, and of the copies of its results."""
+    def _capture(self, step: Callable[[T], T], places: T, results: T) -> _Graph:
+        """Record the launches of a step, and of the copies of what it returns to ``results``."""
 
         def in_place() -> T:
             after = step(places)
-            put(places, after)
-            place = iter(leaves(places))
+            put(results, after)
+            place = iter(leaves(results))
             return mapped(lambda _: next(place), after)
 
         graph, after = self._record(in_place)

@@ -378,11 +378,6 @@ class Method(ABC):
     lossless: bool  # do images follow the model's own distribution
     continuous: ClassVar[bool] = False
 
-    @property
-    def one_shape(self) -> bool:
-        """Have all steps of a run one shape, with nothing to ask the host within one? Then a GPU captures them."""
-        return True
-
     def unmeasured(self) -> Method:
         """The method with what it would measure in a run given instead: two runs of it do the same."""
         return self

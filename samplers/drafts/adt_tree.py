@@ -33,6 +33,7 @@ from .trees import Tree
 
 INITIAL = ("horizontal", "vertical", "random", "tokenflock")
 FLOCK_DISTANCE = ("euclidean", "printed")
+STEP = 10  # captured trees have widths that are multiples of it
 GOOD = 0.85  # acceptance of first children with which the deepest tree pays
 
 
@@ -103,7 +104,6 @@ class ADTTree(Structure):
     base: tuple[int, int] = (0, 0)
     pays: bool = False
     kind: ClassVar[str] = "adt"
-    varies: ClassVar[bool] = True
 
     def check(self) -> None:
         super().check()
@@ -162,10 +162,14 @@ class ADTTree(Structure):
         """The most drafts and the most levels of a tree."""
         return self.nodes, self.depths[1]
 
+    @property
+    def widest(self) -> int:
+        """The most drafts of a level."""
+        return self.nodes if self.depths[0] == 1 else min(self.widths[1], self.nodes)
+
     def expansions(self) -> int:
         """The most drafts that the drafter expands in a round, over the images of a batch."""
-        widest = self.nodes if self.depths[0] == 1 else min(self.widths[1], self.nodes)
-        return (self.depths[1] - 1) * widest
+        return (self.depths[1] - 1) * self.widest
 
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> History:
         """The memory before any tree was verified."""
@@ -258,6 +262,14 @@ class ADTTree(Structure):
         depth, width = plan
         levels = torch.minimum(depth, left)
         return torch.stack((levels.amax(), torch.where(levels > 0, width, 0).amax()))
+
+    def rounded(self, extent: Extent) -> Extent:
+        """A level costs a pass of the drafter, but wider ones hardly more on a GPU."""
+        levels, width = (max(x, 1) for x in extent)
+        return levels, min(-(-width // STEP) * STEP, self.widest)
+
+    def variant(self, extent: Extent) -> Extent:
+        return self.rounded(extent)
 
     def passes(self, extent: Extent) -> int:
         """Forward passes in which the drafter expands drafts in a round."""

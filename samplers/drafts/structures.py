@@ -27,12 +27,11 @@ class Structure(ABC):
     """The shape of the drafts of a round. Structures are frozen dataclasses whose fields are their settings.
 
     block: verify by blocks instead of token by token (chains only). sampled: are siblings samples from the drafter, not
-    its most likely tokens (a chain has none)? varies: is every tree of another shape? lasts: rounds for which the host
-    uses an extent. measures: does it need the costs of passes (see ``fitted``)?
+    its most likely tokens (a chain has none)? lasts: rounds for which the host uses an extent. measures: does it need
+    the costs of passes (see ``fitted``)?
     """
 
     kind: ClassVar[str]  # in traces
-    varies: ClassVar[bool] = False
     lasts: ClassVar[int] = 1
     block: ClassVar[bool] = False
     sampled: ClassVar[bool] = False
@@ -86,6 +85,10 @@ class Structure(ABC):
     def settled(self, before: Extent, read: Extent) -> Extent:
         """The Extent by what the host has just read; before: the last one, () at the start of a run."""
         return read
+
+    def rounded(self, extent: Extent) -> Extent:
+        """One of few extents that launch no less: of a round that is padded, because every other one is a capture."""
+        return extent
 
     def expected_tokens(self, extent: Extent) -> float:
         """Tokens that a verified round is expected to decide (0: not known)."""

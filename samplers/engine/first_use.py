@@ -37,7 +37,7 @@ class _StoppedError(Exception):
 def check_captured(method: Method, request: Request | ContinuousRequest) -> None:
     """Capture nothing any more in this process if captured steps of the run are not those that are called."""
     model = request.model
-    if not method.one_shape or model in _checked or not session.Graphs.allowed(model.device):
+    if model in _checked or not session.Graphs.allowed(model.device):
         return
     _checked.add(model)
     method = method.unmeasured()  # called passes cost something else, and lead to other trees

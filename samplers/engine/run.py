@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -49,6 +49,16 @@ class State(Protocol):
         ...
 
 
+class Halfway:
+    """The state within a round of two steps.
+
+    The host looks there at the clock, or at an ``extent`` [N] (int64; None: there is none), which is that of the second
+    step and decides what the step does.
+    """
+
+    extent: Any
+
+
 class DiscreteMethod(Method):
     """A method for token ids, as two functions: ``begin`` and ``step``. ``drafter``, if it has one, drafts for it."""
 
@@ -60,15 +70,11 @@ class DiscreteMethod(Method):
         """The state after ``committed`` [B] tokens and the one that ``out`` [R, 1, ...] predicts, which is sampled."""
 
     @abstractmethod
-    def step(self, run: Run, state: State, extent: Extent = ()) -> State:
-        """One forward pass. Complete images stay as they are.
+    def step(self, run: Run, state: Any, extent: Extent = ()) -> State | Halfway:
+        """One round: a forward pass. Complete images stay as they are. It may return a Halfway, and be given it next.
 
-        Where steps have ``one_shape``, it may be replayed as a CUDA graph, and so reads nothing on the host.
+        It may be replayed as a CUDA graph, and so reads nothing on the host.
         """
-
-    def launch(self, run: Run, state: State, extent: Extent) -> State:
-        """A step that is not captured."""
-        return self.step(run, state, extent)
 
     @property
     def extent_lasts(self) -> int:
@@ -103,12 +109,16 @@ class DiscreteMethod(Method):
         """Does a step feed a tree, whose slots may lie past the end of the image?"""
         return False
 
+    def target_passes(self, extent: Extent) -> int:
+        """Forward passes of the target in a round whose second half has this extent, () if there is none."""
+        return 1
+
     def drafter_passes(self, extent: Extent) -> int:
-        """Forward passes of the drafter in a step."""
+        """Forward passes of the drafter in a round."""
         return 0
 
     def expected_tokens(self, extent: Extent) -> float:
-        """Tokens that a step is expected to decide (0: not known)."""
+        """Tokens that a round is expected to decide (0: not known)."""
         return 0.0
 
     def annotate(self, trace: Trace) -> None:
@@ -140,7 +150,7 @@ class Run:
 
     cache: the target's state; memory: the drafter's, or without one what the method itself remembers; forcing: does the
     layout force any token; end [B] (int64): see TokenLayout; strength [1 or B, S] (fp32), skippable [B, S] (bool): see
-    Request; codebook [V, C]; pads: see Graphs; ends: by kind of call, when each of its calls ended (see ``call``).
+    Request; codebook [V, C]; pads: see Graphs.
     """
 
     method: Any
@@ -158,7 +168,6 @@ class Run:
     end: Tensor
     strength: Tensor | None
     skippable: Tensor | None
-    ends: dict[str, list[float]] = field(default_factory=dict)
 
     def predict(self, token: Tensor, position: Tensor, tree_mask: Tensor | None = None) -> Tensor:
         """Feed tokens [B, T] at positions [B, T]; the target's probabilities [B, T, V+] after them."""
@@ -189,12 +198,6 @@ class Run:
         if self.strength is None:
             return torch.ones(position.shape, device=position.device)
         return self.strength.expand(len(position), -1).gather(1, position.clamp(max=self.layout.length - 1))
-
-    def call(self, kind: str, function: Callable[..., Any], *inputs: Any) -> Any:
-        """function(run, *inputs), with a note of when it ended, by its ``kind``."""
-        outcome = function(self, *inputs)
-        self.ends.setdefault(kind, []).append(time.perf_counter())
-        return outcome
 
 
 @dataclass(frozen=True)
@@ -250,49 +253,56 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, 
 
 
 def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tensor, started: float) -> dict[str, Any]:
-    """Launch steps until all images are complete; returns what the host measured, as Record.finish takes it.
+    """Launch rounds until all images are complete; returns what the host measured, as Record.finish takes it.
 
     known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
-    run. On a GPU one step more than necessary is launched.
+    run. On a GPU one round more than necessary is launched.
     """
     method, model, length, extent, end = run.method, run.model, run.layout.length, (), run.end.cpu()
     width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
     inputs = StepInputs(run.stream, run.layout, run.end, run.strength, run.skippable, state)
-    poll, extents, ends = Poll(model.device, request.batch), [], [time.perf_counter()]
+    poll, extents, ends, drafted = Poll(model.device, request.batch), [], [time.perf_counter()], [started]
+    passes = 1 - poll.lag
     while True:
         state = inputs.state
         known = torch.maximum(known, poll(state.committed))
         if request.callback:
-            passes = len(ends) - poll.lag - len(run.ends.get("skip", ()))
             image, p = run.record.image, run.record.p
             request.callback(Progress(image, known, length, passes, state.draft, state.committed, p))
         if (known >= end).all():
             break
-        if state.extent is not None and len(extents) % method.extent_lasts == 0:
-            extent = method.settled(extent, tuple(state.extent.tolist()))  # waits for a GPU
-        # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
+        if len(extents) % method.extent_lasts == 0:
+            extent = method.settled(extent, extent_of(state))
+        # A round decides at most ``width`` tokens, also a round that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
         longest = None if run.pads else min(length + past_end, decided + width)
         shape = [run.params.switches, model.set_attention_length(run.cache, longest)]
         if run.drafter is not None:
             longest = None if run.pads else decided + method.draft_width + 1
             shape.append(run.drafter.set_attention_length(run.memory, longest))
-        if graphs.active and method.one_shape:
-            inputs = graphs((*shape, method.variant(extent)), step_of(run, extent), inputs)
-        else:
-            inputs = replace(inputs, state=method.launch(run, state, extent))
+        shape.append(method.variant(extent))
+        inputs, second = graphs(tuple(shape), step_of(run, extent), inputs), ()
+        if isinstance(inputs.state, Halfway):
+            drafted.append(time.perf_counter())
+            second = extent_of(inputs.state)
+            inputs = graphs((*shape, second), step_of(run, second), inputs)
+        passes += method.target_passes(second)
         extents.append(extent)
         ends.append(time.perf_counter())
     surplus = min(poll.lag, len(extents))
     ends, extents = ends[surplus:], extents[: len(extents) - surplus]
     begins = [started, *ends[:-1]]
     host = {"draft_passes": sum(map(method.drafter_passes, extents)), "milliseconds": milliseconds(begins, ends)}
-    drafted = [started, *run.ends.get("draft", ())]
     if not poll.lag and run.drafter is not None and len(drafted) == len(begins):  # a GPU's host never waits
         host["draft_milliseconds"] = milliseconds(begins, drafted)
     if any(expected := [method.expected_tokens(extent) for extent in extents]):
         host["expected"] = [1.0, *expected]
     return host
+
+
+def extent_of(state: State | Halfway) -> Extent:
+    """What the host must know of a state, () if nothing. Waits for a GPU."""
+    return () if state.extent is None else tuple(state.extent.tolist())
 
 
 def step_of(run: Run, extent: Extent = ()) -> Callable[[StepInputs], StepInputs]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import choose
+from ..drafts.trees import Tree
+from ..engine.run import Halfway
 
 
 @dataclass(frozen=True)
@@ -55,3 +57,12 @@ class Round:
     passes: Tensor
     index: Tensor
     draft: ClassVar[None] = None
+
+
+@dataclass(frozen=True)
+class Drafted(Halfway):
+    """A round whose trees are drafted, and not yet verified."""
+
+    round: Round
+    tree: Tree
+    extent: ClassVar[None] = None

@@ -14,16 +14,16 @@ hidden states in place of the stale ones that it had to make do with (VVS, secti
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...kernels.sampling import at, choose, take
 from ..constants import counting
 from ..drafts.trees import Tree
-from ..engine.run import Run
+from ..engine.run import Extent, Halfway, Run
 from ..rng import Purpose
 from ..trace import Source
 from ..verification.tree import Verified
@@ -45,6 +45,13 @@ class Uncached:
     token: Tensor
     q: Tensor
     count: Tensor
+
+    def of_width(self, width: int) -> Uncached:
+        """These with P = ``width``: with tokens that are not valid, or without some of these."""
+        if width == self.token.shape[1]:
+            return self
+        change = (0, width - self.token.shape[1])
+        return Uncached(pad(self.token, change), pad(self.q, change), self.count)
 
     @property
     def root(self) -> Tensor:
@@ -79,17 +86,37 @@ class SkippingRound(Round):
     known: Tensor
 
 
-def begin(method: DraftTree, state: Round, token: Tensor, p: Tensor, hidden: Tensor) -> SkippingRound:
+@dataclass(frozen=True)
+class Choice(Halfway):
+    """A round whose trees are drafted, of which those of the images ``skip`` [B] (bool) are taken as they are.
+
+    planned [B, M + 1]: which drafts exist in the trees' outlines (skipping.outline); alike [B]: how similar the paths
+    of each tree are, for the record (None: the model has no codebook). extent [3] (int64), each 0 or 1: are there
+    images that verify, images that skip, and some that skipped in the round before. (A round of complete images
+    verifies.)
+    """
+
+    round: SkippingRound
+    tree: Tree
+    planned: Tensor
+    alike: Tensor | None
+    skip: Tensor
+    extent: Tensor
+
+
+def begin(method: DraftTree, run: Run, state: Round, token: Tensor, p: Tensor, hidden: Tensor) -> SkippingRound:
     """The state after the first token [B, 1], of p [B, 1, V+], which the hidden states [R, 1, D] predict."""
     one = torch.ones_like(state.committed)
-    uncached = Uncached(token, torch.zeros_like(p[..., 0]), one)
+    uncached, levels = Uncached(token, torch.zeros_like(p[..., 0]), one), method.structure.size()[1]
+    if run.pads:
+        uncached = uncached.of_width(1 + levels)
     assert method.skipping is not None
-    features = hidden.expand(-1, method.skipping.kept_features(method.structure.size()[1]), -1)
+    features = hidden.expand(-1, method.skipping.kept_features(levels), -1)
     return SkippingRound(**vars(state), uncached=uncached, skipped=one < 0, features=features, known=one)
 
 
-def verify_or_skip(method: DraftTree, run: Run, state: SkippingRound, tree: Tree) -> Round:
-    """Verify the trees of some images and take those of the others as they are. Waits for a GPU to learn which."""
+def choice(method: DraftTree, run: Run, state: SkippingRound, tree: Tree) -> Choice:
+    """Choose the images whose trees are verified, and those whose trees are taken as they are."""
     assert method.skipping is not None
     active = state.committed < run.end
     alike = None if run.codebook is None else skipping.similarity(tree, run.codebook, method.skipping.decay)
@@ -97,26 +124,18 @@ def verify_or_skip(method: DraftTree, run: Run, state: SkippingRound, tree: Tree
     skip = active & skipping.decide(
         method.skipping, tree, planned, alike, state.index, state.committed, run.end, state.skipped, run.skippable
     )
-    verifies, skips = torch.stack(((active & ~skip).any(), skip.any())).tolist()
-    kind = "verify" if verifies or not skips else "skip"
-    return run.call(kind, partial(commit, method), state, tree, skip, alike, kind == "verify", skips)
+    skips = skip.any()
+    extent = torch.stack(((active & ~skip).any() | ~skips, skips, state.skipped.any())).long()
+    return Choice(state, tree, planned.exists, alike, skip, extent)
 
 
-def commit(
-    method: DraftTree,
-    run: Run,
-    state: SkippingRound,
-    tree: Tree,
-    skip: Tensor,
-    alike: Tensor | None,
-    verifies: bool,
-    skips: bool,
-) -> Round:
-    """Verify the trees, except those of the images ``skip`` [B], which are taken as they are.
-
-    alike [B]: how similar the paths of each tree are, for the record; None: the model has no codebook. verifies, skips:
-    are there images of either kind. Complete images stay as they are.
-    """
+def commit(method: DraftTree, run: Run, chosen: Choice, extent: Extent) -> Round:
+    """Verify the trees, except those that are taken as they are. extent: the Choice's. Complete images stay as they
+    are."""
+    verifies, skips, skipped = extent
+    state, tree, skip, alike = chosen.round, chosen.tree, chosen.skip, chosen.alike
+    if not skipped:  # padding, but for the root
+        state = replace(state, uncached=state.uncached.of_width(1))
     before, uncached, plan = state.committed, state.uncached, state.plan
     verifying, accepted = (before < run.end) & ~skip, torch.zeros_like(before)
     decided, verified, q, width = None, None, tree.probability, 0
@@ -124,7 +143,7 @@ def commit(
         width = uncached.token.shape[1] + tree.token.shape[1] - 1
         state, decided, verified, accepted = verify(method, run, state, tree, verifying, alike)
     if skips:
-        taken, q = take_unverified(method, run, state, tree, skip, alike)
+        taken, q = take_unverified(method, run, chosen)
         decided = taken if decided is None else decided.where(~skip, taken)
     assert decided is not None  # a round verifies or skips
     method.record_round(run, state, tree, accepted, decided.count, width, skip)
@@ -135,6 +154,7 @@ def commit(
     observed = decided.observed
     if run.pads:
         observed = observed.padded(method.max_drafter_inputs)
+        uncached = uncached.of_width(1 + method.structure.size()[1])
     state = replace(state, history=history, uncached=uncached, skipped=skip, observed=observed)
     return method.advance(run, state, decided.token, decided.count)
 
@@ -180,13 +200,12 @@ def verify(
     return state, decided, verified, torch.where(verifying, verified.accepted, 0)
 
 
-def take_unverified(
-    method: DraftTree, run: Run, state: SkippingRound, tree: Tree, skip: Tensor, alike: Tensor | None
-) -> tuple[Decided, Tensor]:
-    """Take a path of the tree as if it were verified, for the images ``skip`` [B]; and its q [B, levels]."""
+def take_unverified(method: DraftTree, run: Run, chosen: Choice) -> tuple[Decided, Tensor]:
+    """Take a path of the tree as if it were verified, for the images that skip; and its q [B, levels]."""
     assert method.skipping is not None
+    state, tree, skip = chosen.round, chosen.tree, chosen.skip
+    planned = replace(tree, exists=chosen.planned)
     u = run.stream.uniform(state.committed[:, None], Purpose.SKIP, state.index)[:, 0]
-    planned = skipping.outline(tree, state.committed, run.layout)
     slots, count = skipping.choose_path(method.skipping, tree, planned, u)
     count = torch.where(skip, count, 0)
     token, q = tree.token.gather(1, slots), skipping.path_probability(method.skipping, tree, planned, slots)
@@ -207,7 +226,7 @@ def take_unverified(
         rank=tree.rank.gather(1, slots),
         tree_depth=depth[:, None],
         tree_width=width[:, None],
-        similarity=column(alike),
+        similarity=column(chosen.alike),
     )
     return Decided(token, count, Observed(token, state.committed, count, hidden)), q
 

@@ -38,7 +38,7 @@ from ..drafts.costs import USUAL
 from ..drafts.growing import Drafting, Root
 from ..drafts.structures import Structure
 from ..drafts.trees import Tree
-from ..engine.run import DiscreteMethod, Extent, Run
+from ..engine.run import DiscreteMethod, Extent, Halfway, Run
 from ..engine.session import session_key
 from ..rng import Purpose
 from ..rules.acceptance import AcceptanceRule, Exact, bound
@@ -55,7 +55,8 @@ from ..verification.tree import (
 )
 from . import skipped_rounds
 from .pass_costs import pass_costs
-from .rounds import Observed, Round
+from .rounds import Drafted, Observed, Round
+from .skipped_rounds import Choice, SkippingRound
 from .skipping import NONE_SKIPPED, Skipping, check_codebook
 
 log = logging.getLogger(__name__)
@@ -84,11 +85,6 @@ class DraftTree(DiscreteMethod):
         return not (self.skipping and self.skipping.schedule == "dynamic" and self.structure.sampled)
 
     @property
-    def one_shape(self) -> bool:
-        """Do all rounds run the same kernels? Not with skipping, where the host decides, nor with trees that vary."""
-        return self.skipping is None and not self.structure.varies
-
-    @property
     def extent_lasts(self) -> int:
         return self.structure.lasts
 
@@ -115,12 +111,19 @@ class DraftTree(DiscreteMethod):
         history = self.structure.start(len(one), run.layout, one.device)
         state = Round(committed, token[:, 0], observed, history, None, None, passes=one, index=torch.zeros_like(one[0]))
         if self.skipping:
-            state = skipped_rounds.begin(self, state, token, p, out.hidden)
+            state = skipped_rounds.begin(self, run, state, token, p, out.hidden)
         return self.advance(run, state, token, one)
 
-    def step(self, run: Run, state: Round, extent: Extent = ()) -> Round:
-        """A round that is captured; ``launch`` calls its two halves where it is not."""
-        return self.verify(run, state, self.draft(run, state, extent))
+    def step(self, run: Run, state: Round | Drafted | Choice, extent: Extent = ()) -> Round | Halfway:
+        """A round, or a half of it where the host measures drafting, or must know which images skip verification."""
+        if isinstance(state, Choice):
+            return skipped_rounds.commit(self, run, state, extent)
+        if isinstance(state, Drafted):
+            return self.verify(run, state.round, state.tree)
+        tree = self.draft(run, state, self.structure.rounded(extent) if run.pads else extent)
+        if isinstance(state, SkippingRound):
+            return skipped_rounds.choice(self, run, state, tree)
+        return self.verify(run, state, tree) if run.pads else Drafted(state, tree)
 
     def draft(self, run: Run, state: Round, extent: Extent) -> Tree:
         """Let the drafter observe the tokens of the last round, and grow a tree."""
@@ -255,17 +258,14 @@ class DraftTree(DiscreteMethod):
     def variant(self, extent: Extent) -> Hashable:
         return self.structure.variant(extent)
 
-    def launch(self, run: Run, state: Round, extent: Extent) -> Round:
-        tree = run.call("draft", self.draft, state, extent)
-        if isinstance(state, skipped_rounds.SkippingRound):
-            return skipped_rounds.verify_or_skip(self, run, state, tree)
-        return run.call("verify", self.verify, state, tree)
-
     def bound(self, request: Request) -> DraftTree:
         return replace(self, rule=bound(self.rule, request.model))
 
     def feeds_tree(self) -> bool:
         return True
+
+    def target_passes(self, extent: Extent) -> int:
+        return extent[0] if self.skipping else 1
 
     def drafter_passes(self, extent: Extent) -> int:
         return 1 + self.structure.passes(extent)

@@ -30,11 +30,12 @@ class Rounds:
         return self.state.committed - (1 if uncached is None else uncached.count)
 
     def round(self):
-        if self.state.extent is not None:
-            self.extent = self.run.method.settled(self.extent, tuple(self.state.extent.tolist()))
+        self.extent = self.run.method.settled(self.extent, engine.extent_of(self.state))
         self.run.model.set_attention_length(self.run.cache, None)
         self.run.drafter.set_attention_length(self.run.memory, None)
-        self.state = self.run.method.launch(self.run, self.state, self.extent)
+        self.state = self.run.method.step(self.run, self.state, self.extent)
+        if isinstance(self.state, engine.Halfway):
+            self.state = self.run.method.step(self.run, self.state, engine.extent_of(self.state))
 
     def finish(self):
         return self.run.record.finish(self.run.layout, self.request.seed, self.run.method.describe(self.request), 0.0)

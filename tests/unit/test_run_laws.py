@@ -245,12 +245,8 @@ def assert_captured_is_plain(method, asked: tuple[Request, Request]) -> None:
     asked[0].model.sessions.clear()
     for one, other in zip(found, wanted, strict=True):
         same(one, other)
-    if fixed_in_shape(method) and max(one.trace.totals["target_passes"] for one in wanted) > 3:
+    if max(one.trace.totals["target_passes"] for one in wanted) > 3:
         assert any(graphs.captured and graphs.replayed for graphs in made)
-
-
-def fixed_in_shape(method) -> bool:
-    return not isinstance(method, DraftTree) or (method.skipping is None and not isinstance(method.structure, ADTTree))
 
 
 CHUNKS = st.sampled_from([1, 2, 256])
