@@ -240,14 +240,6 @@ def test_it_is_checked_once_per_model(name, on_tape, caplog):
     assert "CUDA graphs" not in caplog.text and sum(each.replayed for each in on_tape) > 4
 
 
-def test_a_method_that_is_not_captured_leaves_the_check_to_the_next(on_tape):
-    model, method, asked = toy("next token", plain(2, 6))
-    generate(DraftTree(ToyDrafter(model), ADTTree()), asked)
-    assert len(on_tape) == 1 and model not in first_use._checked
-    generate(method, asked)
-    assert model in first_use._checked
-
-
 @pytest.mark.parametrize("name", ["next token", "sjd", "chain"])
 def test_steps_that_replay_something_else_are_not_captured(name, on_tape, may_fail, monkeypatch, caplog):
     model, method, asked = toy(name, plain(2, 6))
