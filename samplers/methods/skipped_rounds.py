@@ -133,6 +133,7 @@ def commit(method: DraftTree, run: Run, chosen: Choice, extent: Extent) -> Round
     """Verify the trees, except those that are taken as they are. extent: the Choice's. Complete images stay as they
     are."""
     verifies, skips, skipped = extent
+    chosen = replace(chosen, tree=replace(chosen.tree))  # it remembers what is computed of it, which is the step's own
     state, tree, skip, alike = chosen.round, chosen.tree, chosen.skip, chosen.alike
     if not skipped:  # padding, but for the root
         state = replace(state, uncached=state.uncached.of_width(1))
