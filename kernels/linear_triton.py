@@ -40,7 +40,7 @@ def few_rows(
     (count, inner), outer = x.shape, len(weight) // (1 + gate)
     out = x.new_empty(count, outer)
     stored = STORED.get(stored_as(weight), 0)
-    slim, wide = count <= 32 and len(weight) <= SLIM, x.dtype == torch.float32
+    slim, fp32 = count <= 32 and len(weight) <= SLIM, x.dtype == torch.float32
     rows = 16 if slim or count <= 16 else 32
     columns = 16 if slim else 2 * rows
     ahead = {0: 8, 3: 4}.get(stored, 6) if slim else 4 if rows == 16 else 3
@@ -63,9 +63,9 @@ def few_rows(
         ADDED=residual is not None,
         ROWS=rows,
         COLUMNS=columns,
-        DEPTH=32 if wide else 128,
+        DEPTH=32 if fp32 else 128,
         num_warps=2 if slim else 4,
-        num_stages=2 if wide else ahead,
+        num_stages=2 if fp32 else ahead,
     )
     return out
 

@@ -29,26 +29,27 @@ def product(
     fast = x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled() and dispatch.runs_triton(x.device)
     if norm is not None and not isinstance(norm, nn.Identity):
         x = rms_norm(x, norm.weight, norm.eps) if fast and _own_weights(norm, x) else norm(x)
-    rows, added = x.flatten(0, -2), None if residual is None else residual.flatten(0, -2)
-    if fast and (operands := _operands(linear, rows)):
-        return few_rows(rows, *operands, gate, added).unflatten(0, x.shape[:-1])
     own = isinstance(linear, nn.Linear) and _own_weights(linear, x)
-    if fast and own and added is not None and not gate and linear.bias is None:
-        add = added.addmm_ if in_place else added.addmm
-        return add(rows, linear.weight.t()).unflatten(0, x.shape[:-1])
+    if fast:
+        rows, added = x.flatten(0, -2), None if residual is None else residual.flatten(0, -2)
+        if operands := _operands(linear, rows, own):
+            return few_rows(rows, *operands, gate, added).unflatten(0, x.shape[:-1])
+        if own and added is not None and not gate and linear.bias is None:
+            add = added.addmm_ if in_place else added.addmm
+            return add(rows, linear.weight.t()).unflatten(0, x.shape[:-1])
     y = cpu.linear(linear, x, own) if x.device.type == "cpu" else linear(x)
     if gate:
         y = gated(y)
     return y if residual is None else residual + y
 
 
-def _operands(linear: nn.Module, x: Tensor) -> Operands | None:
+def _operands(linear: nn.Module, x: Tensor, own: bool) -> Operands | None:
     """The operands of ``few_rows`` for a layer, or None if the layer must be called: for many rows, for layers of other
-    classes, and where ComfyUI patches or moves the weights on use."""
+    classes, and where ComfyUI patches or moves the weights on use. own: see ``_own_weights``, of a Linear."""
     if isinstance(linear, NarrowLinear):
         if linear.weight.device == x.device and (len(x) <= FEW or batch_invariant.asked()):
             return linear.weight, linear.scale, linear.bias
-    elif isinstance(linear, nn.Linear) and (len(x) <= FEW_WIDE or batch_invariant.asked()) and _own_weights(linear, x):
+    elif own and (len(x) <= FEW_WIDE or batch_invariant.asked()):
         return linear.weight, None, linear.bias
     return None
 
