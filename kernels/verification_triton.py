@@ -17,7 +17,7 @@ from .sampling_triton import sampled
 from .verification import Verified
 
 BLOCK = 4096
-WARPS = 16
+WARPS = 8
 EPS = tl.constexpr(1e-30)
 ACCEPTED, RELAXED, RESIDUAL, BONUS = (tl.constexpr(n) for n in (1, 2, 3, 4))
 
