@@ -16,7 +16,7 @@ from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders import detect
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.samplers.contract import Request, SamplingParams
-from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.adt_tree import INITIAL, ADTTree
 from comfyui_specar.samplers.drafts.auto import Auto
 from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
@@ -71,7 +71,7 @@ def assert_as_plain(method, asked, monkeypatch):
         (SJD(3, rule=CoolSD(3)), 1),
         (DraftTree(ToyDrafter(MODEL), STATIC, CoolSD(3)), 1),
         (DraftTree(ToyDrafter(MODEL), ADT), 2),
-        (DraftTree(ToyDrafter(MODEL, stale=True), STATIC, skipping=Skipping(interval=2, guard=0)), 4),
+        (DraftTree(ToyDrafter(MODEL, stale=True), STATIC, skipping=Skipping(interval=2, guard=0)), 2),
     ],
     ids=str,
 )
@@ -158,6 +158,36 @@ def test_every_shape_of_a_changing_tree_is_captured(stay, on_tape, monkeypatch):
     assert_as_plain(method, [request(target, layout, seed=n, batch=1 + stay) for n in (0, 1, 2, 0)], monkeypatch)
     (graphs,) = on_tape
     assert graphs.captured > 1 and graphs.replayed > 0
+
+
+SKIPPING = [
+    Skipping(schedule, interval=2, threshold=0.1, guard=0, path=path, refresh=refresh, features=features)
+    for schedule, path, refresh, features in (
+        ("uniform", "uniform", True, "-1, 0"),
+        ("uniform", "first", False, "2, 2"),
+        ("dynamic", "confident", True, "-1 or 1"),
+        ("dynamic", "uniform", False, "-1, 0"),
+    )
+]
+ADT_TREES = [replace(ADT, initial=initial, bonus=initial == "random") for initial in INITIAL]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("structure", "skipping"), [(STATIC, s) for s in SKIPPING] + [(s, None) for s in ADT_TREES])
+def test_rounds_that_the_host_chooses_are_captured(structure, skipping, batch, on_tape, monkeypatch):
+    """It reads once a round what it chooses by."""
+    layout, extent_of, reads = with_kept_tokens(2, 4), engine.extent_of, []
+    target = ToyModel(layout)
+    method = DraftTree(ToyDrafter(target, stale=skipping is not None), structure, skipping=skipping)
+    asked = [request(target, layout, seed=10 * n, batch=batch) for n in range(3)]
+    if skipping:
+        asked[1] = replace(asked[1], skippable=torch.ones(1, layout.length, dtype=torch.bool))
+    with monkeypatch.context() as counting:
+        counting.setattr(engine, "extent_of", lambda state: reads.append(state.extent is not None) or extent_of(state))
+        rounds = sum(len(method.sample(each).trace.rounds["width"]) for each in asked)
+    assert sum(reads) <= rounds, "the prompt's counts as the one that is launched in vain"
+    assert_captured_as_plain(method, asked, monkeypatch)
+    assert all(graphs.active and graphs.replayed for graphs in on_tape[:1])
 
 
 def test_costs_of_captured_steps_are_measured_on_captured_passes(on_tape):
