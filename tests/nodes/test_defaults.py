@@ -3,6 +3,7 @@ canvas, of a job without settings, and what docs/api.md says."""
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,10 @@ from comfyui_specar.batch.model_worker import RECIPES
 from comfyui_specar.nodes import continuous, samplers, simple_sampler, tree_samplers
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
+from comfyui_specar.samplers.methods.jacobi import AUTOMATIC
 from comfyui_specar.samplers.registry import PUBLISHED
+from comfyui_specar.tools.benchmarks.runs import cases, drafter_cases
+from comfyui_specar.tools.benchmarks.subjects import DEFAULTS
 
 pytestmark = pytest.mark.once
 
@@ -82,6 +86,15 @@ def test_what_a_choice_on_a_node_stands_for_is_in_python_too(monkeypatch):
     assert made(tree_samplers.DraftTreeSampler, monkeypatch, structure=tree_samplers.DYNAMIC).structure == (
         api.structures.Dynamic()
     )
+
+
+def test_the_benchmarks_have_every_node_at_its_defaults():
+    built = {case.name: case.method for case in (*cases((AUTOMATIC,)), *drafter_cases(DRAFTER, None))}
+    jacobi = METHODS.SJD(window=AUTOMATIC)
+    nodes = [METHODS.NextToken(), jacobi, replace(jacobi, reuse="threshold_paper"), METHODS.Lantern(DRAFTER)]
+    nodes += [method for node, method in MADE.items() if node.__module__ == tree_samplers.__name__]
+    measured = [built[name] for name in DEFAULTS]
+    assert len(measured) == len(nodes) and all(method in measured for method in nodes)
 
 
 def test_a_job_without_settings_is_the_method_without_arguments():

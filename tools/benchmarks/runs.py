@@ -96,9 +96,11 @@ def drafter_cases(eagle, small) -> list[Case]:
         Case("EAGLE, auto", m.DraftTree(eagle)),
         Case("small model, auto", m.DraftTree(small)),
         Case("ADT-Tree, auto", m.ADTTree(eagle)),
+        Case("LANTERN delta 0.1, auto", m.Lantern(eagle)),
         Case("LANTERN delta 0.3, auto", m.Lantern(eagle, delta=0.3)),
         Case("LANTERN++ k 10, lambda 2, auto", m.LanternPP(eagle)),
         Case("Cool-SD delta 1.1, auto", m.CoolSD(eagle, delta=1.1)),
+        Case("VVS every 4th, auto", m.VVS(eagle)),
         Case("VVS every 4th, LANTERN delta 0.3, auto", m.VVS(eagle, rule=r.Lantern(delta=0.3), interval=4)),
         Case("SJD coupled, Cool-SD delta 2, w32", m.SJD(window=32, rule=r.CoolSD(2.0))),
     ]

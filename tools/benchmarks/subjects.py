@@ -18,8 +18,20 @@ from .widen import widen, widen_eagle, widen_small
 
 BASE = "next_token"
 CURVES = (BASE, "sjd coupled w16", "sjd coupled w32")
+DEFAULTS = (  # as the samplers' nodes are when they are new; LANTERN's and SJD's with both variants
+    BASE,
+    "sjd coupled w16",
+    "sjd threshold_paper w16",
+    "EAGLE, auto",
+    "LANTERN delta 0.1, auto",
+    "LANTERN++ k 10, lambda 2, auto",
+    "Cool-SD delta 1.1, auto",
+    "VVS every 4th, auto",
+    "ADT-Tree, auto",
+)
 METHODS = (  # those of the README's table (documents.METHODS) among them
-    *CURVES,
+    *DEFAULTS,
+    "sjd coupled w32",
     "sjd resample w32",
     "sjd gumbel w32",
     "sjd threshold_paper w32",
