@@ -15,9 +15,19 @@ from comfyui_specar.kernels import linear, sampling
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.tests.support.patience import PATIENCE
 from comfyui_specar.tools.benchmarks import sizes
-from comfyui_specar.tools.benchmarks.gpu import calls, graphs, kernels, passes, stages, subjects
-from comfyui_specar.tools.benchmarks.gpu.command import page
-from comfyui_specar.tools.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, Findings, NotRun
+from comfyui_specar.tools.benchmarks.gpu import (
+    calls,
+    faults,
+    graphs,
+    kernels,
+    passes,
+    replays,
+    stages,
+    streaming,
+    subjects,
+)
+from comfyui_specar.tools.benchmarks.gpu.command import begun, page
+from comfyui_specar.tools.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, OUT_OF_TIME, Findings, NotRun
 from comfyui_specar.tools.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
 
 CPU = torch.device("cpu")
@@ -64,6 +74,18 @@ def test_a_warning_of_the_pack_is_a_failure_while_it_is_listened_to(findings):
     assert findings.content["failures"] == ["no graphs: why"]
 
 
+def test_what_an_earlier_call_found_is_kept_and_not_run_again(tmp_path):
+    first = Findings(tmp_path / "stage.json", PATIENCE, dry=True)
+    for thing in first.each([0, 1], "things", "thing", of="all"):
+        with first.item(of="all", thing=thing) as row:
+            row["half"] = thing / 2
+    again = Findings(tmp_path / "stage.json", PATIENCE, dry=True)
+    assert list(again.each([1, 2, 0], "things", "thing", of="all")) == [2] and again.rows == first.rows
+    assert list(again.each([1], "things", "thing", of="none")) == [1]
+    other = Findings(tmp_path / "other.json", PATIENCE, dry=True)
+    assert other.of("stage") == first.rows and other.of("absent") == []
+
+
 # Verdicts
 
 
@@ -97,23 +119,58 @@ def test_a_process_that_dies_hangs_or_is_not_there(tmp_path):
     assert absent["verdict"] == NOT_RUN and "no-such-sanitizer is not installed" in absent["why"]
 
 
-def test_where_a_stage_fails_the_later_ones_are_not_run(monkeypatch, tmp_path):
-    times = {}
+@pytest.fixture
+def calls_of(monkeypatch, tmp_path):
+    """Goes through all stages as a call of the command does: (verdict of a stage, seconds, ...) -> its entries, and the
+    seconds that were given to each stage, in order."""
 
-    def process(stage, seconds, *_given):
-        times[stage.name] = seconds
-        return stages.not_run(stage, "") | {"verdict": FAILED if stage.name == "graphs" else OK}
+    def call(verdict, seconds, known=None, plan=0.0, dry=False, names=()):
+        given = {}
 
-    monkeypatch.setattr(stages, "process", process)
-    found = {e["stage"]: e for e in stages.in_turn(STAGES, 3600, tmp_path, [], dry=False)}
-    assert list(found) == [stage.name for stage in STAGES] and list(times) == ["device", "graphs"]
-    assert all(found[name]["why"] == "the stage graphs failed" for name in ("kernels", "passes", "prompts"))
-    assert times["device"] >= stages.STARTING
-    assert times["graphs"] > 3600 * 6 / sum(stage.share for stage in STAGES)  # what is left over is handed on
-    assert list(stages.in_turn(STAGES, 0, tmp_path, [], dry=False))[0]["why"] == "out of time"
-    races = tuple(stage for stage in STAGES if stage.name == "races")
-    dry = {e["stage"]: e["why"] for e in stages.in_turn(races, 60, tmp_path, [], dry=True)}
-    assert dry == {"races": NEEDS_DEVICE}
+        def process(stage, limit, *_given):
+            given[stage.name] = limit
+            return stages.not_run(stage, "") | {"verdict": verdict(stage.name), "seconds": 9.0}
+
+        monkeypatch.setattr(stages, "process", process)
+        chosen = tuple(stage for stage in STAGES if not names or stage.name in names)
+        found = stages.in_turn(chosen, seconds, tmp_path, [], dry, known, plan)
+        return {entry["stage"]: entry for entry in found}, given
+
+    return call
+
+
+def test_stages_share_the_time_and_one_that_fails_ends_no_other(calls_of):
+    found, given = calls_of(lambda name: FAILED if name == "graphs" else OK, 3600)
+    assert list(found) == list(given) == [stage.name for stage in STAGES]
+    assert given["device"] >= stages.STARTING
+    minutes = {stage.name: stage.minutes for stage in STAGES}
+    assert given["passes"] > 3600 * minutes["passes"] / sum(minutes.values())  # what is left over is handed on
+    assert sum(minutes.values()) == pytest.approx(30)
+    found, given = calls_of(lambda name: OK, 0)
+    assert found["device"]["why"] == OUT_OF_TIME and not given
+    found, _ = calls_of(lambda name: OK, 60, dry=True, names=("races",))
+    assert found["races"]["why"] == NEEDS_DEVICE
+
+
+def test_a_later_call_begins_what_was_not_begun_and_then_goes_on(calls_of, tmp_path):
+    names = ("device", "passes", "ratios")
+    known, given = calls_of(lambda name: CUT if name == "passes" else OK, 600, plan=1800, names=names)
+    of_passes = 1791 * 1.5 / 4.5
+    assert given["passes"] == pytest.approx(of_passes)  # its part of all calls
+    known["passes"] |= {"rows": [{"ms": 1}], "not_run": {"2 models": OUT_OF_TIME, "x": "no x"}}
+    known["ratios"] = stages.not_run(STAGES[0], OUT_OF_TIME) | {"stage": "ratios"}
+    found, given = calls_of(lambda name: OK, 600, known, 1800, names=names)
+    assert list(given) == ["ratios", "passes"] and found["passes"]["seconds"] == 18.0
+    written = json.loads((tmp_path / "passes.json").read_text(encoding="utf-8"))
+    assert written == {"rows": [{"ms": 1}], "not_run": {"x": "no x"}}
+    assert not calls_of(lambda name: OK, 600, known | found, 1800, names=names)[1]
+
+
+def test_a_report_is_gone_on_with_for_the_same_code_and_gpu(tmp_path):
+    out, about = tmp_path / "gpu.json", {"device": "a", "commit": "1"}
+    assert begun(out, about) == []
+    out.write_text(json.dumps(about | {"stages": [{"stage": "device"}]}), encoding="utf-8")
+    assert begun(out, about) == [{"stage": "device"}] and begun(out, about | {"commit": "2"}) == []
 
 
 # What is compared
@@ -260,12 +317,26 @@ def test_rows_of_a_device(monkeypatch):
     assert findings.content["summary"].startswith("llamagen-xl: ")
 
 
+def test_an_allocator_that_makes_passes_slower_is_warned_of(findings, tmp_path):
+    def rows(ms):
+        return [{"model": "xl", "method": "a", "ms": ms}, {"model": "xl", "method": "b", "ms": 1.0}]
+
+    findings.out = tmp_path / "passes-async.json"
+    (tmp_path / "passes.json").write_text(json.dumps({"rows": rows(2.0)}), encoding="utf-8")
+    for ms, warned in ((2.08, False), (2.2, True)):
+        findings.content |= {"rows": rows(ms), "warnings": []}
+        passes.compare_allocators(findings)
+        assert bool(findings.content["warnings"]) == warned
+    assert "a +10 %; b +0 %" in findings.content["summary"]
+    assert [row["slower, %"] for row in findings.rows] == [10.0, 0.0]
+
+
 def test_what_the_pack_does_without_is_not_tried(monkeypatch):
     """On an older GPU, or AMD's: there is nothing to compare."""
     for name in ("subjects.dispatch.runs_triton", "subjects.capturable"):
         monkeypatch.setattr(f"{subjects.__package__}.{name}", lambda device: False)
     monkeypatch.setattr(subjects, "device_of", lambda dry: CPU)
-    for stage in (kernels.run, graphs.run, graphs.run_failed, graphs.run_captures):
+    for stage in (kernels.run, graphs.run, graphs.run_captures, faults.run_failed, faults.run_full):
         with pytest.raises(NotRun, match="on this GPU"):
             stage(Findings(None, PATIENCE, dry=False))
 
@@ -304,6 +375,9 @@ def test_it_runs_where_there_is_nothing_but_torch(tmp_path):
     assert len(found["captures"]["rows"]) == 2
 
 
+ON_A_GPU = {stage.name for stage in STAGES if not stage.on_a_cpu}
+
+
 def test_a_dry_run_tries_every_stage(tmp_path):
     out = tmp_path / "gpu.json"
     environment = {name: value for name, value in os.environ.items() if name != "COMFYUI_PATH"}
@@ -320,21 +394,23 @@ def test_a_dry_run_tries_every_stage(tmp_path):
     found = {entry["stage"]: entry for entry in reported["stages"]}
     verdicts = {name: entry["verdict"] for name, entry in found.items()}
     assert verdicts.pop("captures") in (OK, WARNING), ran.stdout
-    assert verdicts == dict.fromkeys(verdicts, OK) | dict.fromkeys(
-        ("failed-async", "plain", "races", "prompts"), NOT_RUN
-    ), ran.stdout
-    assert found["prompts"]["why"] == "COMFYUI_PATH does not name a ComfyUI tree"
+    assert verdicts == dict.fromkeys(verdicts, OK) | dict.fromkeys((*ON_A_GPU, "prompts", "half"), NOT_RUN), ran.stdout
+    for name in ("prompts", "half"):
+        assert found[name]["why"] == "COMFYUI_PATH does not name a ComfyUI tree"
     needed = {
         name for name, entry in found.items() if NEEDS_DEVICE in (*entry.get("not_run", {}).values(), entry["why"])
     }
-    assert needed == set("device failed-async storages plain races allocator captures passes ratios".split())
+    assert needed == {*ON_A_GPU, *"device storages captures passes ratios replays products attention".split()}
     compared = {row["kernel"] for row in found["kernels"]["rows"]}
     assert compared >= {"attention.attend_few", "linear.few_rows", "verification.rejection_sampling"}
     asked = {"prompt", "guidance", "temperature", "top-k", "top-p"}
     assert found["captures"]["rows"] and not found["captures"]["failures"]
     for row in found["captures"]["rows"]:
-        assert set(row) == {"method", "captures", "second image", *asked}
-        assert row["captures"] > 0 and row["second image"] == row["prompt"] == 0
+        assert set(row) == {"method", "captures", "later images", *asked}
+        assert row["captures"] > 0 and row["later images"] == row["prompt"] == 0
+    assert [row["outcome"] for row in found["full"]["rows"]] == ["out of memory"]
+    assert {row["interruption"] for row in found["interrupted"]["rows"]} == {*faults.WAYS}
+    assert len(found["products"]["rows"]) == 8 * 3 * 7
     text = out.with_suffix(".md").read_text(encoding="utf-8")
     assert text == page(reported) and "Dry run, without a CUDA device" in text
     assert all(f"| {stage.title} | **" in text for stage in STAGES)
@@ -357,6 +433,21 @@ def test_synchronisations_between_polls_are_counted():
 def test_what_the_device_does_between_polls_is_counted():
     assert passes.per_pass([4, 2, 6], [1, 3, 3, 5, 7]) == 1.5
     assert passes.per_pass([4], [1, 3]) is None and passes.per_pass([], []) is None
+
+
+def test_what_a_replay_consists_of():
+    events = [(1, 9, "early"), (12, 14, "a"), (13, 15, "b"), (17, 18, "a"), (22, 23, "b" * 90), (31, 33, "late")]
+    assert replays.by_kernel([10, 20, 30], events) == [
+        {"kernel": "a", "launches": 1.0, "us": 1.5},
+        {"kernel": "b", "launches": 0.5, "us": 1.0},
+        {"kernel": "b" * replays.NAME, "launches": 0.5, "us": 0.5},
+        {"kernel": replays.GAPS, "us": 4.0},
+    ]
+    assert replays.by_kernel([10], events) == []
+
+
+def test_time_in_which_anything_runs():
+    assert streaming.busy([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4 and streaming.busy([]) == 0
 
 
 def test_differences():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
@@ -105,11 +106,14 @@ def built_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build(size: Size, dtype: torch.dtype, device: torch.device, storage: torch.dtype | None = None) -> DiscreteModel:
-    """A model with random weights, as the loaders would build it; storage: of the matrices of its layers, as theirs."""
+def build(
+    size: Size, dtype: torch.dtype, device: torch.device, storage: torch.dtype | None = None, operations: Any = nn
+) -> DiscreteModel:
+    """A model with random weights, as the loaders would build it; storage: of the matrices of its layers, as theirs;
+    operations: what its layers are made of."""
     config = size.config
     with built_as(dtype, device):
-        backbone = Backbone(config)
+        backbone = Backbone(config, operations)
         if size.family == "janus-pro":
             backbone.tok_embeddings = CodeEmbedding(size.codes, 8, config.dim, nn)
             backbone.output = CodeHead(config.dim, config.dim, size.codes, nn)

@@ -14,8 +14,8 @@ import torch
 
 from ..report import commit, grid, plain_command, write
 from . import __doc__ as about
-from .findings import Findings, NotRun
-from .stages import FAILED, ROOT, STAGES, in_turn
+from .findings import Findings, NotRun, read
+from .stages import ALLOCATORS, FAILED, ROOT, STAGES, in_turn
 
 SCHEMA = "specar.gpu/1"
 RESULTS = ROOT / "tools/benchmarks/results"
@@ -27,7 +27,10 @@ DRY = (
 
 def main() -> None:
     parser = plain_command(" gpu", about)
-    parser.add_argument("--minutes", type=float, default=10, help="time for all stages together (3, 10 or 25)")
+    parser.add_argument("--minutes", type=float, default=10, help="time for all stages together (3, 10 or 30)")
+    parser.add_argument(
+        "--of", type=float, metavar="MINUTES", help="time of several calls together, which go on with one report"
+    )
     parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], help="run only these stages")
     parser.add_argument(
         "--dry", action="store_true", help="run on the CPU with tiny models (always if there is no GPU)"
@@ -55,25 +58,28 @@ def all_stages(options: argparse.Namespace) -> str | None:
     if dry and not options.dry:
         print("There is no CUDA device, so this is a dry run: nothing in it was measured on a GPU.", flush=True)
     out = options.out or RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
-    report = {
-        "schema": SCHEMA,
-        "device": device,
-        "dry": dry,
-        "minutes": options.minutes,
-        "commit": commit(),
-        "stages": [],
-    }
+    about = {"schema": SCHEMA, "device": device, "dry": dry, "commit": commit()}
+    known = {entry["stage"]: entry for entry in (begun(out, about) if options.of else ())}
     stages = tuple(stage for stage in STAGES if not options.only or stage.name in options.only)
     arguments = ["--generate"] if options.generate else []
+    times = 60 * options.minutes, 60 * (options.of or 0.0)
     with tempfile.TemporaryDirectory() as folder:
-        for entry in in_turn(stages, 60 * options.minutes, Path(folder), arguments, dry):
-            report["stages"].append(entry)
+        for entry in in_turn(stages, times[0], Path(folder), arguments, dry, known, times[1]):
+            known[entry["stage"]] = entry
+            report = about | {"minutes": options.of or options.minutes}
+            report["stages"] = [known[stage.name] for stage in STAGES if stage.name in known]
             write(report, out)
             out.with_suffix(".md").write_text(page(report), encoding="utf-8")
             print(f"{entry['title']:46} {entry['verdict']:8} {entry['seconds']:6.1f} s  {entry['why']}", flush=True)
     print(f"Report: {out.with_suffix('.md')}")
-    failed = [entry["title"] for entry in report["stages"] if entry["verdict"] == FAILED]
-    return f"Failed: {failed[0]}. Repair that before anything is timed." if failed else None
+    failed = [entry["title"] for entry in known.values() if entry["verdict"] == FAILED]
+    return f"Failed: {'; '.join(failed)}." if failed else None
+
+
+def begun(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The stages of a report that an earlier call began with the same code on the same kind of GPU."""
+    report = read(out)
+    return report["stages"] if about.items() <= report.items() else []
 
 
 def one_stage(options: argparse.Namespace) -> None:
@@ -82,6 +88,9 @@ def one_stage(options: argparse.Namespace) -> None:
     module, function = stage.where.split(".")
     findings = Findings(options.into, options.seconds, options.dry)
     try:
+        wanted = stage.environment.get(ALLOCATORS, "").partition(":")[2]
+        if wanted and not options.dry and (here := torch.cuda.get_allocator_backend()) != wanted:
+            raise NotRun(f"torch's allocator is {here} although {wanted} was asked for")
         run = getattr(import_module(f".{module}", __package__), function)
         run(findings, generate=options.generate)
     except NotRun as reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import traceback
 from collections.abc import Iterable, Iterator
@@ -21,11 +22,20 @@ class NotRun(Exception):  # noqa: N818 (not an error)
     """A stage cannot run here; the message says why."""
 
 
+def read(path: Path | None) -> dict[str, Any]:
+    """What a stage has written so far."""
+    return json.loads(path.read_text(encoding="utf-8")) if path and path.is_file() else {}
+
+
 class Findings(Record):
-    """Rows of results, failures and warnings. ``dry``: there is no device, and models are tiny."""
+    """Rows of results, failures and warnings. ``dry``: there is no device, and models are tiny.
+
+    Where ``out`` exists, an earlier call has begun the stage: what it found is kept, and only the rest is run.
+    """
 
     def __init__(self, out: Path | None, seconds: float, dry: bool):
         super().__init__({"summary": "", "rows": [], "failures": [], "warnings": [], "at": None}, out, seconds)
+        self.content |= read(out)
         self.dry = dry
 
     @property
@@ -45,9 +55,18 @@ class Findings(Record):
         if self.dry:
             self.not_run(what, NEEDS_DEVICE)
 
-    def each(self, things: Iterable[T], what: str) -> Iterator[T]:
-        """The things, as long as there is time and not too much has failed; the rest is not run."""
-        things = list(things)
+    def has(self, **about: Any) -> bool:
+        """Is there a row with these entries?"""
+        return any(about.items() <= row.items() for row in self.rows)
+
+    def of(self, stage: str) -> list[dict[str, Any]]:
+        """The rows of another stage, as far as it has come."""
+        return read(self.out and self.out.with_name(f"{stage}.json")).get("rows", [])
+
+    def each(self, things: Iterable[T], what: str, key: str = "", **about: Any) -> Iterator[T]:
+        """The things, as long as there is time and not too much has failed; the rest is not run. key: the entry of a
+        row that is the thing; those that have a row already, with the entries ``about``, are left out."""
+        things = [thing for thing in things if not (key and self.has(**about, **{key: thing}))]
         for number, thing in enumerate(things):
             failed = len(self.content["failures"]) >= MOST_FAILURES
             if failed or not self.in_time:

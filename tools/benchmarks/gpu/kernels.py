@@ -165,10 +165,10 @@ def compare(findings: Findings, listed: dict[str, sizes.Size], dtypes: tuple[tor
     with findings.listening():
         for dtype in dtypes:
             dtype_name = str(dtype).removeprefix("torch.")
-            for name in findings.each(listed, f"models in {dtype_name}"):
+            for name in findings.each(listed, f"models in {dtype_name}", "model", dtype=dtype_name):
                 with findings.trying(f"{name}, {dtype_name}"), comparing(findings, tries, name, dtype_name) as title:
                     discrete_runs(findings, title, name, listed[name], dtype)
-        for _ in findings.each([CONTINUOUS], "continuous models"):
+        for _ in findings.each([CONTINUOUS], "continuous models", "model"):
             with findings.trying(CONTINUOUS), comparing(findings, tries, CONTINUOUS, "float32"):
                 continuous_runs(subjects.device_of(findings.dry))
     called = {row["kernel"] for row in findings.rows}
@@ -200,7 +200,7 @@ def discrete_runs(findings: Findings, title: str, name: str, size: sizes.Size, d
     case = subjects.random_subject(name, findings.dry, subjects.FEW, size, dtype, dry_tokens=subjects.FEW)
     methods = [
         method
-        for method in (*subjects.methods(), *MORE)
+        for method in (*subjects.methods(fixed=True), *MORE)
         if size.codes <= LARGEST_TABLE or not method.startswith("LANTERN")
     ]
     runs = [*((method, {}) for method in methods), *((BASE, settings) for settings in SETTINGS)]

@@ -1,4 +1,4 @@
-"""Stages about time: ``passes``, ``storages``, ``plain``, ``ratios``."""
+"""Stages about time: ``passes``, ``passes-async``, ``storages``, ``plain``, ``ratios``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from ..speed import beside_the_floor
 from ..subjects import BASE, Subject
 from ..tables import row_of
 from . import packages, subjects
+from .faults import free_memory
 from .findings import Findings
-from .graphs import CAPTURED, Captures, captures, free_memory
+from .graphs import CAPTURED, Captures, captures
 
 MODELS, METHODS = ("llamagen-xl", "lumina-mgpt-7b"), CAPTURED
 TOKENS, REPETITIONS = 256, 3
 PROFILED = 64  # tokens of a run under the profiler
 SLOWEST = 7.5  # times the floor that a pass of next-token may take: beyond it, graphs are off or captures are timed
 STORED, STORED_METHODS, STORED_TOKENS = "lumina-mgpt-7b", (BASE, "sjd coupled w32"), 128
+APART = 5  # percent that a pass may take longer with the other allocator
 POLL = "cudaEventSynchronize"  # the host reads how far the images are, one step late
 BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "Memcpy DtoH (Device -> Pageable)")
 
@@ -32,16 +34,35 @@ BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "Memcpy DtoH (Devi
 # What a pass of released shapes costs, beside the time that reading its weights takes
 
 
-def run(findings: Findings, generate: bool = False, **_options: object) -> None:
+def run(findings: Findings, generate: bool = False, models: Sequence[str] = (), **_options: object) -> None:
     """The stage ``passes``."""
     findings.needs_device("milliseconds, floor, launches, synchronisations")
     with findings.listening(), captures(findings.dry) as counted:
-        for name in findings.each(MODELS, "models"):
+        for name in findings.each(models or MODELS, "models", "model"):
             with findings.trying(name):
                 measure(findings, subjects.random_subject(name, findings.dry, TOKENS), counted, generate)
             free_memory(findings.dry)
     summary = (f"{row['model']}: {row['ms']} ms, floor {row['floor, ms']}" for row in of_base(findings))
     findings.content["summary"] = "; ".join(summary) or f"{len(findings.rows)} runs went through"
+
+
+def run_allocator(findings: Findings, **_options: object) -> None:
+    """The stage ``passes-async``: the same for LlamaGen-XL, beside the stage ``passes``."""
+    run(findings, models=MODELS[:1])
+    compare_allocators(findings)
+
+
+def compare_allocators(findings: Findings) -> None:
+    """How much longer a pass takes than with torch's own allocator. A difference is a warning."""
+    other = {(row["model"], row["method"]): row["ms"] for row in findings.of("passes") if "ms" in row}
+    slower = {}
+    for row in findings.rows:
+        if native := other.get((row["model"], row["method"])):
+            slower[row["method"]] = row["slower, %"] = round(100 * (row["ms"] / native - 1), 1)
+    told = "; ".join(f"{method} {percent:+g} %" for method, percent in slower.items())
+    findings.content["summary"] = f"milliseconds beside torch's own allocator: {told or 'not known'}"
+    if any(abs(percent) > APART for percent in slower.values()):
+        findings.warning(findings.content["summary"])
 
 
 def of_base(findings: Findings) -> list[dict[str, Any]]:
@@ -95,7 +116,7 @@ def beside(case: Subject, contestant: Sampler | Baseline, runs: dict[str, list[R
     row = {"ms": ms, "floor, ms": floor, "times the floor": round(ms / floor, 1), "cost": cost}
     if not isinstance(contestant, Sampler):
         return row
-    seen = synchronisations(case.sampler(contestant.name, Stretch.middle(case.stretch.layout, PROFILED)), device)
+    seen = synchronisations(case.sampler(contestant.name, Stretch.middle(case.stretch.layout, PROFILED)))
     return row | {"launches": seen["launches"], "synchronisations": seen["between"] or "none"}
 
 
@@ -116,18 +137,30 @@ def per_pass(polls: Sequence[float], launched: Iterable[float]) -> float | None:
     return round(inside / (len(polls) - 1), 1) if len(polls) > 1 else None
 
 
-def synchronisations(contestant: Sampler, device: torch.device) -> dict[str, Any]:
-    """Of a run whose graphs were captured before: polls, other synchronisations, and what the device did in a pass
-    (kernels and copies, each of which was launched by itself or as a part of a graph)."""
+def profiled(contestant: Sampler) -> Any:
+    """The events of a run whose graphs were captured before."""
     for seed in range(2):
         contestant(seed)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=activities, acc_events=True) as prof:
         contestant(2)
-    events = prof.events() or ()
-    polls = [event.time_range.start for event in events if event.name == POLL]
-    on_device = (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
-    launches = per_pass(polls, (event.time_range.start for event in on_device))
+    return prof.events() or ()
+
+
+def polls_of(events: Any) -> list[float]:
+    """When the host polled."""
+    return [event.time_range.start for event in events if event.name == POLL]
+
+
+def on_device(events: Any) -> Iterable[Any]:
+    """What the device did: kernels and copies, each of which was launched by itself or as a part of a graph."""
+    return (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+
+
+def synchronisations(contestant: Sampler) -> dict[str, Any]:
+    """Of a run: polls, other synchronisations, and how much the device did in a pass."""
+    events = profiled(contestant)
+    launches = per_pass(polls_of(events), (event.time_range.start for event in on_device(events)))
     return between_polls((event.time_range.start, event.name) for event in events) | {"launches": launches}
 
 
@@ -140,7 +173,8 @@ def run_storages(findings: Findings, **_options: object) -> None:
     findings.needs_device("milliseconds of a pass")
     with captures(dry):
         for storage in findings.each(("", ":int8") if dry else ("", ":int8", ":int4"), "storages"):
-            for method in STORED_METHODS[: 1 if dry else None]:
+            listed = STORED_METHODS[: 1 if dry else None]
+            for method in findings.each(listed, "methods", "method", model=STORED + storage):
                 with findings.item(model=STORED + storage, method=method) as row:
                     sampler = subjects.random_subject(STORED + storage, dry, STORED_TOKENS).sampler(method)
                     runs = [sampler(seed) for seed in range(2 if dry else 4)]
@@ -161,9 +195,9 @@ def run_ratios(findings: Findings, **_options: object) -> None:
     findings.needs_device("wall-time ratios")
     case = subjects.bundled_subject(dry, subjects.dtype_of(dry), "default" if dry else "default@llamagen-xl")
     asked = case.conditionings(PROMPTS[: 1 if dry else 3])
-    base: tuple[float, float] | None = None
+    listed = subjects.DRY_METHODS[:3] if dry else subjects.methods()
     with findings.listening():
-        for method in findings.each(subjects.DRY_METHODS[:3] if dry else subjects.methods(), "methods"):
+        for method in findings.each(listed, "methods", "method"):
             with findings.item(method=method) as row:
                 sampler = case.sampler(method)
                 if not dry:
@@ -171,10 +205,11 @@ def run_ratios(findings: Findings, **_options: object) -> None:
                 runs = [sampler.asked(prompt)(seed) for seed, prompt in enumerate(asked)]
                 passes = statistics.fmean(run.passes + 1 for run in runs)  # and that of the prompt
                 seconds = statistics.fmean(run.seconds for run in runs)
-                base = base or (passes, seconds)
-                row |= {"passes": round(passes, 1), "fewer passes": round(base[0] / passes, 2)}
+                row |= {"passes": round(passes, 1)} | ({} if dry else {"seconds": round(seconds, 3)})
+                base = (findings.rows or [row])[0]  # next-token
+                row["fewer passes"] = round(base["passes"] / passes, 2)
                 if not dry:
-                    row |= {"seconds": round(seconds, 3), "faster": round(base[1] / seconds, 2)}
+                    row["faster"] = round(base["seconds"] / seconds, 2)
     timed = [row for row in findings.rows if "faster" in row and row["method"] != BASE]
     best = max(timed, key=lambda row: row["faster"], default=None)
     findings.content["summary"] = (

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import capturable
+from comfyui_specar.model_loaders.ar_model import DiscreteModel
 
 from .. import sizes
 from ..passes import Stretch
@@ -83,6 +84,11 @@ def random_subject(
     family, _, storage = name.partition(":")
     stored = STORAGES[storage] if storage else None
     model = sizes.build(size or size_of(family, dry), dtype or dtype_of(dry), device_of(dry), stored)
+    return subject_of(name, model, dry, tokens, dry_tokens)
+
+
+def subject_of(name: str, model: DiscreteModel, dry: bool, tokens: int, dry_tokens: int = DRY_TOKENS) -> Subject:
+    """A model with random weights, its prompt and a drafter."""
     stretch = Stretch.middle(model.layout(), dry_tokens if dry else tokens)
     return Subject(name, model, sizes.prompt(model), model.defaults, stretch, sizes.eagle(model))
 
@@ -94,7 +100,16 @@ def bundled_subject(dry: bool, dtype: torch.dtype, name: str = "default") -> Sub
     return replace(found, stretch=Stretch.middle(found.stretch.layout, DRY_TOKENS)) if dry else found
 
 
-def methods() -> list[str]:
-    """One method of each kind, as far as the packages here allow. Tables of neighbours need numpy and a file."""
+def trained(size: str, dry: bool) -> Subject:
+    """The bundled model widened to a size, if it can be read here; else random weights; in a dry run tiny ones."""
+    if dry or not (packages.here("safetensors") and packages.here("einops")):
+        return random_subject(size, dry, sizes.SIZES[size].grid[0] ** 2)
+    return bundled_subject(dry, dtype_of(dry), f"default@{size}")
+
+
+def methods(fixed: bool = False) -> list[str]:
+    """One method of each kind, as far as the packages here allow. Tables of neighbours need numpy and a file.
+
+    fixed: without those whose trees follow what passes cost here, and so differ from run to run."""
     without = () if packages.here("numpy") and packages.here("safetensors") else ("LANTERN",)
-    return [name for name in METHODS if not name.startswith(without)]
+    return [name for name in METHODS if not name.startswith(without) and not (fixed and "auto" in name)]
