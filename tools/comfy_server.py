@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -117,6 +118,8 @@ class ComfyServer:
             "--preview-method",
             self._previews,
         ]
+        if find_spec("comfyui_frontend_package") is None:  # an interface without pages
+            command += ["--front-end-root", str(self.base / "input")]
         if NO_PAID_NODES in (self.comfyui / "comfy/cli_args.py").read_text(encoding="utf-8"):  # it is deprecated
             command.append(NO_PAID_NODES)
         return command if torch.cuda.is_available() else [*command, "--cpu"]

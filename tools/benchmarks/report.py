@@ -20,6 +20,8 @@ from typing import Any
 import comfyui_specar as specar
 import torch
 
+PACKED = "$Format:%h$"  # git writes the commit here in an archive
+
 
 def plain_command(what: str, about: str | None) -> argparse.ArgumentParser:
     """The command line of ``python -m tools.benchmarks WHAT``, without options."""
@@ -89,6 +91,8 @@ def versions() -> dict[str, str | None]:
 
 def commit() -> str:
     """The commit of the tree, with a mark if it was changed ("unknown" in a copy without git)."""
+    if "Format" not in PACKED:
+        return PACKED
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         result = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)

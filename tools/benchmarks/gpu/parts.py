@@ -119,14 +119,14 @@ def ways(x: Tensor, gate: bool, added: Tensor | None, narrow: bool) -> dict[str,
     """The product of a layer with x, and its gate or residual."""
 
     def kernel(layer: Any) -> Tensor:
-        return few_rows(x, layer.weight, getattr(layer, "scale", None), None, None, 0.0, gate, added)
+        return few_rows(x, layer.weight, getattr(layer, "scale", None), None, gate, added)
 
     def cublas(layer: Any) -> Tensor:
         if added is not None:
             return torch.addmm(added, x, layer.weight.t())
         return gated(x @ layer.weight.t()) if gate else x @ layer.weight.t()
 
-    found = {"ours": lambda layer: product(layer, x, None, gate, added), "kernel": kernel}
+    found = {"ours": lambda layer: product(layer, x, None, gate, added, in_place=True), "kernel": kernel}
     return found if narrow else found | {"cuBLAS": cublas}
 
 
