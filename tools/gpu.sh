@@ -19,7 +19,7 @@ PACKAGES=(alembic annotated-types av blake3 comfy-aimdo comfy-kitchen einops mak
     pydantic-settings python-dotenv safetensors simpleeval spandrel SQLAlchemy torchsde trampoline typing-inspection)
 
 compressed() {
-    xz -T0 -c >"$1"
+    xz -T0 -3 -c >"$1"
     local size=$(($(stat -c %s "$1") / 2 ** 20))
     echo "$1: $size MiB"
     [ "$size" -le "$MOST" ] || { echo "error: that is more than $MOST MiB" >&2 && exit 1; }
@@ -44,7 +44,7 @@ pack() {
     for package in "${PACKAGES[@]}"; do fetch "$package" "$made/wheels" "$2/requirements.txt"; done
     cp -rL "$2" "$made/tree"
     rm -rf "$made/tree/.git" "$made/tree/models" "$made/tree/comfy_api_nodes" "$made/tree/blueprints"
-    tar -C "$made" -c tree wheels --transform "s,^,comfyui/," --exclude __pycache__ | compressed "$1/comfyui.tar.xz"
+    tar -C "$made" --exclude __pycache__ --transform "s,^,comfyui/," -c tree wheels | compressed "$1/comfyui.tar.xz"
     rm -rf "$made"
 }
 

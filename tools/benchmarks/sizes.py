@@ -114,6 +114,9 @@ def build(
     config = size.config
     with built_as(dtype, device):
         backbone = Backbone(config, operations)
+        if operations is not nn:  # ComfyUI's layers have the numbers that were in their memory
+            for weight in backbone.parameters():
+                nn.init.normal_(weight, std=0.02) if weight.dim() > 1 else nn.init.ones_(weight)
         if size.family == "janus-pro":
             backbone.tok_embeddings = CodeEmbedding(size.codes, 8, config.dim, nn)
             backbone.output = CodeHead(config.dim, config.dim, size.codes, nn)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from .. import sizes
 from ..passes import Sampler
-from . import subjects
+from . import prompts, subjects
 from .findings import Findings
 from .graphs import SEED, Eager, captures
 
@@ -73,11 +72,10 @@ class Interrupted(BaseException):
     """What ComfyUI raises."""
 
 
-def flag() -> Flag:
+def flag(dry: bool) -> Flag:
     """ComfyUI's own, with what the pack does about it; without ComfyUI a stand-in."""
-    if tree := os.environ.get("COMFYUI_PATH"):
-        sys.path.insert(0, tree)
-        mm = import_module("comfy.model_management")
+    if "COMFYUI_PATH" in os.environ:
+        mm = prompts.memory_management(dry)
         waits = import_module("comfyui_specar.nodes.comfy_runtime.runs").uninterrupted
         error, ask = mm.InterruptProcessingException, mm.throw_exception_if_processing_interrupted
         return Flag("ComfyUI", error, ask, mm.interrupt_current_processing, waits)
@@ -123,7 +121,7 @@ def interrupting(put: Callable[[bool], None]) -> Iterator[None]:
 
 def run_interrupted(findings: Findings, **_options: object) -> None:
     """Stages ``interrupted`` and ``interrupted-async``: the process lives, and the next run is captured."""
-    dry, how = findings.dry, flag()
+    dry, how = findings.dry, flag(findings.dry)
     subjects.need_graphs(dry)
     with torch.inference_mode(), findings.listening(), captures(dry):
         made = tiny(dry)

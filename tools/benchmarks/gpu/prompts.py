@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,14 @@ def comfyui() -> Path:
         raise NotRun("COMFYUI_PATH does not name a ComfyUI tree")
     packages.need("aiohttp", "PIL", "numpy", "safetensors", "einops", "transformers")
     return Path(os.environ["COMFYUI_PATH"])
+
+
+def memory_management(dry: bool) -> Any:
+    """ComfyUI's, in this process."""
+    sys.path.insert(0, str(comfyui()))
+    if dry:
+        import_module("comfy.cli_args").args.cpu = True
+    return import_module("comfy.model_management")
 
 
 def run(findings: Findings, **_options: object) -> None:

@@ -4,7 +4,6 @@ GPU while it computes.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +18,7 @@ from .faults import free_memory
 from .findings import Findings
 from .passes import STORED, on_device, profiled
 
-METHODS = (BASE, "sjd coupled w32")
+METHODS, DRY_METHODS = (BASE, "sjd coupled w32"), (BASE,)
 TOKENS = 48
 STORED_AS = ("", ":int8", ":int4")
 LEFT = {"half": 0.5, "a little": 0.02}  # share of the weights that stays in main memory
@@ -29,7 +28,7 @@ LINK = 2**28  # bytes that are copied to measure the link
 def run(findings: Findings, **_options: object) -> None:
     """Milliseconds of a pass beside those of copying what was not loaded, and how much of the copying is hidden."""
     dry, device = findings.dry, subjects.device_of(findings.dry)
-    sys.path.insert(0, str(prompts.comfyui()))
+    prompts.memory_management(dry)
     models = import_module("comfyui_specar.nodes.comfy_runtime.models")
     runs = import_module("comfyui_specar.nodes.comfy_runtime.runs")
     link = None if dry else link_speed(device)
@@ -37,7 +36,7 @@ def run(findings: Findings, **_options: object) -> None:
         name = STORED + storage
         for left, share in LEFT.items():
             about = {"model": name, "left in main memory": left}
-            listed = [method for method in METHODS if not findings.has(**about, method=method)]
+            listed = [method for method in (METHODS, DRY_METHODS)[dry] if not findings.has(**about, method=method)]
             if not listed:
                 continue
             with findings.trying(", ".join(about.values())):
@@ -76,7 +75,7 @@ def link_speed(device: torch.device) -> float:
 def streamed(contestant: Sampler, copied: int, link: float | None) -> dict[str, Any]:
     """A row. link: bytes per second (None: there is no device)."""
     run = [contestant(seed) for seed in range(2)][-1]
-    row: dict[str, Any] = {"passes": run.passes, "left, MB": round(copied / 1e6)}
+    row: dict[str, Any] = {"passes": run.passes, "left, MB": round(copied / 1e6, 3)}
     if link is None:
         return row
     events = [(event.time_range.start, event.time_range.end, event.name) for event in on_device(profiled(contestant))]
