@@ -6,10 +6,11 @@ After a change of a kernel, write it again: python -m tools.benchmarks.gpu.compi
 import json
 
 import pytest
+import torch
 from comfyui_specar.kernels.dispatch import MIN_CAPABILITY
-from comfyui_specar.tools.benchmarks.gpu import compile_table
+from comfyui_specar.tools.benchmarks.gpu import compile_cases, compile_table
 
-from ..support.triton_kernels import SHARED
+from ..support.triton_kernels import SHARED, Kernel
 
 TABLE = json.loads(compile_table.TABLE.read_text(encoding="utf-8"))
 USED = [pair for pair in compile_table.PAIRS if divmod(int(pair[1]), 10) >= MIN_CAPABILITY]
@@ -53,3 +54,15 @@ def test_instructions_of_a_loop(monkeypatch):
     monkeypatch.setattr("comfyui_specar.tests.support.triton_kernels.read_by", lambda *given: text)
     assert compile_table.instructions_per_weight(b"", 1) == round(1000 * 4 / 128)
     assert compile_table.instructions_per_weight(b"", 2) == round(1000 * 8 / 128)
+
+
+def test_instructions_are_those_of_the_product_whatever_is_launched_beside_it(monkeypatch):
+    def kernel(name: str) -> Kernel:
+        return Kernel(name, "", name.encode(), 4, 0, 0, 0)
+
+    x = torch.empty(2, 8, dtype=torch.bfloat16)
+    monkeypatch.setattr(compile_cases, "cases", lambda: [("linear.few_rows", "a product", (x,))])
+    launched = [kernel("_rms_norm"), kernel("_few_rows"), kernel("_sum")]
+    monkeypatch.setattr("comfyui_specar.tests.support.triton_kernels.compile_here", lambda *given: launched)
+    monkeypatch.setattr(compile_table, "instructions_per_weight", lambda cubin, tiles: (cubin, tiles))
+    assert compile_table.compiled(86)["loops"] == {"a product": (b"_few_rows", 1)}
