@@ -5,22 +5,26 @@
 
 A step is captured as on an NVIDIA GPU with Triton. Counted are torch operations that compute or move numbers (a matrix
 product or sort of a library counts as one) and launches of Triton kernels; storing the next state is among them.
-Nothing is timed.
+Nothing is timed. Of token models the table also has the launches of one layer of the target, and how many of these are
+of attention and of ``linear.few_rows``; predict.py calculates milliseconds from them.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
 from comfyui_specar.kernels import dispatch, graphs, noise
+from comfyui_specar.model_loaders import ar_model
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.continuous_model import MaskedModel, MaskedState
 from comfyui_specar.model_loaders.text.prompt_encoders import MissingEncoder
@@ -30,14 +34,13 @@ from comfyui_specar.samplers import constants
 from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts import trees
-from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine.prefill import Start
 from comfyui_specar.samplers.engine.run import DiscreteMethod
 from comfyui_specar.samplers.engine.session import Session
+from comfyui_specar.samplers.methods import speculative
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
-from comfyui_specar.samplers.methods.speculative import DraftTree
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -45,10 +48,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import sizes
 from .report import plain_command
+from .runs import drafter_cases
 
 TABLE = Path(__file__).parent / "results" / "launches.json"
 GPU = torch.device("cuda:0")
-WINDOW, CHAIN = 32, 5
+WINDOW = 32
 _WHOLE = ("aten::linear", "aten::rms_norm", "aten::layer_norm")  # one call of a library each
 _IDLE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::lift_fresh")
 
@@ -113,16 +117,18 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
 
     def launch(self: Any, *given: Any, **options: Any) -> None:
         if counts.entered:
-            counts.found[f"triton::{self.__name__}"] += 1
+            module = self.fn.__module__.rpartition(".")[2].removesuffix("_triton")
+            counts.found[f"{module}::{self.__name__}"] += 1
 
     with ExitStack() as stack:
         for where, name, instead in (
             (JITFunction, "run", launch),
             (dispatch, "runs_triton", lambda device: True),
             (torch.cuda, "current_device", lambda: 0),
-            (graphs.Graphs, "_first", lambda self, step, state: step(state)),
             (FakeTensorMode, "avoid_device_init", True),  # whatever other kinds of devices there are
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
+            (ar_model, "neighbour_table", lambda codes, n: torch.empty((len(codes), n), dtype=torch.int64, device=GPU)),
+            (speculative, "bound", lambda rule, model: rule.bind(model)),  # without a look at its numbers
         ):
             stack.enter_context(patch.object(where, name, instead))
         made_once = constants.counting, constants.numbers, constants.uniform_probs
@@ -134,9 +140,11 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
         yield
 
 
-def built(name: str) -> DiscreteModel:
-    """A model of a released size in bf16."""
-    model = sizes.build(sizes.SIZES[name], torch.bfloat16, GPU)
+def built(name: str, less: int) -> DiscreteModel:
+    """A model of a released size in bf16, with so many layers less."""
+    size = sizes.SIZES[name]
+    config = replace(size.config, layers=size.config.layers - less)
+    model = sizes.build(replace(size, config=config), torch.bfloat16, GPU)
     model.prefix = Prompt(model.backbone.config.dim)
     return model
 
@@ -144,15 +152,15 @@ def built(name: str) -> DiscreteModel:
 class Case:
     """A run of a model after its prompt, guided as its authors generate, for one image."""
 
-    def __init__(self, name: str, counts: Launches):
-        self.model = model = built(name)
+    def __init__(self, name: str, counts: Launches, less: int = 0):
+        self.model = model = built(name, less)
         self.layout, self.forcing = model.layout().to(GPU), model.vocab < model.vocab_total
         self.graphs = CountedGraphs(counts)
         prompt = model.encode_features(torch.zeros(1, sizes.PROMPT, sizes.CAPTION))
         self.request = Request(model, prompt, self.layout, model.defaults)
 
-    def passes(self, method: DiscreteMethod) -> Iterator[Any]:
-        """Begin a run, and make a step of it whenever asked."""
+    def passes(self, method: DiscreteMethod, *extents: tuple[int, ...]) -> Iterator[Any]:
+        """Begin a run, and make a round of it whenever asked: a step for each of the extents, or one without."""
 
         def start(model: Any, cache: Any, layout: Any, *_: Any) -> Start:
             tokens = torch.zeros((1, layout.length + 1), dtype=torch.int64, device=GPU)
@@ -165,10 +173,11 @@ class Case:
             patch.object(type(self.layout), "forces", self.forcing),
         ):
             run, state, _ = engine.begin(method.bound(self.request), self.request, session)
-        inputs, step = engine.StepInputs(run.stream, run.layout, run.end, None, None, state), engine.step_of(run)
+        inputs = engine.StepInputs(run.stream, run.layout, run.end, None, None, state)
         while True:
             yield
-            inputs = self.graphs("step", step, inputs)
+            for extent in extents or ((),):
+                inputs = self.graphs(extent, engine.step_of(run, extent), inputs)
 
 
 def mar_b(counts: Launches) -> tuple[MaskedModel, MaskedState]:
@@ -207,14 +216,32 @@ def mar_head(model: MaskedModel, state: MaskedState) -> Iterator[Any]:
         model.head.denoise(z, z, scale, 1.0, noise[0], noise[1:], schedule, state.graphs)
 
 
-def chain(case: Case) -> Iterator[Any]:
-    return case.passes(DraftTree(sizes.eagle(case.model), Chain(CHAIN)))
+def drafted(name: str, *extents: tuple[int, ...]) -> Callable[[Case], Iterator[Any]]:
+    """Rounds of a method with an EAGLE drafter, by the name that it is measured under."""
+
+    def passes(case: Case) -> Iterator[Any]:
+        eagle = sizes.eagle(case.model)
+        [method] = [each.method for each in drafter_cases(eagle, eagle) if each.name == name]
+        return case.passes(method, *extents)
+
+    return passes
 
 
+DRAFTED = (
+    "chain of 5",
+    "EAGLE-1, 25 drafts",
+    "EAGLE-1, 57 drafts",
+    "EAGLE-2",
+    "LANTERN delta 0.3",
+    "LANTERN++ k 10, lambda 2",
+    "Cool-SD delta 2",
+)
 CASES = {
     "llamagen-xl, next token": ("llamagen-xl", lambda case: case.passes(NextToken())),
     "llamagen-xl, sjd 32": ("llamagen-xl", lambda case: case.passes(SJD(WINDOW))),
-    "llamagen-xl, chain of 5": ("llamagen-xl", chain),
+    "llamagen-xl, sjd++ 32": ("llamagen-xl", lambda case: case.passes(SJD(WINDOW, "threshold_paper"))),
+    **{f"llamagen-xl, {name}": ("llamagen-xl", drafted(name)) for name in DRAFTED},
+    "llamagen-xl, ADT-Tree": ("llamagen-xl", drafted("ADT-Tree", (3, 20))),
     "janus-pro-1b, next token": ("janus-pro-1b", lambda case: case.passes(NextToken())),
     "lumina-mgpt-7b, next token": ("lumina-mgpt-7b", lambda case: case.passes(NextToken())),
     "lumina-mgpt-7b, sjd 32": ("lumina-mgpt-7b", lambda case: case.passes(SJD(WINDOW))),
@@ -224,12 +251,12 @@ CASES = {
 }
 
 
-def launches(name: str) -> Counter[str]:
-    """What a replayed pass (or round) of a case launches, by name."""
+def launches(name: str, less: int = 0) -> Counter[str]:
+    """What a replayed pass (or round) of a case launches, by name; of a token model with so many layers less."""
     size, passes = CASES[name]
     counts = Launches()
     with without_a_gpu(counts):
-        going_on = passes(*mar_b(counts)) if size == "mar-b" else passes(Case(size, counts))
+        going_on = passes(*mar_b(counts)) if size == "mar-b" else passes(Case(size, counts, less))
         for _ in range(4):  # after the prompt: called, captured, replayed with all its constants
             next(going_on)
         with counts:  # and what the next replay copies
@@ -237,9 +264,23 @@ def launches(name: str) -> Counter[str]:
     return counts.found
 
 
-def table() -> dict[str, int]:
-    """Launches of every case."""
-    return {name: launches(name).total() for name in CASES}
+def entry(name: str) -> dict[str, int]:
+    """A case in the table."""
+    found = launches(name)
+    if name.startswith("mar-b"):
+        return {"launches": found.total()}
+    layer = found - launches(name, 1)
+    attention = sum(times for launched, times in layer.items() if launched.startswith("attention::"))
+    few_rows = layer["linear::_few_rows"]
+    return {"launches": found.total(), "of a layer": layer.total(), "attention": attention, "few rows": few_rows}
+
+
+def write(table: dict[str, Any]) -> None:
+    """Write the table, a case in a line."""
+    lines = re.sub(
+        r"\{\s+([^{}]*?)\s+\}", lambda case: "{" + " ".join(case[1].split()) + "}", json.dumps(table, indent=2)
+    )
+    TABLE.write_text(lines + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -250,9 +291,9 @@ def main() -> None:
         for launched, times in launches(options.case).most_common():
             print(f"{times:6} {launched}")
         return
-    found = table()
-    TABLE.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=2))
+    table = json.loads(TABLE.read_text(encoding="utf-8")) | {"cases": {name: entry(name) for name in CASES}}
+    write(table)
+    print(TABLE.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -81,6 +81,17 @@ def _emu3(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, side: int)
     )
 
 
+def _emu35(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, side: int) -> Size:
+    return Size(
+        "emu3.5",
+        BackboneConfig(dim, layers, heads, ffn, 131072 + 1, 1e-6, kv_heads=kv_heads, head_rms=True, head_dim=128),
+        (side, side),
+        SamplingParams(cfg=5.0, top_k=5120),
+        (True, 0),
+        theta=1e6,
+    )
+
+
 SIZES = {
     "llamagen-b": _llamagen(768, 12, 12, 2048, 16),
     "llamagen-l": _llamagen(1024, 24, 16, 2816, 16),
@@ -90,6 +101,7 @@ SIZES = {
     "janus-pro-7b": _janus(4096, 30, 32, 11008),
     "lumina-mgpt-7b": _lumina(4096, 32, 32, 11008, 48),
     "emu3-8b": _emu3(4096, 32, 32, 8, 14336, 90),
+    "emu3.5-34b": _emu35(5120, 64, 64, 8, 25600, 32),
 }
 
 
