@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from comfyui_specar.tools.benchmarks import predict
-from comfyui_specar.tools.benchmarks.predict import CHAIN, H200, LUMINA, METHODS, NEXT, TREE, XL
+from comfyui_specar.tools.benchmarks.predict import CHAIN, H200, LUMINA, METHODS, NEXT, SKIPPED, TREE, VVS, XL
 
 WITHIN = 0.25  # of a measured round: what the model leaves out, such as how much shorter the images of ``ratios`` are
 
@@ -68,3 +68,9 @@ def test_auto_is_no_slower_than_next_token_and_the_best_of_trees():
 def test_between_points():
     points = [(1, 10.0), (3, 20.0), (4, 0.0)]
     assert [predict.between(points, x) for x in (0, 1, 2, 3, 3.5, 9)] == [10, 10, 15, 20, 10, 0]
+
+
+def test_a_skipped_round_takes_the_drafter_alone():
+    """And VVS more than its verified rounds, by less than a skipped one each."""
+    alone, verified = (predict.one_round(H200, LUMINA, method) for method in (SKIPPED, VVS))
+    assert alone < 0.5 * verified < verified < predict.milliseconds(H200, LUMINA, VVS) < verified + alone

@@ -236,12 +236,16 @@ DRAFTED = (
     "LANTERN++ k 10, lambda 2",
     "Cool-SD delta 2",
 )
+VVS = "VVS every 4th, EAGLE-1"
 CASES = {
     "llamagen-xl, next token": ("llamagen-xl", lambda case: case.passes(NextToken())),
     "llamagen-xl, sjd 32": ("llamagen-xl", lambda case: case.passes(SJD(WINDOW))),
     "llamagen-xl, sjd++ 32": ("llamagen-xl", lambda case: case.passes(SJD(WINDOW, "threshold_paper"))),
     **{f"llamagen-xl, {name}": ("llamagen-xl", drafted(name)) for name in DRAFTED},
     "llamagen-xl, ADT-Tree": ("llamagen-xl", drafted("ADT-Tree", (3, 20))),
+    "llamagen-xl, VVS, verified": ("llamagen-xl", drafted(VVS, (), (1, 0, 0))),
+    "llamagen-xl, VVS, verified after a skipped round": ("llamagen-xl", drafted(VVS, (), (1, 0, 1))),
+    "llamagen-xl, VVS, skipped": ("llamagen-xl", drafted(VVS, (), (0, 1, 0))),
     "janus-pro-1b, next token": ("janus-pro-1b", lambda case: case.passes(NextToken())),
     "lumina-mgpt-7b, next token": ("lumina-mgpt-7b", lambda case: case.passes(NextToken())),
     "lumina-mgpt-7b, sjd 32": ("lumina-mgpt-7b", lambda case: case.passes(SJD(WINDOW))),
