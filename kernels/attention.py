@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,28 +22,69 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """The new tokens of a forward pass: where a cache of ``capacity`` slots keeps them, and what they attend to.
+
+    They follow ``lengths`` [R] (int64) committed and ``uncommitted`` further tokens. Each of the ``count`` sees all
+    committed tokens, and the uncommitted one j where tree_mask [R, count, uncommitted + count] (bool) is true; None is
+    a chain. reach: leading slots that are read. dtype: what is computed in.
+    """
+
+    lengths: Tensor
+    tree_mask: Tensor | None
+    count: int
+    uncommitted: int
+    reach: int
+    capacity: int
+    dtype: torch.dtype
+
+    @cached_property
+    def _after(self) -> Tensor:
+        """[R, count] (int64): the tokens before each one in a chain."""
+        first = self.uncommitted
+        return self.lengths[:, None] + torch.arange(first, first + self.count, device=self.lengths.device)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[R, count] (int64): those of their keys and values. Past the capacity it is the last one."""
+        return self._after.clamp(max=self.capacity - 1)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """The additive mask [R, 1, count, reach], made once for all layers: 0 where a token sees a slot, else minus
+        infinity."""
+        columns = torch.arange(self.reach, device=self.lengths.device)
+        if self.tree_mask is None:
+            seen = columns <= self._after[..., None]
+        else:
+            fed = self.tree_mask.shape[2]
+            offset = columns - self.lengths[:, None]
+            index = offset.clamp(0, fed - 1)[:, None].expand(-1, self.count, -1)
+            seen = (offset < 0)[:, None] | self.tree_mask.gather(2, index) & (offset < fed)[:, None]
+        return additive(seen[:, None], self.dtype)
+
+
 def attend_cached(
     qkv: Tensor,
     factors: Tensor,
     halves: bool,
     norms: Norms | None,
     buffer: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    mask: Tensor,
-    arrived: Tensor,
+    scales: Tensor | None,
+    new: NewTokens,
 ) -> Tensor:
-    """Attention of new tokens to a cache, and to each other where the mask allows it.
+    """Attention of new tokens to a cache, and to each other where their mask allows it.
 
     Queries and keys are normalised (with ``norms``) and rotated; keys and values are stored in the cache, then read.
 
     qkv [R, T, H + 2 Hkv, d]: queries, keys, values; factors as of ``factors_of`` (fp32); buffer [R, 2 Hkv, N, d]:
-    keys, values; rows [R, 1] counts from 0; slots [R, T] (int64): the slot of each token's keys and values;
-    mask [R, 1, T, n], n <= N, is added to the scores of the first n slots (see ``additive``); arrived [R, Hkv, FEW]
-    (int32): zero before and after the call. Returns [R, T, H, d]; zeros for a query that sees no slot.
+    keys, values. If it is int8, scales [R, 2 Hkv, N, 1] (in qkv's dtype; else None): every key and every value has its
+    own, so what is stored for a token does not depend on the pass that stored it. Returns [R, T, H, d]; zeros for a
+    query that sees no slot.
     """
-    attended = attend_few if qkv.shape[1] <= FEW else attend_few.reference
-    return attended(qkv, factors, halves, norms, buffer, rows, slots, mask, arrived)
+    attended = attend_few if new.count <= FEW else attend_few.reference
+    return attended(qkv, factors, halves, norms, buffer, scales, new)
 
 
 @Accelerated
@@ -50,51 +94,29 @@ def attend_few(
     halves: bool,
     norms: Norms | None,
     buffer: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    mask: Tensor,
-    arrived: Tensor,
+    scales: Tensor | None,
+    new: NewTokens,
 ) -> Tensor:
-    """``attend_cached`` for up to FEW tokens. All arguments are dense in their last dimension.
+    """``attend_cached`` for up to FEW tokens. buffer and scales are contiguous, tree_mask is in its last dimension.
 
-    The Triton kernel is batch invariant: a query's result does not depend on the other rows and tokens, their number,
-    or the slots that it does not see.
+    The Triton kernels are batch invariant: a query's result does not depend on the other rows and tokens, their number,
+    or the slots that it does not see. They read int8 as it is, while the reference widens what it reads in a copy.
     """
-    queries, new = _prepared(qkv, factors, halves, norms, buffer.shape[1])
-    store(buffer, rows, slots, new)
-    k, v = buffer[:, :, : mask.shape[-1]].chunk(2, dim=1)
-    return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
+    queries, stored = _prepared(qkv, factors, halves, norms, buffer.shape[1])
+    if scales is not None:
+        scale = (stored.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(qkv.dtype).tiny)  # > 0 for zeros, too
+        store(scales, new.slots, scale)
+        stored = (stored / scale).round().clamp(-127, 127).to(torch.int8)
+    store(buffer, new.slots, stored)
+    every = buffer[:, :, : new.reach]
+    k, v = (every if scales is None else every * scales[:, :, : new.reach]).chunk(2, dim=1)
+    return attend(queries.transpose(1, 2), k, v, new.mask).transpose(1, 2)
 
 
-def attend_int8(
-    qkv: Tensor,
-    factors: Tensor,
-    halves: bool,
-    norms: Norms | None,
-    buffer: Tensor,
-    scales: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    mask: Tensor,
-) -> Tensor:
-    """``attend_cached`` to a cache in int8. buffer [R, 2 Hkv, N, d] (int8); scales [R, 2 Hkv, N, 1], in qkv's dtype.
-
-    Every key and every value has its own scale, so what is stored for a token does not depend on the pass that stored
-    it. The slots that are read are widened in a copy, which a layer needs at a time.
-    """
-    queries, new = _prepared(qkv, factors, halves, norms, buffer.shape[1])
-    scale = (new.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(qkv.dtype).tiny)  # > 0 for zeros, too
-    store(buffer, rows, slots, (new / scale).round().clamp(-127, 127).to(torch.int8))
-    store(scales, rows, slots, scale)
-    n = mask.shape[-1]
-    k, v = (buffer[:, :, :n] * scales[:, :, :n]).chunk(2, dim=1)
-    return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
-
-
-def store(buffer: Tensor, rows: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Write new [R, T, H, d] to slots [R, T] (int64) of buffer [R, H, N, d]; rows [R, 1] counts from 0."""
+def store(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write new [R, T, H, d] to slots [R, T] (int64) of buffer [R, H, N, d]."""
     if not readable(slots):
-        buffer[rows, :, slots] = new
+        buffer[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = new
         return
     for row, at, values in zip(buffer, slots.tolist(), new.transpose(1, 2), strict=True):
         whole = slice(at[0], at[0] + len(at))

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from ..models.backbone import Rotation
-from ..models.cache import KVCache
+from ..models.cache import KVCache, Mask
 
 PROMPT_PASS = 1024  # prompt tokens of a forward pass: an image takes 4096, and attention has a mask over all before it
 
@@ -30,7 +30,7 @@ def repeated(rows: Tensor, branches: int) -> Tensor:
     return rows.repeat(branches, *[1] * (rows.ndim - 1))
 
 
-def prompt_passes(rotation: Rotation, lengths: Tensor, cache: KVCache) -> Iterator[tuple[slice, Rotation, Tensor]]:
+def prompt_passes(rotation: Rotation, lengths: Tensor, cache: KVCache) -> Iterator[tuple[slice, Rotation, Mask]]:
     """The forward passes that read prompts of ``lengths`` [R] (int64) tokens into an empty cache: which of the tokens,
     their part of ``rotation`` [1, n, ...], and their mask (see ``KVCache.open``).
 

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention import attend
+from ..kernels.attention import NewTokens, attend
 from ..kernels.rotation import EPS, Norm, factors_of, normalise, rotate
-from .cache import KVCache, RotaryTable
+from .cache import KVCache, Mask, RotaryTable
 from .products import product
 
 T = TypeVar("T")
@@ -136,14 +136,16 @@ class Attention(nn.Module):
         rotary: RotaryTable,
         layer: int,
         cache: KVCache | None,
-        mask: Tensor | None,
+        mask: Mask,
     ) -> Tensor:
         """x plus post_norm of the attention of norm(x). x may be overwritten, but in the first layer."""
         qkv = product(self.wqkv, x, norm).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
         if cache is None:
+            assert not isinstance(mask, NewTokens), "there is no cache"
             attended = self._uncached(qkv, rotary, mask)
         else:
             norms = (self.q_norm.of(qkv), self.k_norm.of(qkv)) if self.normed else None
+            assert isinstance(mask, NewTokens), "what the cache's open returned"
             attended = cache.attend(layer, qkv, rotary._replace(norms=norms), mask)
         return _added(self.wo, attended.flatten(2), post_norm, x, layer > 0)  # the first layer's x is the caller's
 
@@ -191,7 +193,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, operations)
         self.ffn_post_norm = norm(config.post_norms)
 
-    def forward(self, x: Tensor, rotary: RotaryTable, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTable, layer: int, cache: KVCache | None, mask: Mask) -> Tensor:
         x = self.attention(x, self.attention_norm, self.attention_post_norm, rotary, layer, cache, mask)
         return self.feed_forward(x, self.ffn_norm, self.ffn_post_norm)
 
@@ -243,13 +245,13 @@ class Backbone(nn.Module):
         return other.eval()
 
     def forward(
-        self, x: Tensor, rotation: Rotation | RotaryTable, cache: KVCache | None = None, mask: Tensor | None = None
+        self, x: Tensor, rotation: Rotation | RotaryTable, cache: KVCache | None = None, mask: Mask = None
     ) -> Tensor:
         """Hidden states [R, T, dim] after the final norm, for input embeddings x [R, T, dim].
 
-        With a cache, keys and values are written at the cache's current slots. ``mask`` [R, 1, T, attention_length or
-        T], in the dtype of x, is added to the scores of attention (see kernels.attention.additive); None is causal,
-        without a cache.
+        With a cache, keys and values are written at the slots of ``mask``, which the cache's ``open`` returned. Without
+        one, mask [R, 1, T, T], in the dtype of x, is added to the scores of attention (see kernels.attention.additive);
+        None is causal.
         """
         rotary = rotation.table()
         for index, layer in enumerate(self.layers):

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import batch_invariant
-from ..kernels.attention import FEW, attend_cached, attend_int8
-from ..kernels.cache import keep_path, open_slots
+from ..kernels.attention import NewTokens, attend_cached
+from ..kernels.cache import keep_path
 from ..kernels.rotation import Norms
 
+Mask = NewTokens | Tensor | None  # of a forward pass: with a cache what its ``open`` returned, else see Backbone
 BUCKET = 128  # slots per allocation step: prompts of similar lengths lead to steps of one shape
 
 
@@ -78,12 +79,6 @@ class KVCache:
         self.buffer = torch.zeros((*slots, head_dim), dtype=torch.int8 if narrow else dtype, device=device)
         self.scales = torch.zeros((*slots, 1), dtype=dtype, device=device) if narrow else None
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._rows = torch.arange(rows, device=device)[:, None]
-        self._columns = torch.arange(capacity, device=device)
-        # Of the open tokens. Allocated here: what a captured pass allocates must not outlive its capture.
-        self._slots = torch.zeros((rows, capacity), dtype=torch.int64, device=device)
-        self._arrived = torch.zeros((rows, heads, FEW), dtype=torch.int32, device=device)  # see kernels/attention.py
-        self._count = 0
 
     @property
     def capacity(self) -> int:
@@ -137,36 +132,23 @@ class KVCache:
         self.attention_length = min(read, self.capacity)
         return self.attention_length
 
-    def open(self, count: int, tree_mask: Tensor | None = None, uncommitted: int = 0) -> Tensor:
+    def open(self, count: int, tree_mask: Tensor | None = None, uncommitted: int = 0) -> NewTokens:
         """Reserve ``count`` slots for the next forward pass, after each row's committed and ``uncommitted`` tokens.
 
         tree_mask [rows, count, uncommitted + count] (bool): may token i see uncommitted token j; None is a chain.
-        Returns the additive attention mask [rows, 1, count, attention_length]: 0 for a visible slot, else minus
-        infinity. Slots past the capacity are clamped to the last one; callers leave enough room that only tokens past
-        the end of the image get there.
+        Slots past the capacity are clamped to the last one; callers leave enough room that only tokens past the end of
+        the image get there.
         """
-        self._count = count
-        return open_slots(
-            self._slots,
-            self.lengths,
-            self._columns,
-            tree_mask,
-            count,
-            uncommitted,
-            self.attention_length,
-            self._parts[-1][0, 0, 0, 0],
-        )
+        return NewTokens(self.lengths, tree_mask, count, uncommitted, self.attention_length, self.capacity, self.dtype)
 
-    def attend(self, layer: int, qkv: Tensor, rotary: RotaryTable, mask: Tensor) -> Tensor:
-        """Attention [rows, count, H, head_dim] of the open tokens.
+    def attend(self, layer: int, qkv: Tensor, rotary: RotaryTable, new: NewTokens) -> Tensor:
+        """Attention [rows, count, H, head_dim] of the tokens that ``open`` returned.
 
         qkv [rows, count, H + 2 * heads, head_dim]: queries, keys and values. Queries and keys are rotated; keys and
-        values are stored in the open slots. mask [rows, 1, count, attention_length]: see ``open``.
+        values are stored in the tokens' slots.
         """
-        slots = self._slots[:, : self._count]
-        if self.scales is not None:
-            return attend_int8(qkv, *rotary, self.buffer[layer], self.scales[layer], self._rows, slots, mask)
-        return attend_cached(qkv, *rotary, self.buffer[layer], self._rows, slots, mask, self._arrived)
+        scales = None if self.scales is None else self.scales[layer]
+        return attend_cached(qkv, *rotary, self.buffer[layer], scales, new)
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Keep the first ``count`` [rows] tokens of the last forward pass, or of ``path`` [rows, P].

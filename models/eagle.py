@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .backbone import BackboneConfig, Block, Rotation
-from .cache import KVCache, RotaryTable
+from .cache import KVCache, Mask, RotaryTable
 from .placed import Placed
 
 
@@ -31,7 +31,7 @@ class Eagle(Placed):
         ids: Tensor,
         rotation: Rotation | RotaryTable,
         cache: KVCache | None = None,
-        mask: Tensor | None = None,
+        mask: Mask = None,
     ) -> Tensor:
         """Predicted features [R, T, dim] one position further, for features [R, T, dim] and the ids [R, T] after them.
 

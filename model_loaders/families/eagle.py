@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models.backbone import BackboneConfig, join_gates
-from ...models.cache import KVCache, slots_of
+from ...models.cache import KVCache, Mask, slots_of
 from ...models.eagle import Eagle
 from ...models.positions import Table, rotation_of
 from ...samplers.contract import StepOut
@@ -188,7 +188,7 @@ class EagleDrafter:
         state.expanded += tokens.shape[1]
         return self._output(self._pass(state, tokens, positions, hidden, mask))
 
-    def _pass(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
+    def _pass(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, mask: Mask) -> Tensor:
         ids, places = (repeated(each, state.target.branches) for each in (tokens, positions))
         return self.module(hidden.to(self.dtype), ids, state.table.at(places), state.cache, mask)
 

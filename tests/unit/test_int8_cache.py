@@ -37,8 +37,8 @@ def cache(dtype=torch.float32, narrow=True):
 
 
 def attend(into, qkv, factors, tree_mask=None):
-    mask = into.open(qkv.shape[1], tree_mask)
-    return into.attend(0, qkv, RotaryTable(factors, False), mask)
+    new = into.open(qkv.shape[1], tree_mask)
+    return into.attend(0, qkv, RotaryTable(factors, False), new)
 
 
 def widened(into):

@@ -4,7 +4,7 @@ says. Larger ones, and whether they compile, have files of their own."""
 import pytest
 import torch
 from comfyui_specar.kernels import sampling
-from comfyui_specar.kernels.attention import FEW, additive
+from comfyui_specar.kernels.attention import FEW, NewTokens
 from comfyui_specar.kernels.gating import gated
 from comfyui_specar.kernels.rotation import factors_of, rotate
 from comfyui_specar.samplers.layout import TokenLayout
@@ -27,36 +27,6 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 # The cache
-
-
-@st.composite
-def openings(draw):
-    """Arguments of open_slots: chains and trees, some of them past the capacity, masks shared by rows or not."""
-    rows, capacity = draw(st.integers(1, 3)), draw(st.sampled_from([12, 300]))
-    count, uncommitted, reach = draw(st.integers(1, 5)), draw(st.integers(0, 4)), draw(st.integers(9, capacity))
-    lengths = torch.tensor(draw(st.lists(st.integers(0, capacity), min_size=rows, max_size=rows)))
-    generator, tree = seeded(draw(st.integers(0, 99))), None
-    if draw(st.booleans()):
-        tree = torch.rand((draw(st.sampled_from([1, rows])), count, uncommitted + count), generator=generator) < 0.5
-        tree = tree.expand(rows, -1, -1)
-    like = torch.zeros(1, dtype=draw(st.sampled_from([torch.float32, torch.float16])))
-    slots = torch.full((rows, capacity), -1)
-    return slots, lengths, torch.arange(capacity), tree, count, uncommitted, reach, like
-
-
-@settings(max_examples=20)
-@given(openings())
-def test_opened_slots_and_who_sees_whom(given):
-    slots, lengths, columns, tree, count, uncommitted, reach, like = given
-    mask = agrees("cache.open_slots", *given)
-    assert mask.dtype == like.dtype
-    for row, length in enumerate(lengths.tolist()):
-        for i in range(count):
-            assert slots[row, i] == min(length + uncommitted + i, len(columns) - 1)
-            chain = [j <= uncommitted + i for j in range(uncommitted + count)]
-            seen = [*[True] * length, *(chain if tree is None else tree[row, i].tolist()), *[False] * reach][:reach]
-            assert (mask[row, 0, i] == 0).tolist() == seen
-    assert (slots[:, count:] == -1).all()
 
 
 @st.composite
@@ -376,17 +346,13 @@ def test_attention_of_a_window(count, dtype, steps):
     qkv = torch.randn((1, count, 4, 64), generator=generator).to(dtype)
     angles = torch.rand((1, count, 32), generator=generator)
     buffer = torch.randn((1, 2, 320, 64), generator=generator).to(dtype)
-    where = 150 + torch.arange(count)[None]
-    mask = additive(torch.arange(300) <= where[:, None, :, None], dtype)
-    arrived, rows = torch.zeros((1, 1, FEW), dtype=torch.int32), torch.tensor([[0]])
+    new = NewTokens(torch.tensor([150]), None, count, 0, 320, 320, dtype)
     factors, near = factors_of(angles.cos(), angles.sin(), True), steps * torch.finfo(dtype).eps
-    agrees("attention.attend_few", qkv, factors, True, None, buffer, rows, where, mask, arrived, rtol=0, atol=near)
+    agrees("attention.attend_few", qkv, factors, True, None, buffer, None, new, rtol=0, atol=near)
 
 
-def test_slots_and_random_numbers_of_a_window():
-    columns, slots, lengths = torch.arange(640), torch.zeros((1, 640), dtype=torch.int64), torch.tensor([602])
-    tree = torch.rand((1, 64, 64), generator=seeded()) < 0.5
-    agrees("cache.open_slots", slots, lengths, columns, tree, 64, 0, 640, torch.zeros(()))
+def test_random_numbers_of_a_window():
+    columns = torch.arange(640)
     keys = torch.tensor([[2**32 - 1, 7]])
     agrees("noise.uniform", columns[None, :64], keys, (1, 2), 0, **BITS)
     agrees("noise.gumbel", columns[None, :1], keys, 65536, 0, 0, **NOISE)

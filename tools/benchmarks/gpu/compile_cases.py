@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from comfyui_specar.kernels.attention import FEW
+from comfyui_specar.kernels.attention import NewTokens
 from comfyui_specar.kernels.linear import GROUP
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import UniformRSD
@@ -26,7 +26,10 @@ ATTENTION: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {  # key heads
     "96 channels": (16, 1, 640, 96, {}),
     "100 channels": (32, 1, 1280, 100, {}),
     "256 channels": (8, 1, 640, 256, {}),
-    "one part": (2, 1, 100, 64, {}),
+    "one part": (2, 1, 128, 64, {}),
+    "llamagen-xl, tree": (20, 1, 1152, 64, {"tree": True}),
+    "lumina-mgpt-7b, tree": (32, 1, 2560, 128, {"norms": "LayerNorm", "tree": True}),
+    "lumina-mgpt-7b, tree, int8": (32, 1, 2560, 128, {"norms": "LayerNorm", "tree": True, "narrow": True}),
     "fp16": (32, 1, 2560, 128, {"dtype": FP16}),
     "fp32": (32, 1, 2560, 128, {"dtype": FP32}),
 }
@@ -73,22 +76,23 @@ def cases() -> Iterator[Case]:
         yield from others()
 
 
-def attended(key_heads: int, shared: int, slots: int, dim: int, count: int, dtype=BF16, norms: str = "") -> tuple:
+def attended(
+    key_heads: int, shared: int, slots: int, dim: int, count: int, dtype=BF16, norms: str = "", tree=False, narrow=False
+) -> tuple:
     """Arguments of attention.attend_few, for two rows."""
     heads = key_heads * shared
     weight = torch.empty(1, dim, dtype=dtype)
     norm = {"": None, "LayerNorm": ((weight, weight, 1e-5),) * 2, "RMSNorm": ((weight, None, 1e-6),) * 2}[norms]
     halves = dim != 64  # LlamaGen-XL rotates neighbours
+    seen = whole(2, count, count, dtype=torch.bool) if tree else None
     return (
         torch.empty(2, count, heads + 2 * key_heads, dim, dtype=dtype),
         torch.empty(2, count, 2 * dim if halves else dim),
         halves,
         norm,
-        torch.empty(2, 2 * key_heads, slots, dim, dtype=dtype),
-        whole(2, 1),
-        whole(2, count),
-        torch.empty(2, 1, count, slots, dtype=dtype),
-        whole(2, key_heads, FEW, dtype=torch.int32),
+        torch.empty(2, 2 * key_heads, slots, dim, dtype=torch.int8 if narrow else dtype),
+        torch.empty(2, 2 * key_heads, slots, 1, dtype=dtype) if narrow else None,
+        NewTokens(whole(2), seen, count, 0, slots, slots, dtype),
     )
 
 
@@ -182,10 +186,7 @@ def verified() -> Iterator[Case]:
 
 def others() -> Iterator[Case]:
     """The cache and the gate."""
-    slots, lengths, columns, like = whole(2, 1152), whole(2), whole(1152), torch.empty((), dtype=BF16)
-    tree = whole(2, 58, 58, dtype=torch.bool)
-    yield "cache.open_slots", "chain", (slots, lengths, columns, None, 32, 0, 1152, like)
-    yield "cache.open_slots", "tree", (slots, lengths, columns, tree, 58, 0, 1152, like)
+    lengths = whole(2)
     yield "cache.keep_path", "bf16", (torch.empty(2, 2, 8, 640, 128, dtype=BF16), lengths, whole(2, 7))
     yield "cache.keep_path", "int8", (whole(2, 2, 8, 640, 128, dtype=torch.int8), lengths, whole(2, 7))
     yield "gating.gated", "", (torch.empty(2, 300, 22016, dtype=BF16),)
