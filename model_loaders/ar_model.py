@@ -352,7 +352,8 @@ class DiscreteModel(Prompted):
         int8_cache: bool | None = None,
     ) -> int:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class), and of
-        the copy in which a layer reads caches in int8. dtype and int8_cache: None: this model's."""
+        the copy in which a layer reads caches in int8: long prompts and, without Triton, every step. dtype and
+        int8_cache: None: this model's."""
         config, itemsize = self.backbone.config, (dtype or self.dtype).itemsize
         prompt = prompt or getattr(self.prefix, "slots", 1)
         slots = slots_of(prompt, layout.length + slack, dtype or self.dtype, self.device)
