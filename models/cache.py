@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..kernels import batch_invariant
 from ..kernels.attention import NewTokens, attend_cached
-from ..kernels.cache import keep_path
 from ..kernels.rotation import Norms
 
 Mask = NewTokens | Tensor | None  # of a forward pass: with a cache what its ``open`` returned, else see Backbone
@@ -160,3 +159,16 @@ class KVCache:
             for part in self._parts:
                 keep_path(part, self.lengths, path)
         self.lengths += count
+
+
+def keep_path(buffer: Tensor, lengths: Tensor, path: Tensor) -> None:
+    """In every layer and head, move slot lengths + path[:, i] to slot lengths + i, in place.
+
+    buffer [layers, rows, heads, capacity, d]; lengths [rows]; path [rows, P] (int64): increasing offsets of the slots
+    to keep. Entries with path[:, i] < i pad shorter paths and move nothing. Slots past the capacity are clamped to the
+    last one.
+    """
+    target = torch.arange(path.shape[1], device=path.device)
+    target, source = ((lengths[:, None] + x).clamp(max=buffer.shape[3] - 1) for x in (target, path.maximum(target)))
+    rows = torch.arange(len(path), device=path.device)[:, None]
+    buffer[:, rows, :, target] = buffer[:, rows, :, source]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.records import write
+from ..kernels.sampling import at, entropy
 from .constants import numbers
 from .layout import TokenLayout
 
@@ -304,7 +304,7 @@ class Record:
         names = sorted(known, key=lambda name: known[name].is_floating_point())
         listed = names if p is None else [*names, "p", "entropy", "top1"]
         columns = numbers(tuple(map(self.fields.index, listed)), position.device, torch.int64)
-        write(self.positions, self.tokens, position, committed, token, p, columns, tuple(known[n] for n in names))
+        store(self.positions, self.tokens, position, committed, token, p, columns, tuple(known[n] for n in names))
 
     def round(self, **values: Tensor | int) -> None:
         """One more round: a scalar or [B] tensor for each of the record's round fields."""
@@ -396,3 +396,32 @@ def _filled(value: Any, like: Tensor) -> Tensor:
         kind = torch.float32 if isinstance(value, float) else torch.int64
         return numbers((value,), like.device, kind).expand(like.shape)
     return value.expand(like.shape)
+
+
+def store(
+    table: Tensor,
+    tokens: Tensor,
+    position: Tensor,
+    meant: Tensor,
+    token: Tensor | None,
+    p: Tensor | None,
+    columns: Tensor,
+    values: tuple[Tensor, ...],
+) -> None:
+    """At positions [B, T] (int64), where ``meant`` [B, T] (bool), store tokens and numbers, in place.
+
+    ``columns`` [n] (int64) of table [B, S + 1, F] (fp32) get the ``values``, each [B, T], integers before floats;
+    tokens [B, S + 1] (int64) get token [B, T] (None: unchanged). With probabilities p [B, T, V] the last three columns
+    get p of the token, the entropy of p in nats, and its largest probability. The last slot is scratch, for positions
+    that are not meant, and is cleared.
+    """
+    slot = torch.where(meant, position, table.shape[1] - 1)
+    if token is not None:
+        tokens.scatter_(1, slot, token)
+        tokens[:, -1].zero_()
+    numbers = [value.float() for value in values]
+    if p is not None:
+        numbers += [at(p, token), entropy(p), p.amax(-1)]
+    rows = torch.arange(len(table), device=table.device)[:, None, None]
+    table[rows, slot.unsqueeze(-1), columns] = torch.stack(numbers, dim=-1)
+    table[:, -1].zero_()

@@ -7,11 +7,12 @@ from comfyui_specar.kernels import sampling
 from comfyui_specar.kernels.attention import FEW, NewTokens
 from comfyui_specar.kernels.gating import gated
 from comfyui_specar.kernels.rotation import factors_of, rotate
+from comfyui_specar.models.cache import keep_path
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.rng import Purpose, Stream
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.lantern import Lantern
-from comfyui_specar.samplers.trace import POSITION_FIELDS, Record, Source
+from comfyui_specar.samplers.trace import POSITION_FIELDS, Record, Source, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +51,7 @@ def moves(draw):
 def test_moves_of_the_accepted_path(move):
     buffer, lengths, path = move
     before = buffer.clone()
-    agrees("cache.keep_path", *move)
+    keep_path(*move)
     for row, (length, line) in enumerate(zip(lengths.tolist(), path.tolist(), strict=True)):
         for i, offset in enumerate(line):
             assert torch.equal(buffer[:, row, :, length + i], before[:, row, :, length + max(i, offset)])
@@ -59,7 +60,7 @@ def test_moves_of_the_accepted_path(move):
 def test_what_is_past_the_capacity_disturbs_nobody():
     buffer = torch.arange(2 * 8.0).reshape(1, 2, 1, 8, 1)
     before = buffer.clone()
-    agrees("cache.keep_path", buffer, torch.tensor([2, 7]), torch.tensor([[1, 4, 9], [0, 5, 6]]))
+    keep_path(buffer, torch.tensor([2, 7]), torch.tensor([[1, 4, 9], [0, 5, 6]]))
     assert buffer[0, 0, 0, :, 0].tolist() == [0, 1, 3, 6, 7, 5, 6, 7]
     assert torch.equal(buffer[0, 1], before[0, 1])
 
@@ -170,7 +171,7 @@ def test_what_is_decided_is_written_down_and_nothing_else(vocab, token, probs):
     )
     columns = torch.tensor([0, 2, 4, 3, 7, 8][: 3 + 3 * probs])
     before, sampled = table.clone(), p.argmax(-1) if token else None
-    agrees("records.write", table, tokens, position, meant, sampled, p if probs else None, columns, values)
+    store(table, tokens, position, meant, sampled, p if probs else None, columns, values)
     assert not table[:, -1].any() and not tokens[:, -1].any()
     written = torch.zeros(2, places + 1, dtype=torch.bool).scatter(1, torch.where(meant, position, places), True)
     written[:, -1] = False
@@ -304,7 +305,7 @@ def test_probabilities_of_released_sizes(vocab, window, top_k, top_p):
 
 @sizes
 def test_windows_of_released_sizes(vocab, window):
-    """Sampled, decided and recorded."""
+    """Sampled and decided."""
     generator = seeded()
     p, ring = distributions(generator, 1, window, vocab), distributions(generator, 1, window + 1, vocab)
     u, v = uniforms(generator, 1, window), uniforms(generator, 1, window)
@@ -315,12 +316,6 @@ def test_windows_of_released_sizes(vocab, window):
     position = 40 + torch.arange(window)[None]
     token = ring[0, position % (window + 1)].argmax(-1)
     agrees("verification.maximal_coupling", p, ring, position, token, position < 39 + window, u, v, **LARGE)
-    table, tokens, columns = (
-        torch.zeros(1, 600, 8),
-        torch.zeros(1, 600, dtype=torch.int64),
-        torch.tensor([5, 1, 2, 3, 0]),
-    )
-    agrees("records.write", table, tokens, position, position > 41, token, p, columns, (token, u), **LARGE)
 
 
 @pytest.mark.parametrize("vocab", [16384, 65536])

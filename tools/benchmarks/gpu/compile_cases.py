@@ -168,27 +168,10 @@ def verified() -> Iterator[Case]:
                 f"{rule.name}, " + ("drawn drafts" if drawn else "most likely drafts"),
                 (p, token, children, *drafts, torch.empty(1, 6, 10), torch.empty(1, 7), torch.empty(1, 6), rule),
             )
-    yield (
-        "records.write",
-        "",
-        (
-            torch.empty(1, 1025, 12),
-            whole(1, 1025),
-            position,
-            exists,
-            position,
-            window,
-            whole(8),
-            (whole(1, 1), position, position, uniform, uniform),
-        ),
-    )
 
 
 def others() -> Iterator[Case]:
-    """The cache and the gate."""
-    lengths = whole(2)
-    yield "cache.keep_path", "bf16", (torch.empty(2, 2, 8, 640, 128, dtype=BF16), lengths, whole(2, 7))
-    yield "cache.keep_path", "int8", (whole(2, 2, 8, 640, 128, dtype=torch.int8), lengths, whole(2, 7))
+    """The gate."""
     yield "gating.gated", "", (torch.empty(2, 300, 22016, dtype=BF16),)
 
 
