@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..kernels import batch_invariant, cpu, dispatch
+from ..kernels import batch_invariant, dispatch
 from ..kernels.gating import gated
 from ..kernels.linear import FEW, few_rows, rms_norm
+from . import cpu
 from .quantised import NarrowLinear
 
 FEW_WIDE = 16  # rows; for more of them torch's own kernels multiply a 16-bit matrix faster

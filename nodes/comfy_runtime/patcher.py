@@ -8,7 +8,8 @@ from typing import Any
 import comfy.model_management as mm
 from comfy.model_patcher import ModelPatcher
 
-from ...kernels import cpu, graphs
+from ...kernels import graphs
+from ...models.cpu import unpack
 
 
 class Patcher(ModelPatcher):
@@ -40,7 +41,7 @@ class Patcher(ModelPatcher):
     def load(self, *args: Any, **options: Any) -> Any:
         """ComfyUI calls it only if weights are missing on the device."""
         self.release()
-        cpu.unpack(self.model)  # what a drafter reads of its target is computed before the weights move
+        unpack(self.model)  # what a drafter reads of its target is computed before the weights move
         return super().load(*args, **options)
 
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> Any:

@@ -31,7 +31,7 @@ OWN = {  # package -> modules of the pack it may import (a package, or one modul
     },
     "api": {"common", "model_loaders", "samplers", "reports"},
     "reports": {"common", "samplers.registry", "samplers.trace"},
-    "nodes": {"common", "model_loaders", "samplers", "kernels", "reports"},
+    "nodes": {"common", "model_loaders", "samplers", "kernels", "models.cpu", "reports"},
     "batch": {
         "api",
         "common",

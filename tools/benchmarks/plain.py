@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from comfyui_specar.kernels.cpu import unpack
 from comfyui_specar.models.backbone import Rotation
+from comfyui_specar.models.cpu import unpack
 from comfyui_specar.models.positions import rotation_of
 from einops import rearrange
 from torch import Tensor, nn

@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ...kernels.cpu import unpack
 from ...model_loaders.ar_model import DiscreteModel
+from ...models.cpu import unpack
 from ...models.eagle import Eagle
 from ...models.prefix import CaptionPrefix
 from .export import half, llamagen_tensors, save

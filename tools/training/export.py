@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...kernels.cpu import unpack
 from ...models.backbone import Backbone, split_gates
+from ...models.cpu import unpack
 from ...models.kl_vae import KLModel
 from . import autoregressive, masked, tokenizer
 from .captions import COLOUR_SYNONYMS, STOP_WORDS, Captions

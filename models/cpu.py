@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: oneDNN's product with a packed weight, in blocks of rows (see batch_invariant.py).
+"""Linear layers on a CPU: oneDNN's product with a packed weight, in blocks of rows (see kernels/batch_invariant.py).
 
 oneDNN reads a weight fastest in an order of its own. torch's product brings it into that order in every call, which
 takes longer than multiplying the few rows of a pass. Here it is done once, and the packed weight takes the place of the
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batch_invariant import BLOCKS, invariant_rows, split
+from ..kernels.batch_invariant import BLOCKS, invariant_rows, split
 
 ROWS = 32  # that oneDNN chooses the order for; others are multiplied about as fast
 MANY = 2**15  # outputs; four rows have 131,072 products
