@@ -160,10 +160,10 @@ def attentions(name: str, tokens: int, dtype: torch.dtype, dry: bool) -> dict[st
     angles = torch.zeros((1, tokens, dim // 2), device=device)
     rotary = RotaryTable(factors_of(angles.cos(), angles.sin(), False), False)
     qkv = torch.randn((2, tokens, heads * (shared + 2), dim), dtype=dtype, device=device)
-    mask = cache.open(tokens, tree)
+    new = cache.open(tokens, tree)
     queries, reach = qkv[:, :, : heads * shared].transpose(1, 2), cache.attention_length
     keys, values = (part[..., :reach, :] for part in (cache.keys, cache.values))
     return {
-        "ours": [partial(cache.attend, layer, qkv, rotary, mask) for layer in range(layers)],
-        "torch": [partial(attend, queries, keys[layer], values[layer], mask) for layer in range(layers)],
+        "ours": [partial(cache.attend, layer, qkv, rotary, new) for layer in range(layers)],
+        "torch": [partial(attend, queries, keys[layer], values[layer], new.mask) for layer in range(layers)],
     }
