@@ -27,11 +27,9 @@ def product(
 
     in_place: nobody needs ``residual`` afterwards, so it may be overwritten, which saves a launch.
     """
-    fast = x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled() and dispatch.runs_triton(x.device)
-    if norm is not None and not isinstance(norm, nn.Identity):
-        x = rms_norm(x, norm.weight, norm.eps) if fast and _own_weights(norm, x) else norm(x)
+    x = x if norm is None else normed(norm, x)
     own = isinstance(linear, nn.Linear) and _own_weights(linear, x)
-    if fast:
+    if _fast(x):
         rows, added = x.flatten(0, -2), None if residual is None else residual.flatten(0, -2)
         if operands := _operands(linear, rows, own):
             return few_rows(rows, *operands, gate, added).unflatten(0, x.shape[:-1])
@@ -42,6 +40,19 @@ def product(
     if gate:
         y = gated(y)
     return y if residual is None else residual + y
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x) for x [..., K]. norm: an RMSNorm or Identity. (In some versions of torch the order of sums depends on the
+    number of rows.)"""
+    if isinstance(norm, nn.Identity):
+        return x
+    return rms_norm(x, norm.weight, norm.eps) if _fast(x) and _own_weights(norm, x) else norm(x)
+
+
+def _fast(x: Tensor) -> bool:
+    """Do the Triton kernels compute what is made of x?"""
+    return x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled() and dispatch.runs_triton(x.device)
 
 
 def _operands(linear: nn.Module, x: Tensor, own: bool) -> Operands | None:

@@ -99,6 +99,16 @@ def test_a_pass_leaves_what_it_is_given(kernel):
     torch.testing.assert_close(found, model.float()(x.float(), rotation).bfloat16(), atol=0.05, rtol=0.05)
 
 
+def test_no_norm_of_a_pass_is_torchs_own(kernel, monkeypatch):
+    """In some versions the order of its sums depends on the number of rows: SJD would not give next token's image."""
+    rms_norm, called = products.rms_norm, []
+    monkeypatch.setattr(products, "rms_norm", lambda *given: called.append(given) or rms_norm(*given))
+    model = Backbone(BackboneConfig(DIM, 2, 2, DIM, 8, post_norms=True)).bfloat16().eval()
+    x, rotation = torch.randn(1, 3, DIM).bfloat16(), Rotation(*torch.randn(2, 1, 3, DIM // 4))
+    model(x, rotation)
+    assert len(called) == sum(isinstance(layer, nn.RMSNorm) for layer in model.modules()) == 9
+
+
 @pytest.mark.parametrize("why", ["fp32", "rows", "elsewhere", "another dtype", "LoRA", "own", "training"])
 def test_whatever_a_kernel_must_not_stand_in_for_is_called(kernel, why):
     """ComfyUI's layers bring over weights from elsewhere, and change them for a LoRA, when they are called."""
