@@ -239,7 +239,10 @@ class Graphs:
         known = (*known, *(places for each in self._graphs.values() for places in (each.places, each.after)))
         shapes = sizes_of(leaves(state))
         fitting = next((places for places in known if sizes_of(leaves(places)) == shapes), None)
-        return mapped(lambda t: t.clone(memory_format=torch.contiguous_format), state) if fitting is None else fitting
+        if fitting is None:
+            return mapped(lambda t: t.clone(memory_format=torch.contiguous_format), state)
+        place = iter(leaves(fitting))
+        return mapped(lambda _: next(place), state)  # what is no tensor may differ
 
     def _capture(self, step: Callable[[T], T], places: T, results: T) -> _Graph:
         """Record the launches of a step, and of the copies of what it returns to ``results``."""
@@ -250,8 +253,18 @@ class Graphs:
             place = iter(leaves(results))
             return mapped(lambda _: next(place), after)
 
-        graph, after = self._record(in_place)
+        graph, after = self._record_with_room(in_place)
         return _Graph(graph, step, places, after)
+
+    def _record_with_room(self, run: Callable[[], T]) -> tuple[Any, T]:
+        """As ``_record``; again where torch's own allocator has memory that it does not give back during a capture."""
+        try:
+            return self._record(run)
+        except torch.OutOfMemoryError:
+            if allocates_in_graphs(self.device):
+                raise
+        torch.cuda.empty_cache()
+        return self._record(run)
 
     def _record(self, run: Callable[[], T]) -> tuple[Any, T]:
         """Record the launches of ``run``, without executing them. Returns the graph and the result.
@@ -278,7 +291,8 @@ class Graphs:
     def _recorder(self) -> Iterator[Any]:
         """In this context, launches are recorded in the graph that it yields. (``torch.cuda.graph`` would also empty
         the allocator's cache and collect Python's garbage, which can take longer than the rest.)"""
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not self._graphs:  # a pool ends with its last graph, which may be one whose capture was interrupted
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         self._free_workspaces()

@@ -40,13 +40,15 @@ def check_captured(method: Method, request: Request | ContinuousRequest) -> None
     if model in _checked or not session.Graphs.allowed(model.device):
         return
     _checked.add(model)
-    method = method.unmeasured()  # called passes cost something else, and lead to other trees
+    key, method = method.session_key(request), method.unmeasured()  # called passes cost something else: other trees
     requests = (replace(request, seed=request.seed + number) for number in range(SEEDS))
     if not any(agree(*(first_passes(method, each, captured) for captured in (False, True))) for each in requests):
         graphs.give_up(
             "captured steps compute something else here than the same steps called. The image is generated "
             f"without them. Please report this with the GPU, its driver and torch {torch.__version__}."
         )
+    if method.session_key(request) != key:  # the run has caches of its own, and no room for these
+        model.sessions.pop(method.session_key(request), None)
 
 
 def first_passes(method: Method, request: Request | ContinuousRequest, captured: bool) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from comfyui_specar.kernels import graphs
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.auto import Auto
-from comfyui_specar.samplers.drafts.costs import PassCosts
+from comfyui_specar.samplers.drafts.costs import USUAL, PassCosts
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine import first_use, session
 from comfyui_specar.samplers.generate import generate
@@ -176,6 +176,7 @@ def test_an_error_of_somebody_else_ends_the_run_and_nothing_more(error, in_graph
         model.sessions.clear()
         on_tape.clear()
         Interrupting.last = last
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda last=last: setattr(Interrupting, "last", last))  # in vain
         with pytest.raises(error):
             method.sample(asked)
         assert len(model.sessions) == interrupted, "what a full GPU holds goes at once"
@@ -225,6 +226,15 @@ def test_what_it_measures_is_given_to_both_runs(on_tape, monkeypatch, caplog):
         found = generate(method, asked)
         assert "CUDA graphs" not in caplog.text and on_tape[-1].active
         assert torch.equal(generate(method, asked).tokens, found.tokens)
+
+
+def test_a_check_leaves_no_caches_beside_those_of_the_run(on_tape, monkeypatch):
+    """ComfyUI has made room for one run."""
+    model, _, asked = toy("next token", plain(2, 6))
+    monkeypatch.setattr(speculative, "pass_costs", lambda *_: USUAL)
+    method = DraftTree(ToyDrafter(model), ADTTree(pays=True))
+    first_use.check_captured(method, asked)
+    assert not model.sessions.keys() - {method.session_key(asked)}
 
 
 @pytest.mark.parametrize("name", ["next token", "sjd", "chain"])
