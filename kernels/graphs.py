@@ -337,9 +337,24 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def held_by(error: BaseException) -> list[Tensor]:
-    """The tensors in local variables of the functions that an error went through."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return [tensor for frame in frames for value in frame.f_locals.values() for tensor in leaves(value)]
+    """The tensors in local variables of the functions that an error went through: in their dataclasses (with what one
+    remembers besides its fields), tuples, lists and dicts, too."""
+    todo: list[Any] = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found, seen = [], {}
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each  # alive, so that no other object has its id
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, dict):
+            todo.extend(each.values())
+        elif isinstance(each, (tuple, list)):
+            todo.extend(each)
+        elif is_dataclass(each) and not isinstance(each, type):
+            todo.extend(vars(each).values())
+    return found
 
 
 def end_allocation(device: torch.device, pool: Any) -> None:

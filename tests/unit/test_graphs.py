@@ -275,6 +275,19 @@ def test_what_a_broken_capture_allocated_is_never_freed(simulated, failing, monk
     assert any(tensor is alive[0]() for tensor in kept) == (broken and in_graphs)
 
 
+def test_tensors_are_found_wherever_a_function_holds_them():
+    state, named = State(torch.ones(1), (torch.ones(2),)), {"x": [torch.ones(3)]}
+    object.__setattr__(state, "_remembered", torch.ones(4))
+    named["itself"] = named
+
+    def fails(state, **named):
+        raise RuntimeError(state.name)
+
+    with pytest.raises(RuntimeError) as caught:
+        fails(state, **named)
+    assert {len(tensor) for tensor in graphs.held_by(caught.value)} == {1, 2, 3, 4}
+
+
 def test_a_lack_of_memory_goes_on_to_the_caller_and_leaves_no_graphs(failing, caplog, monkeypatch):
     """At a launch, where a graph gets its memory with cudaMallocAsync, or while it is captured. The next run captures
     again."""
