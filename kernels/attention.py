@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,18 @@ FEW = 128  # tokens; torch's fused kernels are for longer prompts
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The additive form of a boolean mask (true: visible): 0 or minus infinity. Made once for all layers of a pass."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def once(compute: Callable[[Any], Tensor]) -> property:
+    """A property that is computed once. functools' has a lock up to Python 3.11, over which torch cannot trace."""
+    name = f"_once_{compute.__name__}"
+
+    def get(self: Any) -> Tensor:
+        if not hasattr(self, name):
+            object.__setattr__(self, name, compute(self))
+        return getattr(self, name)
+
+    return property(get, doc=compute.__doc__)
 
 
 @dataclass(frozen=True)
@@ -39,18 +52,18 @@ class NewTokens:
     capacity: int
     dtype: torch.dtype
 
-    @cached_property
+    @once
     def _after(self) -> Tensor:
         """[R, count] (int64): the tokens before each one in a chain."""
         first = self.uncommitted
         return self.lengths[:, None] + torch.arange(first, first + self.count, device=self.lengths.device)
 
-    @cached_property
+    @once
     def slots(self) -> Tensor:
         """[R, count] (int64): those of their keys and values. Past the capacity it is the last one."""
         return self._after.clamp(max=self.capacity - 1)
 
-    @cached_property
+    @once
     def mask(self) -> Tensor:
         """The additive mask [R, 1, count, reach], made once for all layers: 0 where a token sees a slot, else minus
         infinity."""

@@ -348,12 +348,10 @@ def held_by(error: BaseException) -> list[Tensor]:
         seen[id(each)] = each  # alive, so that no other object has its id
         if isinstance(each, Tensor):
             found.append(each)
-        elif isinstance(each, dict):
-            todo.extend(each.values())
         elif isinstance(each, (tuple, list)):
             todo.extend(each)
-        elif is_dataclass(each) and not isinstance(each, type):
-            todo.extend(vars(each).values())
+        elif isinstance(each, dict) or is_dataclass(each) and not isinstance(each, type):
+            todo.extend((each if isinstance(each, dict) else vars(each)).values())
     return found
 
 

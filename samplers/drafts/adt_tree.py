@@ -269,7 +269,7 @@ class ADTTree(Structure):
         return levels, min(-(-width // STEP) * STEP, self.widest)
 
     def variant(self, extent: Extent) -> Extent:
-        return self.rounded(extent)
+        return *self.rounded(extent), self.nodes  # which ``fitted`` chooses
 
     def passes(self, extent: Extent) -> int:
         """Forward passes in which the drafter expands drafts in a round."""
