@@ -21,11 +21,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 from comfyui_specar.model_loaders.storage import Way, choose
-from comfyui_specar.samplers.drafts.auto import RANKS, Acceptance, Auto, best_paths
+from comfyui_specar.samplers.drafts.auto import RANKS, Acceptance, Auto, best_paths, expected, reached_in
 from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.drafts.trees import Path, published
 from comfyui_specar.samplers.methods.pass_costs import FRONTIERS, WIDTHS
@@ -349,22 +349,18 @@ def acceptance(first: float, sibling: float) -> Acceptance:
     return (tuple(first * sibling**rank for rank in range(RANKS)),) * Auto.depth
 
 
-def expected(paths: Sequence[Path], accepts: Acceptance) -> float:
+def tokens_with(paths: Sequence[Path], accepts: Acceptance) -> float:
     """Tokens that a round with a tree decides."""
-    reached: dict[Path, float] = {(): 1.0}
-    for path in paths:
-        *before, rate = accepts[len(path) - 1][: path[-1] + 1]
-        reached[path] = reached[path[:-1]] * rate * prod(1 - other for other in before)
-    return sum(reached.values())
+    return expected(tuple(paths), [reached_in(row) for row in accepts])
 
 
 @cache
 def accepted() -> Acceptance:
     """The acceptance with which a chain of 5 and the tree of 57 take the passes that they took."""
     chain = [(0,) * length for length in range(1, CHAIN.drafted + 1)]
-    first = solved(lambda rate: expected(chain, acceptance(rate, 0.0)), tokens_of(CHAIN))
+    first = solved(lambda rate: tokens_with(chain, acceptance(rate, 0.0)), tokens_of(CHAIN))
     tree = published("lantern_57")
-    return acceptance(first, solved(lambda rate: expected(tree, acceptance(first, rate)), tokens_of(TREE)))
+    return acceptance(first, solved(lambda rate: tokens_with(tree, acceptance(first, rate)), tokens_of(TREE)))
 
 
 def auto(card: Card, model: Model, storage: str) -> tuple[int, float]:
