@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .common.limits import IMAGES
-from .model_loaders.ar_model import DiscreteModel
-from .model_loaders.conditions import conditions
-from .model_loaders.continuous_model import ContinuousBase
+from .limits.limits import IMAGES
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
-from .model_loaders.files.trace_files import load_trace, save_trace
+from .models.ar_model import DiscreteModel
+from .models.conditions import conditions
+from .models.continuous_model import ContinuousBase
 from .samplers.continuous_contract import ContinuousParams
 from .samplers.contract import Method, Output, SamplingParams
 from .samplers.drafts.structures import Structure
@@ -28,6 +27,7 @@ from .samplers.methods.skipping import Skipping
 from .samplers.registry import METHODS, PUBLISHED, RULES, STRUCTURES
 from .samplers.rules.acceptance import AcceptanceRule
 from .samplers.trace import Trace
+from .samplers.trace_files import load_trace, save_trace
 
 __all__ = [
     "Output",

@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from ..common.limits import ANSWER_VALUES, NAME, NESTED, SAID, TOTALS, WORD, parse_json
-from ..common.printable import printable
+from ..limits.limits import ANSWER_VALUES, NAME, NESTED, SAID, TOTALS, WORD, parse_json
+from ..limits.printable import printable
 
 ENDLESS = 2.0**64  # more than any number that is read here
 hiding: ContextVar[Callable[[str], str]] = ContextVar("hiding", default=str)  # what is private, in an answer being read

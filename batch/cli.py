@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from ..common.printable import printable_lines
+from ..limits.printable import printable_lines
 from .address import address_of, shown, without_logins
 from .copies import fetch_missing
 from .dispatch import GIVE_UP_SECONDS, NEVER_ANSWERED_SECONDS, Batch, Options

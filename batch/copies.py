@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from ..common.files import FileInUseError, replace
+from ..limits.replacing import FileInUseError, replace
 from .jobs import Job
 from .journal import Journal, naming
 from .maps import MAP, map_of

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..common.limits import CELL, COLUMNS, JOBS, NAME, TABLE, parse_json
-from ..common.printable import printable
+from ..limits.limits import CELL, COLUMNS, JOBS, NAME, TABLE, parse_json
+from ..limits.printable import printable
 
 DELIMITERS = ",;\t|"
 STATED = re.compile(r'"?sep=([^\r\n]*)', re.IGNORECASE)  # the first line for Excel, which names the delimiter

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..common.limits import parse_json
+from ..limits.limits import parse_json
 from .jobs import listed
 
 SCHEMA = "specar.batch/1"

@@ -14,7 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from .. import api
-from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE, conditions
+from ..models.conditions import DTYPES, INT8_CACHE, STORAGE, conditions
 from ..samplers.continuous_contract import ContinuousParams
 from ..samplers.contract import Method, SamplingParams, chosen_params
 from ..samplers.registry import METHODS, PUBLISHED

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..common.limits import NODES, SETTINGS, parse_json
+from ..limits.limits import NODES, SETTINGS, parse_json
 from .jobs import Job, Scientific, for_each
 
 Workflow = dict[str, dict]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.files import FileInUseError
+from ..limits.replacing import FileInUseError
 from .copies import write_whole
 from .jobs import Job, JobsError, counted
 from .journal import Journal

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from ..common.limits import ANSWER_BYTES, FILE_BYTES, FILES, NOTICES, REPORTS
+from ..limits.limits import ANSWER_BYTES, FILE_BYTES, FILES, NOTICES, REPORTS
 from .address import address_of, shown
 from .answers import (
     UnexpectedAnswerError,

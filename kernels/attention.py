@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch_invariant import padded_queries
-from .dispatch import Accelerated
+from ..device.batch_invariant import padded_queries
+from ..device.dispatch import Accelerated
 from .rotation import Norms, normalise, rotate
 from .sampling import readable
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import Accelerated
+from ..device.dispatch import Accelerated
 
 
 @Accelerated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import Accelerated
+from ..device.dispatch import Accelerated
 
 
 @Accelerated

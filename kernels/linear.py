@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import Accelerated
+from ..device.dispatch import Accelerated
 from .gating import gated
 
 GROUP = 64  # numbers in 4 bits that share step and minimum

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import Accelerated
+from ..device.dispatch import Accelerated
 from .sampling import at, nobody, point_mass
 from .sampling import entropy as entropy_of
 

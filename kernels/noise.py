@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .dispatch import Accelerated
+from ..device.dispatch import Accelerated
 
 log = logging.getLogger(__name__)
 WORD = 0xFFFFFFFF

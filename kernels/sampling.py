@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import Accelerated
-from .graphs import recording
+from ..device.dispatch import Accelerated
+from ..device.graphs import recording
 
 
 def at(rows: Tensor, token: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dispatch import Accelerated
+from ..device.dispatch import Accelerated
 from .sampling import at, categorical, chosen, entries, nobody, point_mass, redraw, row_of, unless_empty
 
 EPS = 1e-30  # replaces a probability of zero in a denominator

@@ -12,16 +12,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..common.limits import shown
-from ..models.glm_image_vision import SourceEncoder
-from ..models.precision import bf16_is_faster
-from ..models.quantised import NARROW
-from .ar_model import DiscreteModel
-from .continuous_model import ContinuousBase
-from .decoders import KINDS, glm_image
-from .decoders.image_decoder import Autoencoder
-from .drafters import ModelDrafter
+from ..limits.limits import shown
+from ..models.ar_model import DiscreteModel
+from ..models.continuous_model import ContinuousBase
+from ..models.drafters import ModelDrafter
+from ..models.image_decoder import Autoencoder
+from ..models.image_reader import ImageReader
+from ..models.networks.glm_image_vision import SourceEncoder
+from ..models.networks.precision import bf16_is_faster
+from ..models.networks.quantised import NARROW
+from ..models.sizes import legal_grid
+from .declarations import Family
+from .decoders import KINDS
 from .families import DESCRIBERS, FAMILIES, NAMES, RELEASED_DECODERS, eagle
+from .families import glm_image_diffusion as glm_image
 from .families.eagle import EagleDrafter
 from .files.adapters import with_adapter
 from .files.checkpoint import (
@@ -40,9 +44,6 @@ from .files.checkpoint import (
 )
 from .files.errors import CheckpointError, as_released
 from .files.quantised import LazyMatrix
-from .image_reader import ImageReader
-from .registry import Family
-from .sizes import legal_grid
 
 LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
 DECODER_FILES = (*WEIGHT_FILES, *(file for kind in KINDS for file in kind.files))  # in the folder of an image decoder

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .conditions import DTYPES, STORAGE
+from ..models.conditions import DTYPES, STORAGE
 
 MARGIN = 1.1  # of weights, as in ComfyUI: a few that do not fit cost much, as captured CUDA graphs need all of them
 LINK = 16  # bytes of a GPU's memory that are read in the time of one over PCIe

@@ -12,7 +12,7 @@ import numpy as np
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..common.printable import make_printable
+from ..limits.printable import make_printable
 from ..samplers.trace import Trace
 from .comfy_runtime import models
 from .method import ChosenMethod

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from comfy_api.latest import io, ui
 
-from ..model_loaders.files.trace_files import load_trace, save_trace
 from ..reports import acceptance_map, comparison
 from ..reports.images import batch_size
 from ..reports.run_report import check_words, describe
 from ..reports.token_records import token_numbers
 from ..samplers.trace import Trace
+from ..samplers.trace_files import load_trace, save_trace
 from .checks import available
 from .comfy_runtime import folders
 from .schema import schema

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import astuple
 
+from ..model_loaders.declarations import Source
 from ..model_loaders.families import FAMILIES
-from ..model_loaders.registry import Source
 
 
 def where_to_get(choice: str) -> str | None:

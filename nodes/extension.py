@@ -6,7 +6,7 @@ import logging
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..common.printable import PrintableLog
+from ..limits.printable import PrintableLog
 from ..samplers.methods import pass_costs
 from . import (
     caption,

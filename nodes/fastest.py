@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
-from ..kernels.graphs import capturable
+from ..device.graphs import capturable
 from ..reports import trials
 from ..reports.comparison import draw
 from ..reports.run_report import drawing

@@ -8,8 +8,8 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..model_loaders.decoders.glm_image import CFG, STEPS, notices
 from ..model_loaders.families.glm_image import FAMILY
+from ..model_loaders.families.glm_image_diffusion import CFG, STEPS, notices
 from .checks import show
 from .comfy_runtime.clip import text_of
 from .comfy_runtime.glm_image import GlmImageVae

@@ -8,8 +8,8 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..model_loaders.families import IMAGE_READERS
-from ..model_loaders.text.prompt_encoders import ImagePrompts
-from ..model_loaders.text.prompts import Conditioning
+from ..models.text.prompt_encoders import ImagePrompts
+from ..models.text.prompts import Conditioning
 from .checks import show
 from .comfy_runtime.glm_image import GlmImageVae
 from .comfy_runtime.messages import notify

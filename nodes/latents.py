@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..model_loaders.ar_model import DiscreteModel
-from ..model_loaders.changed_latents import changed, whole_ids
-from ..model_loaders.continuous_model import ContinuousBase
+from ..models.ar_model import DiscreteModel
+from ..models.changed_latents import changed, whole_ids
+from ..models.continuous_model import ContinuousBase
 from ..samplers.contract import Output, Request
 from ..samplers.generate import AnyRequest
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..model_loaders.ar_model import DiscreteModel
-from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE
 from ..model_loaders.storage import Way
+from ..models.ar_model import DiscreteModel
+from ..models.conditions import DTYPES, INT8_CACHE, STORAGE
 from .comfy_runtime import memory
 
 

@@ -12,13 +12,13 @@ import torch
 from comfy_api.latest import io
 
 from ..kernels.linear import stored_as
-from ..model_loaders.ar_model import DiscreteModel
-from ..model_loaders.continuous_model import ContinuousBase
-from ..model_loaders.decoders.image_decoder import Autoencoder
+from ..model_loaders.declarations import Family
 from ..model_loaders.detect import family_of, load_drafter, missing_decoder
 from ..model_loaders.families import RELEASED_DECODERS, eagle
 from ..model_loaders.files.checkpoint import CheckpointError, outline, weight_file
-from ..model_loaders.registry import Family
+from ..models.ar_model import DiscreteModel
+from ..models.continuous_model import ContinuousBase
+from ..models.image_decoder import Autoencoder
 from .comfy_runtime import folders, models
 from .comfy_runtime.memory import total_memory
 from .memory_table import MemoryRow, memory_table

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..model_loaders.pictures import shortened
+from ..models.pictures import shortened
 from .comfy_runtime import models
 from .latents import Latent, Model
 from .schema import schema

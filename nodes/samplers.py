@@ -10,9 +10,9 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..model_loaders.conditions import conditions
-from ..model_loaders.decoders.image_decoder import RESIZE
-from ..model_loaders.text.prompts import Conditioning
+from ..models.conditions import conditions
+from ..models.image_decoder import RESIZE
+from ..models.text.prompts import Conditioning
 from ..reports.run_report import FIRST_DRAFTS
 from ..samplers.contract import Method
 from ..samplers.generate import AnyRequest, generate

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from ..common.limits import PIXELS
+from ..limits.limits import PIXELS
 from ..reports.timeline_frames import MOST, check_number, draw_frames, frame_rate, passes_of
 from ..samplers.trace import Trace
 from .schema import schema

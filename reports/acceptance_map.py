@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..common.limits import ENLARGED, LONGEST_MAP, PIXELS
+from ..limits.limits import ENLARGED, LONGEST_MAP, PIXELS
 from ..samplers.trace import Source, Trace
 from .images import Images, as_bytes, batch_size, check_images
 

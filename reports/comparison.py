@@ -16,8 +16,8 @@ from math import isfinite
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..common.limits import MESSAGE, QUOTED
-from ..common.printable import printable
+from ..limits.limits import MESSAGE, QUOTED
+from ..limits.printable import printable
 from ..samplers.trace import Source, Trace
 from .acceptance_map import SOURCES
 from .run_report import exact, labels

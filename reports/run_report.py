@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common.limits import MESSAGE, QUOTED, FileError
-from ..common.printable import printable
+from ..limits.limits import MESSAGE, QUOTED, FileError
+from ..limits.printable import printable
 from ..samplers.registry import RULES, method_of, structure_of
 from ..samplers.trace import Trace
 

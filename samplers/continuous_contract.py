@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.graphs import Graphs
+from ..device.graphs import Graphs
 from ..kernels.sampling import inverse
 from .contract import Output, Result, Sketch
 from .distributions import Distribution

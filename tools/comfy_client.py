@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 from comfyui_specar.batch.answers import UnexpectedAnswerError, excerpt, get, parse_object, read_body
-from comfyui_specar.common.limits import ANSWER_BYTES
+from comfyui_specar.limits.limits import ANSWER_BYTES
 
 PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded image
 FINAL_EVENTS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}

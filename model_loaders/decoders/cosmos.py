@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...common.limits import LEVELS
-from ...models.cosmos import Cosmos, CosmosConfig
+from ...limits.limits import LEVELS
+from ...models.image_decoder import ImageDecoder
+from ...models.networks.cosmos import Cosmos, CosmosConfig
+from ..declarations import DecoderKind
 from ..files.checkpoint import SAFETENSORS, TORCHSCRIPT, Checkpoint, open_checkpoint
 from ..files.errors import CheckpointError
 from ..files.names import numbered
-from ..registry import DecoderKind
-from .image_decoder import ImageDecoder
 
 _LEVELS = CosmosConfig.levels
 _CODES = 2**24  # at most

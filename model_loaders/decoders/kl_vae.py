@@ -7,11 +7,11 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from ...models.kl_vae import KLConfig, KLModel
+from ...models.image_decoder import LatentDecoder, encoder_sizes
+from ...models.networks.kl_vae import KLConfig, KLModel
+from ..declarations import DecoderKind, ReleasedDecoder
 from ..files.checkpoint import Checkpoint
 from ..files.errors import incomplete_without
-from ..registry import DecoderKind, ReleasedDecoder
-from .image_decoder import LatentDecoder, encoder_sizes
 
 
 def own_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

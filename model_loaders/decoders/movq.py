@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from ...common.limits import LEVELS
-from ...models.vq import nearest_codes
+from ...limits.limits import LEVELS
+from ...models.image_decoder import ImageDecoder, encoder_sizes
+from ...models.networks.vq import nearest_codes
+from ..declarations import DecoderKind
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError, incomplete_without
 from ..files.names import numbered, root_of
-from ..registry import DecoderKind
-from .image_decoder import ImageDecoder, encoder_sizes
 
 _ROOTS = ("model.vqmodel.", "vqmodel.", "")  # in a transformers model, in one of older versions, in a separate file
 _ORIGINAL = (  # (pattern, replacement) from the names of BAAI/Emu3-VisionTokenizer

@@ -13,13 +13,13 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from ...common.limits import LEVELS
-from ...models.vq import VQConfig, VQModel
+from ...limits.limits import LEVELS
+from ...models.image_decoder import ImageDecoder, encoder_sizes
+from ...models.networks.vq import VQConfig, VQModel
+from ..declarations import DecoderKind
 from ..files.checkpoint import Checkpoint
 from ..files.errors import incomplete_without
 from ..files.names import numbered, root_of
-from ..registry import DecoderKind
-from .image_decoder import ImageDecoder, encoder_sizes
 
 _ROOTS = ("", "gen_vision_model.", "model.vqmodel.", "vqmodel.")  # prefixes of the names, in files and in models
 _COMPVIS = (  # (pattern, replacement) from CompVis's names, which transformers uses too

@@ -19,16 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.positions import SequencePositions
+from ...models.ar_model import DiscreteModel
+from ...models.image_reader import TokenReader
+from ...models.networks.positions import SequencePositions
+from ...models.pictures import covering
+from ...models.sizes import chosen_grid, legal_grid
+from ...models.text.prompt_encoders import ImagePrompts, Images, TextEncoder, features_of
+from ...models.text.tokenizer import Tokenizer
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel
+from ..declarations import Family, ReleasedDecoder, Source
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
-from ..image_reader import TokenReader
-from ..pictures import covering
-from ..registry import Family, ReleasedDecoder, Source
-from ..sizes import chosen_grid, legal_grid
+from ..llama import backbone_config, language_root, positive, rope_theta
 from ..text.chameleon_prompts import (
     BEGIN,
     BOS,
@@ -47,8 +50,6 @@ from ..text.chameleon_prompts import (
     lumina_tokens,
     open_tokenizer,
 )
-from ..text.language_model import Tokenizer, backbone_config, language_root, positive, rope_theta
-from ..text.prompt_encoders import ImagePrompts, Images, TextEncoder, features_of
 from .language_models import Ids, Names, build, token_reader
 
 _PATCH = 16  # side in pixels of a token of Chameleon's VQGAN

@@ -18,18 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.backbone import BackboneConfig, join_gates
-from ...models.cache import KVCache, Mask, slots_of
-from ...models.eagle import Eagle
-from ...models.positions import Table, rotation_of
+from ...models.ar_model import Conditioning, DiscreteModel, State
+from ...models.branches import prompt_passes, repeated, taken_over
+from ...models.networks.backbone import BackboneConfig, join_gates
+from ...models.networks.cache import KVCache, Mask, slots_of
+from ...models.networks.eagle import Eagle
+from ...models.networks.positions import Table, rotation_of
 from ...samplers.contract import StepOut
 from ...samplers.layout import TokenLayout
-from ..ar_model import Conditioning, DiscreteModel, State
-from ..branches import prompt_passes, repeated, taken_over
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.weights import load_weights
-from ..text.language_model import layer_tensors, matrix
+from ..llama import layer_tensors, matrix
 
 _TABLE, _LAYER = "embed_tokens.weight", "layers.0."
 _QKV = [f"{_LAYER}self_attn.{part}_proj.weight" for part in "qkv"]

@@ -17,27 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.positions import SequencePositions
+from ...models.ar_model import DiscreteModel
+from ...models.image_reader import TokenReader
+from ...models.networks.positions import SequencePositions
+from ...models.pictures import resized
+from ...models.sizes import Grid, chosen_grid, legal_grid
+from ...models.text.prompt_encoders import ImagePrompts, TextEncoder
+from ...models.text.tiktoken_file import RankTokenizer
+from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel
+from ..declarations import Family, ReleasedDecoder, Source
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning, root_of
-from ..image_reader import TokenReader
-from ..pictures import resized
-from ..registry import Family, ReleasedDecoder, Source
-from ..sizes import Grid, chosen_grid, legal_grid
-from ..text.language_model import (
-    Tokenizer,
-    backbone_config,
-    find_tokenizer,
-    language_root,
-    positive,
-    rope_theta,
-    text_settings,
-)
-from ..text.prompt_encoders import ImagePrompts, TextEncoder
-from ..text.tiktoken_file import RankTokenizer
+from ..llama import backbone_config, language_root, positive, rope_theta, text_settings
 from .language_models import Ids, Names, build, token_reader
 
 # The suffix of every prompt in training, and the default negative prompt.

@@ -17,16 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..ar_model import DiscreteModel
+from ...models.ar_model import DiscreteModel
+from ...models.pictures import resized
+from ...models.sizes import Grid, chosen_grid, legal_grid
+from ...models.text.prompt_encoders import ImagePrompts, Images
+from ...models.text.tiktoken_file import RankTokenizer
+from ...models.text.tokenizer import Tokenizer
+from ..declarations import Family, ReleasedDecoder, Source
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
-from ..pictures import resized
-from ..registry import Family, ReleasedDecoder, Source
-from ..sizes import Grid, chosen_grid, legal_grid
-from ..text.language_model import Tokenizer, language_root
-from ..text.prompt_encoders import ImagePrompts, Images
-from ..text.tiktoken_file import RankTokenizer
+from ..llama import language_root
 from .emu3 import Words, assembled, names_of, open_tokenizer, opening_ids, ranked
 
 # What stands around a prompt in training, and around a negative one, which is empty by default. <|extra_100|> begins

@@ -17,26 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...common.limits import bounded_int
-from ...models.glm_image import PREVIEW, AxisPositions, preview_grid
+from ...limits.limits import bounded_int
+from ...models.ar_model import DiscreteModel
+from ...models.networks.glm_image import PREVIEW, AxisPositions, preview_grid
+from ...models.sizes import Grid, chosen_grid, legal_grid
+from ...models.text.prompt_encoders import ImagePrompts, Images, TextEncoder
+from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel
+from ..declarations import Family, ReleasedDecoder, Source
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.weights import Weights
-from ..registry import Family, ReleasedDecoder, Source
-from ..sizes import Grid, chosen_grid, legal_grid
-from ..text.language_model import (
-    Tokenizer,
-    backbone_config,
-    find_tokenizer,
-    language_root,
-    matrix,
-    positive,
-    rope_theta,
-    text_settings,
-)
-from ..text.prompt_encoders import ImagePrompts, Images, TextEncoder
+from ..llama import backbone_config, language_root, matrix, positive, rope_theta, text_settings
 from .glm_image_sources import FOLDERS, MOST, load_encoder, open_scaling
 from .language_models import Ids, Names, build
 

@@ -10,16 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...common.limits import bounded_int
-from ...models.glm_image_vision import SourceEncoder, VisionConfig
-from ..ar_model import DiscreteModel
+from ...limits.limits import bounded_int
+from ...models.ar_model import DiscreteModel
+from ...models.networks.glm_image_vision import SourceEncoder, VisionConfig
+from ...models.pictures import resized, resized_by_torch
+from ...models.sizes import Grid
+from ...models.text.tokenizer import find_tokenizer
 from ..files.checkpoint import Checkpoint, read_settings, title
 from ..files.errors import CheckpointError, as_released
 from ..files.names import count, renamed
 from ..files.weights import load_weights
-from ..pictures import resized, resized_by_torch
-from ..sizes import Grid
-from ..text.language_model import find_tokenizer, matrix
+from ..llama import matrix
 
 FOLDERS = ("processor", "GLM-Image/processor")  # of tokenizer and image processor
 MOST = 3  # images; the release states no limit

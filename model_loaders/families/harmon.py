@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...common.limits import bounded_int
-from ...models.captured import Graphs
-from ...models.harmon import Harmon
-from ..ar_model import Conditioning
-from ..continuous_model import MaskedModel, MaskedState
+from ...device.captured import Graphs
+from ...limits.limits import bounded_int
+from ...models.ar_model import Conditioning
+from ...models.continuous_model import MaskedModel, MaskedState
+from ...models.networks.harmon import Harmon
+from ...models.sizes import legal_grid, unsupported_size
+from ...models.text.prompt_encoders import TextEncoder
+from ...models.text.tokenizer import Tokenizer, find_tokenizer
+from ..declarations import Family
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.names import count, renamed
 from ..files.weights import load_weights
-from ..registry import Family
-from ..sizes import legal_grid, unsupported_size
-from ..text.language_model import Tokenizer, find_tokenizer
-from ..text.prompt_encoders import TextEncoder
 from ..text.qwen2 import HEADS, Qwen2
 from . import mar
 

@@ -14,30 +14,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...models.backbone import Backbone
-from ...models.janus import CodeEmbedding, CodeHead
-from ...models.positions import SequencePositions
-from ...models.prefix import TextPrefix
+from ...models.ar_model import DiscreteModel
+from ...models.image_reader import ImageReader
+from ...models.networks.backbone import Backbone
+from ...models.networks.janus import CodeEmbedding, CodeHead
+from ...models.networks.positions import SequencePositions
+from ...models.networks.prefix import TextPrefix
+from ...models.sizes import chosen_grid, legal_grid
+from ...models.text.prompt_encoders import TextEncoder
+from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel
+from ..declarations import Family, ReleasedDecoder, Source
 from ..files.checkpoint import Checkpoint, read_settings, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning, renamed
 from ..files.weights import load_weights
-from ..image_reader import ImageReader
-from ..registry import Family, ReleasedDecoder, Source
-from ..sizes import chosen_grid, legal_grid
-from ..text.language_model import (
-    Tokenizer,
-    backbone_config,
-    backbone_tensors,
-    find_tokenizer,
-    positive,
-    rope_theta,
-    text_settings,
-    unpadded,
-)
-from ..text.prompt_encoders import TextEncoder
+from ..llama import backbone_config, backbone_tensors, positive, rope_theta, text_settings, unpadded
 from .janus_reading import BEGIN, IMAGE, PLACEHOLDER, load_reader
 
 _RELEASED = {2048: ("Janus-Pro-1B", 16), 4096: ("Janus-Pro-7B", 32)}  # width -> folder, heads

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...models.siglip import Reading, VisionConfig
-from ..ar_model import DiscreteModel
+from ...models.ar_model import DiscreteModel
+from ...models.image_reader import PatchReader
+from ...models.networks.siglip import Reading, VisionConfig
+from ...models.text.tokenizer import Tokenizer
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import count
 from ..files.weights import load_weights
-from ..image_reader import PatchReader
-from ..text.language_model import Tokenizer, matrix, named
+from ..llama import matrix, named
 
 BEGIN, IMAGE, IMAGE_END = "<｜begin▁of▁sentence｜>", "<begin_of_image>", "<end_of_image>"
 END, PLACEHOLDER = "<｜end▁of▁sentence｜>", "<image_placeholder>"

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.answering import Answering
-from ...models.backbone import Backbone, BackboneConfig
-from ...models.prefix import TextPrefix
-from ...models.simplear import TiedHead
-from ..ar_model import DiscreteModel
+from ...models.ar_model import DiscreteModel
+from ...models.image_reader import TokenReader
+from ...models.networks.answering import Answering
+from ...models.networks.backbone import Backbone, BackboneConfig
+from ...models.networks.prefix import TextPrefix
+from ...models.networks.simplear import TiedHead
+from ...models.sizes import Grid
 from ..files.checkpoint import Checkpoint
 from ..files.weights import Weights, load_weights
-from ..image_reader import TokenReader
-from ..sizes import Grid
-from ..text.language_model import backbone_tensors, matrix, others, unpadded, word_tensors
+from ..llama import backbone_tensors, matrix, others, unpadded, word_tensors
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...common.limits import bounded_int
-from ...models.backbone import Backbone, BackboneConfig, join_gates
-from ...models.prefix import CaptionPrefix, ClassPrefix
+from ...limits.limits import bounded_int
+from ...models.ar_model import DiscreteModel
+from ...models.networks.backbone import Backbone, BackboneConfig, join_gates
+from ...models.networks.prefix import CaptionPrefix, ClassPrefix
+from ...models.sizes import legal_grid
+from ...models.text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel
+from ..declarations import Family, ReleasedDecoder, Source
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import count, meaning, renamed
 from ..files.weights import Weights, load_weights
-from ..registry import Family, ReleasedDecoder, Source
-from ..sizes import legal_grid
+from ..llama import layer_tensors, positive
 from ..text import t5
-from ..text.language_model import layer_tensors, positive
-from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 
 _HEADS = {  # (dim, layers) -> heads of the official sizes
     (768, 12): 12,

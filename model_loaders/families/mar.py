@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...common.limits import bounded_int
-from ...models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
-from ...models.mar import MAR, MARConfig
+from ...limits.limits import bounded_int
+from ...models.continuous_model import MaskedModel
+from ...models.networks.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
+from ...models.networks.mar import MAR, MARConfig
+from ...models.sizes import legal_grid
+from ...models.text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 from ...samplers.continuous_contract import ContinuousParams
-from ..continuous_model import MaskedModel
+from ..declarations import Family
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.names import count, renamed
 from ..files.weights import load_weights
-from ..registry import Family
-from ..sizes import legal_grid
-from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 from .llamagen import class_names
 
 _NAME = "mar"

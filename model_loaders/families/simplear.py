@@ -14,25 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...models.positions import SequencePositions
+from ...models.ar_model import DiscreteModel
+from ...models.networks.positions import SequencePositions
+from ...models.sizes import chosen_grid, legal_grid
+from ...models.text.prompt_encoders import TextEncoder
+from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
-from ..ar_model import DiscreteModel
+from ..declarations import Family, ReleasedDecoder, Source
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint
 from ..files.errors import CheckpointError
 from ..files.quantised import LazyMatrix
-from ..registry import Family, ReleasedDecoder, Source
-from ..sizes import chosen_grid, legal_grid
-from ..text.language_model import (
-    Tokenizer,
-    backbone_config,
-    find_tokenizer,
-    language_root,
-    matrix,
-    positive,
-    rope_theta,
-    text_settings,
-)
-from ..text.prompt_encoders import TextEncoder
+from ..llama import backbone_config, language_root, matrix, positive, rope_theta, text_settings
 from .language_models import Ids, Names, build
 
 _NAME = "simplear"

@@ -14,22 +14,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...common.limits import bounded_int, shown
-from ...models.captured import Graphs
-from ...models.prefix import check_class
-from ...models.xar import GRID, XAR, Flow, XARConfig, cell_order
+from ...device.captured import Graphs
+from ...limits.limits import bounded_int, shown
+from ...models.ar_model import Conditioning
+from ...models.continuous_model import ContinuousBase
+from ...models.networks.prefix import check_class
+from ...models.networks.xar import GRID, XAR, Flow, XARConfig, cell_order
+from ...models.sizes import chosen_grid
+from ...models.text.prompt_encoders import ClassEncoder, PromptEncoder
 from ...samplers.continuous_contract import ContinuousParams
 from ...samplers.distributions import Normal
-from ..ar_model import Conditioning
-from ..continuous_model import ContinuousBase
+from ..declarations import Family
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.names import count
 from ..files.weights import load_weights
-from ..registry import Family
-from ..sizes import chosen_grid
-from ..text.prompt_encoders import ClassEncoder, PromptEncoder
 from .llamagen import class_names
 from .mar import defaults_of
 

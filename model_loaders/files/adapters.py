@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import MATCHED, NAME
+from ...limits.limits import MATCHED, NAME
 from .checkpoint import Checkpoint, open_checkpoint, read_settings, weight_file
 from .errors import CheckpointError
 from .quantised import Format, LazyMatrix, first

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...common.limits import DIRECTORY, PICKLE, FileError
+from ...limits.limits import DIRECTORY, PICKLE, FileError
 
 _DIRECTORY_SIZE, _DIRECTORY_BEGIN = 5, 6  # places in what zipfile finds at the end of an archive
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...common.limits import FileError, bounded_int, legal_sizes, shown
+from ...limits.limits import FileError, bounded_int, legal_sizes, shown
 from .errors import CheckpointError
 from .quantised import DESCRIPTIONS, RELEASED, Format, LazyMatrix, description, looked_up, mismatch, part_of
 from .scaled import scaled

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...common.limits import CONTAINERS, SETTINGS, SHARDS, TENSORS, VALUES, legal_name, parse_json, shown
+from ...limits.limits import CONTAINERS, SETTINGS, SHARDS, TENSORS, VALUES, legal_name, parse_json, shown
 from . import safetensors_files
 from .bitsandbytes import with_bitsandbytes
 from .errors import CheckpointError, raise_if_out_of_memory

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import FileError, shown
+from ...limits.limits import FileError, shown
 
 GROUP = 256  # numbers that are rotated together, if a file does not tell
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...common.limits import FileError
+from ...limits.limits import FileError
 
 _PAGE_FILE = re.compile(r"(os error |error code: <|WinError )1455\b")  # in messages of safetensors, PyTorch and Python
 _NO_MEMORY = re.compile(r"not enough memory|(can't|cannot) allocate memory", re.IGNORECASE)

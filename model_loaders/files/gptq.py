@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import shown
-from ...models.quantised import fits_groups, in_groups
+from ...limits.limits import shown
+from ...models.networks.quantised import fits_groups, in_groups
 from .errors import CheckpointError
 from .quantised import RELEASED, Format, LazyMatrix, mismatch, part_of
 

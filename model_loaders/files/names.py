@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import TypeVar
 
-from ...common.limits import LAYERS, bounded_int
+from ...limits.limits import LAYERS, bounded_int
 
 T = TypeVar("T")
 

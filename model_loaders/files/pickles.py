@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import PICKLE, SPREAD, FileError, shown
+from ...limits.limits import PICKLE, SPREAD, FileError, shown
 from .archives import members_of, pickle_in
 from .unpickler import DTYPES, Call, TensorUnpickler, check_keys, file_errors, rebuild_tensor, tensor_view
 

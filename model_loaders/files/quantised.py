@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ...common.limits import QUANTISED, FileError, parse_json
+from ...limits.limits import QUANTISED, FileError, parse_json
 from .errors import CheckpointError
 
 DESCRIPTIONS = (".comfy_quant", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")  # JSON as bytes

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ...common.limits import (
+from ...limits.limits import (
     HEADER,
     LARGEST,
     QUANTISED,

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import TENSORS, FileError, bounded_int, legal_name
-from ...models.quantised import stored
+from ...limits.limits import TENSORS, FileError, bounded_int, legal_name
+from ...models.networks.quantised import stored
 from .convrot import rotated, rotation_of
 from .errors import CheckpointError
 from .quantised import RELEASED, Format, LazyMatrix, description, first, looked_up, mismatch, pairs, part_of

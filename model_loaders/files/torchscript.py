@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import MODULES, TENSORS, FileError, legal_name
+from ...limits.limits import MODULES, TENSORS, FileError, legal_name
 from .archives import members_of, pickle_in, stored
 from .unpickler import Call, TensorUnpickler, file_errors
 

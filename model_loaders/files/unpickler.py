@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common.limits import CODES, DIMENSIONS, LARGEST, FileError, bounded_int, legal_name, legal_sizes, shown
+from ...limits.limits import CODES, DIMENSIONS, LARGEST, FileError, bounded_int, legal_name, legal_sizes, shown
 
 # The instructions that PyTorch writes, in Python (of protocols 2 to 5) and in C++.
 _NAMES = (

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...models.quantised import narrow_names, narrowed, put_narrow, stored
+from ...models.networks.quantised import narrow_names, narrowed, put_narrow, stored
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .quantised import LazyMatrix, first

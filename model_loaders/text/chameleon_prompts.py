@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ..files.checkpoint import title
 from ..files.errors import CheckpointError
-from .language_model import Tokenizer, find_tokenizer
 
 CELL = 32  # side in pixels of the cells in which Lumina-mGPT measures images
 BOS, BEGIN, END, ROW_END, TURN_END = "<s>", "<racm3:break>", "<eoss>", "<reserved08799>", "<reserved08706>"

@@ -1,4 +1,4 @@
-"""Qwen2.5's trunk (arXiv:2412.15115) of transformers, as the language model of models/harmon.py."""
+"""Qwen2.5's trunk (arXiv:2412.15115) of transformers, as the language model of models/networks/harmon.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from ...models.harmon import KeysAndValues
+from ...models.networks.harmon import KeysAndValues
 
 HEADS = {896: 14, 1536: 12}  # width -> heads of the 0.5B and the 1.5B model
 

@@ -12,15 +12,15 @@ from unicodedata import normalize
 import torch
 from torch import Tensor, nn
 
-from ...common.limits import CAPTION
+from ...limits.limits import CAPTION
+from ...models.text.prompt_encoders import SHOWN, PromptEncoder, left_out, special_tokens
+from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ..files.checkpoint import PICKLES, SAFETENSORS, WEIGHT_FILES, Checkpoint, open_checkpoint
 from ..files.checkpoint import weight_file as weights_in
 from ..files.errors import CheckpointError, as_released
 from ..files.names import count, meaning
 from ..files.weights import load_weights
 from .caption_cleaning import clean_caption
-from .language_model import Tokenizer, find_tokenizer
-from .prompt_encoders import SHOWN, PromptEncoder, left_out, special_tokens
 
 _END = "</s>"
 _ENDS = {_END: 1}  # in every T5

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...kernels import dispatch
-from ...model_loaders.ar_model import DiscreteModel
+from ...device import dispatch
 from ...model_loaders.storage import Way, candidates, choose, reason
+from ...models.ar_model import DiscreteModel
 from .memory import available, beside_weights
 
 log = logging.getLogger(__name__)

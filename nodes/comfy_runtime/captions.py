@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...model_loaders.detect import load_reader
-from ...model_loaders.image_reader import ImageReader
+from ...models.image_reader import ImageReader
 from ...samplers.contract import Method
 from ...samplers.ending import generate_until, until
 from ...samplers.generate import AnyRequest

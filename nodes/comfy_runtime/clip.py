@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...model_loaders.ar_model import Conditioning, DiscreteModel
-from ...model_loaders.continuous_model import ContinuousBase
+from ...models.ar_model import Conditioning, DiscreteModel
+from ...models.continuous_model import ContinuousBase
 from .messages import notify
 
 NODE = "CLIP Text Encode"

@@ -13,7 +13,7 @@ from pathlib import Path
 import folder_paths
 from comfy.cli_args import args
 
-from ...common.printable import printable
+from ...limits.printable import printable
 from ...model_loaders.detect import DECODER_FILES, bundled, may_decode
 from ...model_loaders.families import RELEASED_DECODERS
 from ...model_loaders.files.checkpoint import (

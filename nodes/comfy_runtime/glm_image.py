@@ -13,7 +13,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...model_loaders.decoders import glm_image
+from ...model_loaders.families import glm_image_diffusion as glm_image
 from .folders import MODELS, resolve, search_folders, stamp
 from .memory import load_models_gpu
 from .models import LoadedDecoder, managed, output

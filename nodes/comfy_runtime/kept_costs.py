@@ -13,8 +13,8 @@ from uuid import uuid4
 
 import folder_paths
 
-from ...common.files import replace
-from ...common.limits import SETTINGS, FileError, parse_json
+from ...limits.limits import SETTINGS, FileError, parse_json
+from ...limits.replacing import replace
 from ...samplers.drafts.costs import PassCosts
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ...kernels.linear import in_groups, stored_as
-from ...model_loaders.ar_model import DiscreteModel
 from ...model_loaders.storage import MARGIN
+from ...models.ar_model import DiscreteModel
 from ...samplers.engine.memory import image_bytes
 from .patcher import Patcher
 

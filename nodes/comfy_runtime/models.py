@@ -15,11 +15,7 @@ from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...kernels import graphs
-from ...model_loaders.ar_model import DiscreteModel
-from ...model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE
-from ...model_loaders.continuous_model import ContinuousBase
-from ...model_loaders.decoders.image_decoder import Autoencoder
+from ...device import graphs
 from ...model_loaders.detect import (
     fastest_dtype,
     find_image_decoder,
@@ -30,6 +26,10 @@ from ...model_loaders.detect import (
 )
 from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
+from ...models.ar_model import DiscreteModel
+from ...models.conditions import DTYPES, INT8_CACHE, STORAGE
+from ...models.continuous_model import ContinuousBase
+from ...models.image_decoder import Autoencoder
 from .automatic import Automatic
 from .folders import DRAFTERS, LORAS, MODELS, fingerprint, resolve, search_folders
 from .memory import free_memory, load_models_gpu

@@ -8,8 +8,8 @@ from typing import Any
 import comfy.model_management as mm
 from comfy.model_patcher import ModelPatcher
 
-from ...kernels import graphs
-from ...models.cpu import unpack
+from ...device import graphs
+from ...device.cpu import unpack
 
 
 class Patcher(ModelPatcher):

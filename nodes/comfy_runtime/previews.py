@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from ...model_loaders.ar_model import DiscreteModel
-from ...model_loaders.continuous_model import ContinuousBase
-from ...model_loaders.decoders.image_decoder import Autoencoder
+from ...models.ar_model import DiscreteModel
+from ...models.continuous_model import ContinuousBase
+from ...models.image_decoder import Autoencoder
 from ...reports.timeline_frames import UNDRAWN
 from ...samplers.contract import Sketch
 

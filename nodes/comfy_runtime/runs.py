@@ -11,8 +11,8 @@ import comfy.model_management as mm
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 
-from ...kernels import graphs
-from ...model_loaders.decoders.image_decoder import Autoencoder
+from ...device import graphs
+from ...models.image_decoder import Autoencoder
 from ...samplers.contract import Method
 from ...samplers.generate import AnyRequest
 from .memory import cast_room, fits, load_models_gpu, out_of_memory, total_memory

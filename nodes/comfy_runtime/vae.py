@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model_loaders.changed_latents import CHANGED, changed, whole_ids
-from ...model_loaders.decoders.image_decoder import ImageDecoder
+from ...models.changed_latents import CHANGED, changed, whole_ids
+from ...models.image_decoder import ImageDecoder
 from . import models
 from .memory import out_of_memory
 from .messages import notify

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ...kernels import graphs
+from ...device import graphs
 from ..continuous_contract import ContinuousProgress, ContinuousRequest
 from ..contract import Method, Progress, Request
 from . import session

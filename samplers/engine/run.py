@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels import batch_invariant
-from ...kernels.graphs import Graphs
+from ...device import batch_invariant
+from ...device.graphs import Graphs
 from ..constants import numbers
 from ..contract import ARModel, Drafter, Method, Progress, Request, Result, SamplingParams, StepOut
 from ..drafts.structures import Extent

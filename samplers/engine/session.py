@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.graphs import Graphs
+from ...device.graphs import Graphs
 from ..continuous_contract import ContinuousModel, ContinuousRequest
 from ..contract import Drafter, Method, Request, SamplingParams
 from ..probabilities import DeviceParams

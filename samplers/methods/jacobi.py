@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...kernels.graphs import mapped
+from ...device.graphs import mapped
 from ...kernels.sampling import at, categorical, perturbed_argmax, readable
 from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers

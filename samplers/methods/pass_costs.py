@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.graphs import Graphs
+from ...device.graphs import Graphs
 from ..constants import counting
 from ..contract import StepOut
 from ..drafts.costs import PassCosts

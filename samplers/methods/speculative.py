@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...kernels.graphs import Graphs
+from ...device.graphs import Graphs
 from ...kernels.sampling import categorical, readable, take
 from ..constants import counting
 from ..contract import Drafter, Request, StepOut

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from comfyui_specar.model_loaders.files.trace_files import load_trace
 from comfyui_specar.samplers.trace import Source, Trace
+from comfyui_specar.samplers.trace_files import load_trace
 from playwright.sync_api import Page
 
 from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot, set_batch, still

@@ -13,8 +13,8 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from comfyui_specar.model_loaders.conditions import VERSION
-from comfyui_specar.model_loaders.files.trace_files import load_trace
+from comfyui_specar.models.conditions import VERSION
+from comfyui_specar.samplers.trace_files import load_trace
 from PIL import Image
 
 from tests.conftest import Comfy

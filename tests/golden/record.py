@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from comfyui_specar.api import Output
-from comfyui_specar.model_loaders.files.trace_files import RENAMED
+from comfyui_specar.samplers.trace_files import RENAMED
 from torch import Tensor
 
 CLOSE = 1e-4  # relative: how far sums may be apart on another processor, which rounds every step of fp32 in its own way

@@ -7,10 +7,10 @@ import shutil
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.kernels import dispatch
-from comfyui_specar.model_loaders.conditions import precision
-from comfyui_specar.models.backbone import Backbone, BackboneConfig, split_gates
-from comfyui_specar.models.prefix import CaptionPrefix
+from comfyui_specar.device import dispatch
+from comfyui_specar.models.conditions import precision
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig, split_gates
+from comfyui_specar.models.networks.prefix import CaptionPrefix
 from comfyui_specar.nodes.comfy_runtime import memory
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.nodes.comfy_runtime.patcher import Patcher

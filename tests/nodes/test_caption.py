@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_model, load_reader
-from comfyui_specar.model_loaders.image_reader import ImageReader, TokenReader
+from comfyui_specar.models.image_reader import ImageReader, TokenReader
 from comfyui_specar.nodes.comfy_runtime import captions, runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 

@@ -12,9 +12,9 @@ import folder_paths
 import pytest
 import torch
 from comfy_api.latest import ui
-from comfyui_specar.models import backbone
-from comfyui_specar.models.cache import KVCache
-from comfyui_specar.models.mar import MAR
+from comfyui_specar.models.networks import backbone
+from comfyui_specar.models.networks.cache import KVCache
+from comfyui_specar.models.networks.mar import MAR
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress
 from comfyui_specar.nodes.continuous import MODES
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from comfy_api.latest import io
-from comfyui_specar.common.printable import printable_lines
+from comfyui_specar.limits.printable import printable_lines
 from comfyui_specar.nodes import checks, extension
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

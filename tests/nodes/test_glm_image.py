@@ -8,7 +8,7 @@ import folder_paths
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfyui_specar.model_loaders.decoders import glm_image as decoders
+from comfyui_specar.model_loaders.families import glm_image_diffusion as decoders
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from safetensors.torch import load_file, save_file
 

@@ -10,7 +10,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_encoder, load_model
 from comfyui_specar.model_loaders.families import IMAGE_READERS
-from comfyui_specar.model_loaders.pictures import resized
+from comfyui_specar.models.pictures import resized
 from comfyui_specar.nodes.comfy_runtime import runs, sources
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from safetensors.torch import load_file, save_file

@@ -10,7 +10,7 @@ import torch
 from comfyui_specar.model_loaders import detect
 from comfyui_specar.model_loaders.detect import missing_decoder
 from comfyui_specar.model_loaders.families import RELEASED_DECODERS
-from comfyui_specar.models import precision
+from comfyui_specar.models.networks import precision
 from safetensors.torch import load_file, save_file
 
 LOADERS = [  # node, widget, a file that is there

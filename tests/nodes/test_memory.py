@@ -4,7 +4,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfy.cli_args import args
-from comfyui_specar.kernels import graphs, switches
+from comfyui_specar.device import graphs, switches
 from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.memory import out_of_memory
 from comfyui_specar.nodes.comfy_runtime.models import NO_GRAPHS, open_model

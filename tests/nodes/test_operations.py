@@ -7,8 +7,8 @@ import comfy.ops
 import pytest
 import torch
 from comfy.cli_args import args
-from comfyui_specar.models import quantised
-from comfyui_specar.models.quantised import narrowed, put_narrow
+from comfyui_specar.models.networks import quantised
+from comfyui_specar.models.networks.quantised import narrowed, put_narrow
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
 from ..support.simulated_gpu import GPU

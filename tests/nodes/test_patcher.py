@@ -7,9 +7,9 @@ from contextlib import nullcontext
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.kernels.graphs import Graphs
+from comfyui_specar.device import cpu
+from comfyui_specar.device.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.models import cpu
 from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.memory import fits, free_memory, load_models_gpu
 from comfyui_specar.nodes.comfy_runtime.operations import Operations

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.conditions import VERSION
+from comfyui_specar.models.conditions import VERSION
 from comfyui_specar.nodes.comfy_runtime.models import SERVER
 
 WITH_DRAFTER = ("DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS")

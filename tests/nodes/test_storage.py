@@ -7,10 +7,10 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar import api
-from comfyui_specar.model_loaders.conditions import conditions
 from comfyui_specar.model_loaders.detect import load_model, stays_narrow
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.files.scaled import with_scales
+from comfyui_specar.models.conditions import conditions
 from comfyui_specar.nodes.comfy_runtime import memory
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.nodes.comfy_runtime.operations import Operations

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 from comfyui_specar import api
-from comfyui_specar.models import products
+from comfyui_specar.models.networks import products
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken

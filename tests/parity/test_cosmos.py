@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_image_decoder
-from comfyui_specar.models.cosmos import Cosmos, CosmosConfig
+from comfyui_specar.models.networks.cosmos import Cosmos, CosmosConfig
 from safetensors.torch import load_file
 
 from ..support.closeness import assert_as_exact, decided

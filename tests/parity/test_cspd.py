@@ -21,7 +21,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.families import mar
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
-from comfyui_specar.models.diffusion_head import Schedule
+from comfyui_specar.models.networks.diffusion_head import Schedule
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.distributions import Normal
 from comfyui_specar.samplers.methods.continuous import ContinuousRun, ContinuousSpeculative, log_ratio, residual

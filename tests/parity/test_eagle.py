@@ -32,11 +32,11 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar.kernels.logits import guide
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
-from comfyui_specar.models.backbone import Backbone, BackboneConfig
-from comfyui_specar.models.positions import SequencePositions
-from comfyui_specar.models.prefix import TextPrefix
+from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
+from comfyui_specar.models.networks.positions import SequencePositions
+from comfyui_specar.models.networks.prefix import TextPrefix
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.growing import Drafting, Root
 from comfyui_specar.samplers.drafts.structures import Dynamic

@@ -24,7 +24,7 @@ from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_reader
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
-from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
+from comfyui_specar.models.text.tiktoken_file import RankTokenizer
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from tokenizers import Tokenizer

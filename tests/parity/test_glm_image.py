@@ -9,7 +9,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.families import glm_image
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
-from comfyui_specar.models.glm_image import preview_grid
+from comfyui_specar.models.networks.glm_image import preview_grid
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file

@@ -20,8 +20,8 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_reader
-from comfyui_specar.model_loaders.image_reader import square
-from comfyui_specar.models.vq import VQConfig
+from comfyui_specar.models.image_reader import square
+from comfyui_specar.models.networks.vq import VQConfig
 from comfyui_specar.samplers.ending import generate_until
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar.model_loaders.decoders import kl_vae
-from comfyui_specar.models.kl_vae import KLConfig, KLModel
+from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
 
 from ..support.closeness import assert_as_exact
 from ..support.tiny import fill

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.models.networks.vq import VQConfig, VQModel
 from comfyui_specar.samplers.methods.jacobi import SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
 

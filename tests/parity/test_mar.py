@@ -25,7 +25,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.families import mar
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
-from comfyui_specar.models.diffusion_head import Schedule
+from comfyui_specar.models.networks.diffusion_head import Schedule
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods import continuous_next_token
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken, mask_schedule

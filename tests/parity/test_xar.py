@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.models.xar import XAR, XARConfig
+from comfyui_specar.models.networks.xar import XAR, XARConfig
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods import continuous_next_token
 from safetensors.torch import load_file

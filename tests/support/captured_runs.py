@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from comfyui_specar.kernels.graphs import Graphs
+from comfyui_specar.device.graphs import Graphs
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine import session
 

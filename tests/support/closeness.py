@@ -18,8 +18,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from comfyui_specar.kernels.graphs import leaves
-from comfyui_specar.models import cpu
+from comfyui_specar.device import cpu
+from comfyui_specar.device.graphs import leaves
 from comfyui_specar.samplers import constants
 from torch import Tensor
 from torch.overrides import TorchFunctionMode

@@ -4,12 +4,12 @@ import json
 from dataclasses import dataclass, replace
 
 import torch
-from comfyui_specar.model_loaders.ar_model import Conditioning, DiscreteModel
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
-from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.model_loaders.families.eagle import EagleDrafter
-from comfyui_specar.model_loaders.text.prompts import prompt_images
-from comfyui_specar.models.eagle import Eagle
+from comfyui_specar.models.ar_model import Conditioning, DiscreteModel
+from comfyui_specar.models.drafters import ModelDrafter
+from comfyui_specar.models.networks.eagle import Eagle
+from comfyui_specar.models.text.prompts import prompt_images
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.methods import published

@@ -1,7 +1,7 @@
 """Fixtures of more than one folder of tests; a folder's conftest.py imports those that it needs."""
 
 import pytest
-from comfyui_specar.kernels import graphs
+from comfyui_specar.device import graphs
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine import session
 

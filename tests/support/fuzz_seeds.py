@@ -21,12 +21,12 @@ from tempfile import mkdtemp
 import comfyui_specar
 import torch
 from comfyui_specar import api
-from comfyui_specar.common.limits import FileError
-from comfyui_specar.model_loaders.decoders import glm_image
+from comfyui_specar.limits.limits import FileError
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_encoder, stays_narrow
 from comfyui_specar.model_loaders.families import emu3
+from comfyui_specar.model_loaders.families import glm_image_diffusion as glm_image
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
+from comfyui_specar.models.text.tiktoken_file import RankTokenizer
 from comfyui_specar.reports.run_report import check_words
 from comfyui_specar.samplers.trace import Source
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torchgen
 import yaml
-from comfyui_specar.kernels.graphs import leaves, mapped
+from comfyui_specar.device.graphs import leaves, mapped
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.utils import backend_registration

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.model_loaders.image_reader import ImageReader
+from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.image_reader import ImageReader
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.ending import generate_until
 from comfyui_specar.samplers.methods.jacobi import SJD

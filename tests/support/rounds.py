@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from comfyui_specar.kernels.graphs import Graphs
+from comfyui_specar.device.graphs import Graphs
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine.session import Session

@@ -3,8 +3,8 @@
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.kernels import dispatch
-from comfyui_specar.models import prefix
+from comfyui_specar.device import dispatch
+from comfyui_specar.models.networks import prefix
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from comfyui_specar.kernels import graphs
+from comfyui_specar.device import graphs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

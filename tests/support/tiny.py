@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.models.backbone import Backbone, BackboneConfig, split_gates
-from comfyui_specar.models.prefix import CaptionPrefix, ClassPrefix
-from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig, split_gates
+from comfyui_specar.models.networks.prefix import CaptionPrefix, ClassPrefix
+from comfyui_specar.models.networks.vq import VQConfig, VQModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

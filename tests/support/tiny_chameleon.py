@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from comfyui_specar.models.kl_vae import Decoder, Encoder, KLConfig
+from comfyui_specar.models.networks.kl_vae import Decoder, Encoder, KLConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

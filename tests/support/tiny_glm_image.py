@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_specar.models.glm_image_dit import DiT, DiTConfig
-from comfyui_specar.models.kl_vae import Decoder, Encoder, KLConfig
+from comfyui_specar.models.networks.glm_image_dit import DiT, DiTConfig
+from comfyui_specar.models.networks.kl_vae import Decoder, Encoder, KLConfig
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn

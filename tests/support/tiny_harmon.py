@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from comfyui_specar.model_loaders.text.qwen2 import Qwen2
-from comfyui_specar.models.diffusion_head import DiffusionHead
-from comfyui_specar.models.harmon import Harmon
-from comfyui_specar.models.mar import MARConfig
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead
+from comfyui_specar.models.networks.harmon import Harmon
+from comfyui_specar.models.networks.mar import MARConfig
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.models.networks.vq import VQConfig, VQModel
 from tokenizers import processors
 from torch import Tensor
 

@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
-from comfyui_specar.models import mar as net
-from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
-from comfyui_specar.models.kl_vae import KLConfig, KLModel
-from comfyui_specar.models.mar import MARConfig
+from comfyui_specar.models.networks import mar as net
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
+from comfyui_specar.models.networks.mar import MARConfig
 from safetensors.torch import save_file
 from torch import Tensor
 

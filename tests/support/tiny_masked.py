@@ -1,10 +1,10 @@
 """A tiny masked continuous model with random weights, whose numbers stay of order one, and requests to it."""
 
 import torch
-from comfyui_specar.model_loaders.continuous_model import MaskedModel
-from comfyui_specar.model_loaders.text.prompt_encoders import ClassEncoder
-from comfyui_specar.models.diffusion_head import DiffusionHead
-from comfyui_specar.models.mar import MAR, MARConfig
+from comfyui_specar.models.continuous_model import MaskedModel
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead
+from comfyui_specar.models.networks.mar import MAR, MARConfig
+from comfyui_specar.models.text.prompt_encoders import ClassEncoder
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 
 SIDE, CHANNELS, STEPS = 3, 4, 5

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from comfyui_specar.models.cosmos import Cosmos, CosmosConfig
+from comfyui_specar.models.networks.cosmos import Cosmos, CosmosConfig
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.model_loaders.text.prompt_encoders import TextEncoder
-from comfyui_specar.models.backbone import Backbone, BackboneConfig
-from comfyui_specar.models.positions import SequencePositions
-from comfyui_specar.models.prefix import TextPrefix
+from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
+from comfyui_specar.models.networks.positions import SequencePositions
+from comfyui_specar.models.networks.prefix import TextPrefix
+from comfyui_specar.models.text.prompt_encoders import TextEncoder
 from comfyui_specar.samplers.contract import SamplingParams
 from torch import Tensor
 

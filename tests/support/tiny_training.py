@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from comfyui_specar.models.vq import VQConfig
+from comfyui_specar.models.networks.vq import VQConfig
 from comfyui_specar.tools.training.data import Images
 from comfyui_specar.tools.training.settings import CPU, STYLES
 

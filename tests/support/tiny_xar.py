@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from comfyui_specar.model_loaders.families import xar
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
-from comfyui_specar.models.xar import XAR, XARConfig
+from comfyui_specar.models.networks.xar import XAR, XARConfig
 from safetensors.torch import save_file
 from torch import Tensor
 

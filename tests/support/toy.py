@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from comfyui_specar.kernels.graphs import recording
+from comfyui_specar.device.graphs import recording
 from comfyui_specar.samplers.contract import Request, SamplingParams, StepOut
 from comfyui_specar.samplers.layout import TokenLayout
 from torch import Tensor

@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from comfyui_specar.kernels.graphs import leaves
+from comfyui_specar.device.graphs import leaves
 
 from . import execution
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.common import files
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
+from comfyui_specar.limits import replacing as files
 from comfyui_specar.model_loaders.detect import load_drafter
-from comfyui_specar.model_loaders.drafters import ModelDrafter
+from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.drafters import ModelDrafter
 from comfyui_specar.samplers.contract import Drafter
 from comfyui_specar.tools.training import loop
 from hypothesis import HealthCheck, settings

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.kernels import addresses, graphs
+from comfyui_specar.device import addresses, graphs
 
 X, OUT = torch.ones(2), torch.zeros(2)
 

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 import torch
-from comfyui_specar.common.limits import CODES, DIMENSIONS, LAYERS, FileError
+from comfyui_specar.limits.limits import CODES, DIMENSIONS, LAYERS, FileError
 from comfyui_specar.model_loaders.files import archives, checkpoint, names, pickles, unpickler
 from comfyui_specar.model_loaders.files.archives import members_of, stored
 from comfyui_specar.model_loaders.files.unpickler import TensorUnpickler, check_keys, check_view

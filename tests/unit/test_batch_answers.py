@@ -15,7 +15,7 @@ from comfyui_specar.batch.address import address_of
 from comfyui_specar.batch.answers import UnexpectedAnswerError
 from comfyui_specar.batch.copies import not_given
 from comfyui_specar.batch.server import Server, ServerAwayError, entry, files_of, notices_of, reports_of
-from comfyui_specar.common.limits import FILES, NOTICES, REPORTS
+from comfyui_specar.limits.limits import FILES, NOTICES, REPORTS
 
 
 def unexpected(function, *arguments, match=None):

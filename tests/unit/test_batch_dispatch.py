@@ -16,7 +16,7 @@ from aiohttp import web
 from comfyui_specar.batch import dispatch, journal, server
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
-from comfyui_specar.common import files
+from comfyui_specar.limits import replacing as files
 from comfyui_specar.tests.support.fake_comfy import (
     QUICK,
     WORKFLOW,

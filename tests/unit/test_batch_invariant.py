@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_specar import api
-from comfyui_specar.kernels import batch_invariant
+from comfyui_specar.device import batch_invariant
 from comfyui_specar.kernels.attention import additive, attend
-from comfyui_specar.models.cache import KVCache, slots_of
+from comfyui_specar.models.networks.cache import KVCache, slots_of
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.methods.jacobi import SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken

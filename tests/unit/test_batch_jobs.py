@@ -18,7 +18,7 @@ from comfyui_specar.batch.overrides import (
     read_workflow,
     with_overrides,
 )
-from comfyui_specar.common.limits import NODES
+from comfyui_specar.limits.limits import NODES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -18,7 +18,7 @@ from comfyui_specar.batch.jobs import Job, RowsError, read_jobs
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.model_worker import RECIPES, ModelOptions, ModelWorker
 from comfyui_specar.batch.overrides import fingerprint
-from comfyui_specar.model_loaders.conditions import VERSION, precision
+from comfyui_specar.models.conditions import VERSION, precision
 from comfyui_specar.tests.support.fake_comfy import lines
 from comfyui_specar.tests.support.mortal import MortalWorker
 from comfyui_specar.tests.support.patience import PATIENCE

@@ -14,7 +14,7 @@ from aiohttp import web
 from comfyui_specar.batch import answers, cli, dispatch
 from comfyui_specar.batch.address import address_of, shown, without_logins
 from comfyui_specar.batch.dispatch import Options
-from comfyui_specar.common import limits
+from comfyui_specar.limits import limits
 from comfyui_specar.tests.support.fake_comfy import (
     Clock,
     FakeComfy,

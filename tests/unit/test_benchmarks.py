@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.models.positions import SequencePositions
+from comfyui_specar.models.networks.positions import SequencePositions
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.tools.benchmarks import plain, sizes, speed, subjects

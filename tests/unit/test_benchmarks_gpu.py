@@ -65,7 +65,7 @@ def test_a_stage_begins_nothing_new_when_its_time_is_over_or_too_much_has_failed
 
 
 def test_a_warning_of_the_pack_is_a_failure_while_it_is_listened_to(findings):
-    log = logging.getLogger("comfyui_specar.kernels.graphs")
+    log = logging.getLogger("comfyui_specar.device.graphs")
     with findings.listening():
         for _ in range(2):
             log.warning("no graphs: %s", "why")

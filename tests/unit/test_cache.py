@@ -5,8 +5,8 @@ from math import inf
 import pytest
 import torch
 from comfyui_specar.kernels.attention import NewTokens
-from comfyui_specar.models.backbone import Rotation
-from comfyui_specar.models.cache import KVCache
+from comfyui_specar.models.networks.backbone import Rotation
+from comfyui_specar.models.networks.cache import KVCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

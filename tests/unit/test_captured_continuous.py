@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from comfyui_specar.device.captured import ROWS, padded_rows, padded_tokens
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.models.captured import ROWS, padded_rows, padded_tokens
-from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken

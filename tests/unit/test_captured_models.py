@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_specar.kernels import batch_invariant
-from comfyui_specar.kernels.graphs import leaves, mapped
+from comfyui_specar.device import batch_invariant
+from comfyui_specar.device.graphs import leaves, mapped
 from comfyui_specar.model_loaders.detect import load_drafter
-from comfyui_specar.models.cache import BUCKET
+from comfyui_specar.models.networks.cache import BUCKET
 
 from ..support.closeness import fp64
 from ..support.tape import TapeGraphs, captured_call

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.kernels import dispatch
-from comfyui_specar.kernels.graphs import Graphs
+from comfyui_specar.device import cpu, dispatch
+from comfyui_specar.device.graphs import Graphs
 from comfyui_specar.model_loaders import detect
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.models import cpu
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import INITIAL, ADTTree
 from comfyui_specar.samplers.drafts.auto import Auto

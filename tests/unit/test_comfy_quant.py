@@ -12,7 +12,7 @@ from comfyui_specar.model_loaders.detect import count_weights, load_model, stays
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, use_mmap
 from comfyui_specar.model_loaders.files.quantised import LazyMatrix
 from comfyui_specar.model_loaders.files.scaled import with_scales
-from comfyui_specar.models.quantised import NarrowLinear
+from comfyui_specar.models.networks.quantised import NarrowLinear
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from comfyui_specar.kernels.dispatch import MIN_CAPABILITY
+from comfyui_specar.device.dispatch import MIN_CAPABILITY
 from comfyui_specar.tools.benchmarks.gpu import compile_cases, compile_table
 
 from ..support.triton_kernels import SHARED, Kernel

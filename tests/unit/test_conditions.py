@@ -6,7 +6,7 @@ from pathlib import Path
 import comfyui_specar as specar
 import pytest
 import torch
-from comfyui_specar.model_loaders.conditions import VERSION, conditions
+from comfyui_specar.models.conditions import VERSION, conditions
 
 ROOT = Path(specar.__file__).resolve().parent
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_image_decoder, load_model
 from comfyui_specar.model_loaders.families import mar
-from comfyui_specar.models.kl_vae import KLConfig, KLModel
+from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
 from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from safetensors.torch import save_file
 

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from comfyui_specar.models import cpu, precision, products
+from comfyui_specar.device import cpu
+from comfyui_specar.models.networks import precision, products
 from torch import nn
 
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 33, 36, 64, 65, 127, 128, 129, 140)

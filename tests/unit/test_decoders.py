@@ -9,12 +9,12 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.decoders import KINDS, cosmos, kl_vae, vq
-from comfyui_specar.model_loaders.decoders.image_decoder import ImageDecoder
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError
-from comfyui_specar.models.cosmos import Cosmos, CosmosConfig
-from comfyui_specar.models.kl_vae import KLConfig, KLModel
-from comfyui_specar.models.vq import VQConfig, VQModel, nearest_codes
+from comfyui_specar.models.image_decoder import ImageDecoder
+from comfyui_specar.models.networks.cosmos import Cosmos, CosmosConfig
+from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
+from comfyui_specar.models.networks.vq import VQConfig, VQModel, nearest_codes
 from comfyui_specar.tools.training.contact_sheet import border_colour
 from safetensors.torch import load_file, save_file
 
@@ -225,7 +225,7 @@ def test_which_code_a_vector_becomes(monkeypatch):
     latent, codes = torch.randn(1, 4, 6, 5), torch.randn(50, 4)
     wanted = nearest_codes(latent, codes)
     assert torch.equal(wanted.flatten(), torch.cdist(latent[0].flatten(1).T, codes).argmin(1))
-    monkeypatch.setattr("comfyui_specar.models.vq._PAIRS", 120)
+    monkeypatch.setattr("comfyui_specar.models.networks.vq._PAIRS", 120)
     assert torch.equal(nearest_codes(latent, codes), wanted)
 
 

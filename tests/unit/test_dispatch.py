@@ -12,7 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.kernels import dispatch, gating, switches
+from comfyui_specar.device import dispatch, switches
+from comfyui_specar.kernels import gating
 from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.speculative import DraftTree

@@ -8,7 +8,7 @@ import torch
 from comfyui_specar.kernels.attention import additive
 from comfyui_specar.model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.models.backbone import HeadNorm, Rotation
+from comfyui_specar.models.networks.backbone import HeadNorm, Rotation
 from comfyui_specar.tools.training import drafter as command_line
 from comfyui_specar.tools.training import drafter_export
 from comfyui_specar.tools.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples

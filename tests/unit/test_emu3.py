@@ -7,7 +7,7 @@ import torch
 from comfyui_specar.model_loaders.detect import family_of, load_model
 from comfyui_specar.model_loaders.families import emu3, emu35
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
-from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer, joined
+from comfyui_specar.models.text.tiktoken_file import RankTokenizer, joined
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_emu3 as tiny

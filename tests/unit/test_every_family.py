@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.drafters import ModelDrafter
+from comfyui_specar.models.drafters import ModelDrafter
 from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.methods.jacobi import SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comfyui_specar.kernels import graphs
+from comfyui_specar.device import graphs
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.auto import Auto

@@ -9,9 +9,9 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_model, weight_file
-from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.model_loaders.families import FAMILIES
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint
+from comfyui_specar.models.drafters import ModelDrafter
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.methods.jacobi import SJD

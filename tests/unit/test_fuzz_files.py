@@ -15,9 +15,9 @@ import pytest
 import tokenizers
 import torch
 from comfyui_specar import api
-from comfyui_specar.common.limits import FileError
+from comfyui_specar.limits.limits import FileError
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, use_mmap
-from comfyui_specar.model_loaders.text.language_model import Tokenizer
+from comfyui_specar.models.text.tokenizer import Tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.device.cpu import unpack
 from comfyui_specar.model_loaders.detect import load_model, weight_file
 from comfyui_specar.model_loaders.families import glm_image
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.model_loaders.files.errors import CheckpointError
-from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
-from comfyui_specar.models.cpu import unpack
-from comfyui_specar.models.glm_image import preview_grid
-from comfyui_specar.models.quantised import quantise
+from comfyui_specar.models.networks.glm_image import preview_grid
+from comfyui_specar.models.networks.quantised import quantise
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.trace_files import load_trace, save_trace
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_glm_image as tiny

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.decoders import glm_image
-from comfyui_specar.model_loaders.decoders.glm_image import glyph_ids, quotations
+from comfyui_specar.model_loaders.families import glm_image_diffusion as glm_image
+from comfyui_specar.model_loaders.families.glm_image_diffusion import glyph_ids, quotations
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_glm_image as tiny

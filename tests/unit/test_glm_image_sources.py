@@ -10,7 +10,7 @@ from comfyui_specar.model_loaders.detect import load_encoder
 from comfyui_specar.model_loaders.families.glm_image_sources import _NAMES, Scaling, config_of
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.model_loaders.files.names import renamed
-from comfyui_specar.models.glm_image_vision import SourceEncoder, VisionConfig
+from comfyui_specar.models.networks.glm_image_vision import SourceEncoder, VisionConfig
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from comfyui_specar.kernels import graphs, switches
-from comfyui_specar.kernels.graphs import Graphs, leaves, mapped
+from comfyui_specar.device import graphs, switches
+from comfyui_specar.device.graphs import Graphs, leaves, mapped
 from comfyui_specar.samplers.engine.session import Poll
 
 from ..support.tape import Pool, Tape, TapeGraphs

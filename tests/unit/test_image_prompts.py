@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import branches
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.models import branches
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.methods.jacobi import SJD

@@ -8,7 +8,7 @@ from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_reader
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
 from comfyui_specar.model_loaders.files.errors import CheckpointError
-from comfyui_specar.model_loaders.image_reader import square
+from comfyui_specar.models.image_reader import square
 from comfyui_specar.samplers.ending import generate_until
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken

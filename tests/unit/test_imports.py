@@ -16,26 +16,37 @@ from comfyui_specar.tests.support.patience import PATIENCE
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HOST = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "node_helpers", "nodes", "server"}
 OWN = {  # package -> modules of the pack it may import (a package, or one module of it)
-    "kernels": set(),
-    "models": {"kernels"},
-    "samplers": {"kernels"},
-    "common": set(),
+    "device": set(),
+    "limits": set(),
+    "kernels": {"device"},
+    "models.networks": {"device", "kernels"},
+    "samplers": {"device", "kernels", "limits"},
+    "models": {
+        "device",
+        "limits",
+        "model_loaders.files",
+        "models.networks",
+        "samplers.continuous_contract",
+        "samplers.contract",
+        "samplers.distributions",
+        "samplers.layout",
+    },
     "model_loaders": {
-        "common",
+        "device",
+        "limits",
         "models",
         "samplers.continuous_contract",
         "samplers.contract",
         "samplers.distributions",
         "samplers.layout",
-        "samplers.trace",
     },
-    "api": {"common", "model_loaders", "samplers", "reports"},
-    "reports": {"common", "samplers.registry", "samplers.trace"},
-    "nodes": {"common", "model_loaders", "samplers", "kernels", "models.cpu", "reports"},
+    "api": {"limits", "model_loaders", "models", "samplers", "reports"},
+    "reports": {"limits", "samplers.registry", "samplers.trace"},
+    "nodes": {"device", "kernels", "limits", "model_loaders", "models", "reports", "samplers"},
     "batch": {
         "api",
-        "common",
-        "model_loaders.conditions",
+        "limits",
+        "models.conditions",
         "samplers.continuous_contract",
         "samplers.contract",
         "samplers.registry",
@@ -43,21 +54,31 @@ OWN = {  # package -> modules of the pack it may import (a package, or one modul
     },
 }
 FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
+    "device": {"torch"},
+    "limits": set(),
     "kernels": {"torch", "triton"},
-    "models": {"torch", "einops"},
-    "samplers": {"torch"},
-    "model_loaders": {"torch", "einops", "safetensors", "transformers", "tokenizers", "torchvision", "PIL"},
+    "models.networks": {"torch", "einops"},
+    "samplers": {"torch", "safetensors"},
+    "models": {"torch", "einops", "safetensors", "tokenizers", "transformers", "torchvision", "PIL"},
+    "model_loaders": {"torch", "einops", "safetensors", "transformers", "torchvision"},
     "api": {"torch"},
     "reports": {"torch", "numpy", "PIL"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
-    "common": set(),
     "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/ray_cluster.py alone
 }
 
 
 def sources(package: str) -> list[Path]:
-    files = sorted((ROOT / package).glob("**/*.py")) or [ROOT / f"{package}.py"]
-    return files
+    """The files of a package, without those of packages in it that have rules of their own."""
+    folder = ROOT.joinpath(*package.split("."))
+    inner = [ROOT.joinpath(*other.split(".")) for other in OWN if other.startswith(f"{package}.")]
+    files = [f for f in sorted(folder.glob("**/*.py")) if not any(f.is_relative_to(other) for other in inner)]
+    return files or [folder.with_suffix(".py")]
+
+
+def module(path: Path) -> str:
+    """The dotted name of a file of the pack."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @functools.cache
@@ -73,7 +94,8 @@ def imports(path: Path) -> list[tuple[bool, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = [*here[: len(here) - node.level], *(node.module or "").split(".")]
             base = [part for part in base if part]
-            found += [(True, ".".join([*base, alias.name] if not node.module else base)) for alias in node.names]
+            package = not node.module or ROOT.joinpath(*base).is_dir()
+            found += [(True, ".".join([*base, alias.name] if package else base)) for alias in node.names]
     return found
 
 
@@ -93,20 +115,19 @@ def test_a_package_imports_only_what_it_may(package):
                 assert known, f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("package", ["samplers", "model_loaders", "nodes"])
-def test_imports_within_a_package_go_one_way(package):
-    """Folders and files directly in a package, imports for types included: none needs itself through others."""
-    within: dict[str, set[str]] = {}
-    for path in sources(package):
-        own = path.relative_to(ROOT / package).with_suffix("").parts[0]
-        named = (name.split(".") for inside, name in imports(path) if inside)
-        within.setdefault(own, set()).update(n[1] for n in named if n[0] == package and len(n) > 1 and n[1] != own)
-    graphlib.TopologicalSorter(within).prepare()  # which raises CycleError
+def test_no_file_needs_itself_through_others():
+    """Imports for types, and those inside functions, included."""
+    files = {module(path): path for package in OWN for path in sources(package)}
+    needs = {
+        name: {other for inside, other in imports(path) if inside and other in files and other != name}
+        for name, path in files.items()
+    }
+    graphlib.TopologicalSorter(needs).prepare()  # which raises CycleError
 
 
 def test_every_package_is_listed_for_installation():
     """pyproject.toml names each package; setuptools adds none by itself, not even inner ones."""
-    shipped = {path.parent for top in OWN for path in (ROOT / top).glob("**/*.py")}
+    shipped = {path.parent for package in OWN for path in sources(package)} - {ROOT}
     packages = {".".join(("comfyui_specar", *path.relative_to(ROOT).parts)) for path in shipped}
     table = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("packages = [")[1].split("]")[0]
     assert sorted(re.findall(r'"(.+?)"', table)) == sorted(packages | {"comfyui_specar"})

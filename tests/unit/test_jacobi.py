@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.models.cpu import unpack
+from comfyui_specar.device.cpu import unpack
 from comfyui_specar.samplers.drafts.guesses import Memory, Ring, first_guesses, neighbour_probs, neighbours_of
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods import jacobi

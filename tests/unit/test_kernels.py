@@ -7,7 +7,7 @@ from comfyui_specar.kernels import sampling
 from comfyui_specar.kernels.attention import FEW, NewTokens
 from comfyui_specar.kernels.gating import gated
 from comfyui_specar.kernels.rotation import factors_of, rotate
-from comfyui_specar.models.cache import keep_path
+from comfyui_specar.models.networks.cache import keep_path
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.rng import Purpose, Stream
 from comfyui_specar.samplers.rules.acceptance import Exact

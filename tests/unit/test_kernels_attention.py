@@ -224,7 +224,7 @@ def test_heads_are_normalised_before_they_turn(norms):
 
 def test_longer_prompts_are_for_torch(monkeypatch):
     called = []
-    monkeypatch.setattr("comfyui_specar.kernels.dispatch.runs_triton", lambda device: called.append(device))
+    monkeypatch.setattr("comfyui_specar.device.dispatch.runs_triton", lambda device: called.append(device))
     given = case(1, 1, 2, FEW + 1, 200, 8)
     assert attend_cached(*given).shape == (1, FEW + 1, 2, 8) and not called
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_specar.kernels import linear
-from comfyui_specar.models.quantised import stored
+from comfyui_specar.models.networks.quantised import stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..support.triton_kernels import agrees, interpreted

@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pytest
 import torch
+from comfyui_specar.device.graphs import leaves
 from comfyui_specar.kernels import verification
-from comfyui_specar.kernels.graphs import leaves
 from comfyui_specar.samplers import trace
 from comfyui_specar.samplers.drafts.trees import Tree
 from comfyui_specar.samplers.rules.acceptance import Exact

@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 import torch
 from comfyui_specar.batch.jobs import JobsError, read_jobs
-from comfyui_specar.common import limits
-from comfyui_specar.common.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
-from comfyui_specar.common.printable import printable
+from comfyui_specar.limits import limits
+from comfyui_specar.limits.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
+from comfyui_specar.limits.printable import printable
+from comfyui_specar.model_loaders import llama as language_model
 from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.model_loaders.families import harmon, llamagen, mar, xar
 from comfyui_specar.model_loaders.files import checkpoint, names
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, read_settings
-from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
-from comfyui_specar.model_loaders.sizes import legal_grid
-from comfyui_specar.model_loaders.text import language_model, t5
-from comfyui_specar.model_loaders.text.tiktoken_file import read_ranks
+from comfyui_specar.model_loaders.text import t5
+from comfyui_specar.models.sizes import legal_grid
+from comfyui_specar.models.text.tiktoken_file import read_ranks
 from comfyui_specar.reports import acceptance_map, comparison, run_report
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
+from comfyui_specar.samplers.trace_files import load_trace, save_trace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file

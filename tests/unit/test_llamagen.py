@@ -4,7 +4,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_image_decoder, load_model
-from comfyui_specar.models.cache import BUCKET
+from comfyui_specar.models.networks.cache import BUCKET
 from comfyui_specar.samplers.methods.jacobi import SJD
 from safetensors.torch import save_file
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import glm_image
+from comfyui_specar.model_loaders.families import glm_image_diffusion as glm_image
 from comfyui_specar.model_loaders.files import checkpoint, weights
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from safetensors.torch import save_file

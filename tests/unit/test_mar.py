@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.models import mar
-from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks import mar
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
 
 from ..support.tiny import fill
 from ..support.tiny_mar import DEPTH, MAR, WIDTH, last_steps, mar_weights

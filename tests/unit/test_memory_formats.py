@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import glm_image
-from comfyui_specar.model_loaders.decoders.image_decoder import ImageDecoder
 from comfyui_specar.model_loaders.detect import load_encoder, load_image_decoder, load_reader
+from comfyui_specar.model_loaders.families import glm_image_diffusion as glm_image
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
+from comfyui_specar.models.image_decoder import ImageDecoder
 from torch import Tensor
 
 from ..support import tiny_glm_image, tiny_janus

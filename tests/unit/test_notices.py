@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.changed_latents import repeated, strayed, whole_ids
 from comfyui_specar.model_loaders.families.harmon import HarmonModel
-from comfyui_specar.model_loaders.sizes import unsupported_size
-from comfyui_specar.model_loaders.text import prompt_settings
 from comfyui_specar.model_loaders.text.t5 import T5Encoder
+from comfyui_specar.models.changed_latents import repeated, strayed, whole_ids
+from comfyui_specar.models.sizes import unsupported_size
+from comfyui_specar.models.text import prompt_settings
 from comfyui_specar.samplers.methods.next_token import NextToken
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import pictures
-from comfyui_specar.model_loaders.pictures import covering, shortened
+from comfyui_specar.models import pictures
+from comfyui_specar.models.pictures import covering, shortened
 
 from ..support.tiny import fill
 

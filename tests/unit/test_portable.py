@@ -12,7 +12,7 @@ import pytest
 from ..support import other_systems
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
-PACK = ("api", "batch", "common", "kernels", "model_loaders", "models", "nodes", "samplers")
+PACK = ("api", "batch", "device", "kernels", "limits", "model_loaders", "models", "nodes", "samplers")
 FOLDERS = (*PACK, "tests", "tools")
 
 

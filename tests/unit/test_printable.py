@@ -4,7 +4,7 @@ import logging
 import unicodedata
 
 import pytest
-from comfyui_specar.common.printable import PrintableLog, make_printable, printable
+from comfyui_specar.limits.printable import PrintableLog, make_printable, printable
 from hypothesis import given
 from hypothesis import strategies as st
 

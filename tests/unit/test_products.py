@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from comfyui_specar.kernels import batch_invariant, dispatch
-from comfyui_specar.models import products
-from comfyui_specar.models.backbone import Backbone, BackboneConfig, Rotation
-from comfyui_specar.models.products import product
-from comfyui_specar.models.quantised import NarrowLinear, quantise, quantise_groups
+from comfyui_specar.device import batch_invariant, dispatch
+from comfyui_specar.models.networks import products
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig, Rotation
+from comfyui_specar.models.networks.products import product
+from comfyui_specar.models.networks.quantised import NarrowLinear, quantise, quantise_groups
 from torch import nn
 
 DIM = 32

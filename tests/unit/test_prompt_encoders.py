@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from comfyui_specar.common.printable import printable
+from comfyui_specar.limits.printable import printable
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.families.llamagen import class_names
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.model_loaders.text.prompt_encoders import ClassEncoder, WordEncoder
+from comfyui_specar.models.text.prompt_encoders import ClassEncoder, WordEncoder
 from safetensors.torch import save_file
 
 from ..support.tiny import CAPTION, SLOTS, write_llamagen

@@ -5,12 +5,12 @@ from itertools import cycle
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.device.cpu import unpack
 from comfyui_specar.kernels.linear import GROUP, widened
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.models import quantised
-from comfyui_specar.models.cpu import unpack
-from comfyui_specar.models.quantised import NarrowLinear, quantise, quantise_groups
+from comfyui_specar.models.networks import quantised
+from comfyui_specar.models.networks.quantised import NarrowLinear, quantise, quantise_groups
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from hypothesis import given, settings

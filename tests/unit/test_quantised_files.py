@@ -14,7 +14,7 @@ from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_
 from comfyui_specar.model_loaders.files.convrot import rotated
 from comfyui_specar.model_loaders.files.gptq import with_gptq
 from comfyui_specar.model_loaders.files.scaled import with_scales
-from comfyui_specar.models.quantised import NarrowLinear, narrowed
+from comfyui_specar.models.networks.quantised import NarrowLinear, narrowed
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file
 

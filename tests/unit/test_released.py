@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.decoders import kl_vae, movq, vq
 from comfyui_specar.model_loaders.families import (
     chameleon,
@@ -35,12 +34,13 @@ from comfyui_specar.model_loaders.families import (
 )
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.model_loaders.text.qwen2 import HEADS
-from comfyui_specar.models.backbone import Backbone, BackboneConfig
-from comfyui_specar.models.kl_vae import KLConfig, KLModel
-from comfyui_specar.models.mar import MARConfig
-from comfyui_specar.models.positions import SequencePositions
-from comfyui_specar.models.prefix import TextPrefix
-from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
+from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
+from comfyui_specar.models.networks.mar import MARConfig
+from comfyui_specar.models.networks.positions import SequencePositions
+from comfyui_specar.models.networks.prefix import TextPrefix
+from comfyui_specar.models.networks.vq import VQConfig, VQModel
 from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from comfyui_specar.samplers.contract import SamplingParams
 from safetensors import safe_open

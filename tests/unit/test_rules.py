@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.neighbours import neighbour_table
+from comfyui_specar.models.neighbours import neighbour_table
 from comfyui_specar.samplers import registry
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import neighbours
-from comfyui_specar.model_loaders.neighbours import nearest, neighbour_table
+from comfyui_specar.models import neighbours
+from comfyui_specar.models.neighbours import nearest, neighbour_table
 from comfyui_specar.samplers.rules.lantern import Lantern
 from safetensors.torch import load_file, save_file
 

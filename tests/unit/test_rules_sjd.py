@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 import torch
+from comfyui_specar.device import cpu
 from comfyui_specar.kernels import attention
-from comfyui_specar.models import cpu
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.guesses import Memory
 from comfyui_specar.samplers.engine.run import Run

@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from comfyui_specar.common.limits import DIMENSIONS, NAME, FileError
-from comfyui_specar.common.printable import printable
+from comfyui_specar.limits.limits import DIMENSIONS, NAME, FileError
+from comfyui_specar.limits.printable import printable
 from comfyui_specar.model_loaders.files import safetensors_files
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

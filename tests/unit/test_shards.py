@@ -14,7 +14,7 @@ from comfyui_specar.model_loaders.files.checkpoint import (
     tensor_names,
     weight_file,
 )
-from comfyui_specar.models.quantised import stored
+from comfyui_specar.models.networks.quantised import stored
 from safetensors.torch import load_file, save_file
 
 from ..support import comfy_quant, quantised_layouts, tiny_chameleon, tiny_janus

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model, load_reader
-from comfyui_specar.model_loaders.image_reader import square
-from comfyui_specar.model_loaders.text.language_model import Tokenizer
-from comfyui_specar.model_loaders.text.prompt_encoders import ClassEncoder, MissingEncoder, TextEncoder
 from comfyui_specar.model_loaders.text.t5 import T5Encoder
-from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
+from comfyui_specar.models.image_reader import square
+from comfyui_specar.models.text.prompt_encoders import ClassEncoder, MissingEncoder, TextEncoder
+from comfyui_specar.models.text.tiktoken_file import RankTokenizer
+from comfyui_specar.models.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.kernels import verification as kernels
-from comfyui_specar.models.cache import KVCache
+from comfyui_specar.models.networks.cache import KVCache
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static

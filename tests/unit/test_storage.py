@@ -8,10 +8,10 @@ import comfyui_specar as specar
 import pytest
 import torch
 from comfyui_specar.kernels import linear
-from comfyui_specar.model_loaders.conditions import precision
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.storage import Way, candidates, choose, reason
-from comfyui_specar.models.quantised import quantise_groups
+from comfyui_specar.models.conditions import precision
+from comfyui_specar.models.networks.quantised import quantise_groups
 from comfyui_specar.tools.benchmarks import automatic
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.kernels.graphs import Graphs
+from comfyui_specar.device.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
-from comfyui_specar.model_loaders.drafters import pair
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.model_loaders.text.prompt_encoders import MissingEncoder
-from comfyui_specar.models.backbone import BackboneConfig
-from comfyui_specar.models.eagle import Eagle
+from comfyui_specar.models.drafters import pair
+from comfyui_specar.models.networks.backbone import BackboneConfig
+from comfyui_specar.models.networks.eagle import Eagle
+from comfyui_specar.models.text.prompt_encoders import MissingEncoder
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine.session import Session

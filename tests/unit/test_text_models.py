@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.drafters import ModelDrafter
-from comfyui_specar.models.backbone import Backbone, BackboneConfig
-from comfyui_specar.models.positions import SequencePositions, rotation_of
+from comfyui_specar.models.drafters import ModelDrafter
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
+from comfyui_specar.models.networks.positions import SequencePositions, rotation_of
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Static
 from comfyui_specar.samplers.methods.jacobi import SJD

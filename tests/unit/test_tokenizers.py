@@ -10,9 +10,9 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.families import emu3, harmon, simplear
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.model_loaders.text.language_model import Tokenizer, find_tokenizer
 from comfyui_specar.model_loaders.text.t5 import T5Encoder
-from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer, joined
+from comfyui_specar.models.text.tiktoken_file import RankTokenizer, joined
+from comfyui_specar.models.text.tokenizer import Tokenizer, find_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library

@@ -1,11 +1,9 @@
 """The trace: every token accounted for, numbers that add up, files that survive and files that do not."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.files.trace_files import RENAMED, SCHEMA_1, load_trace, save_trace
 from comfyui_specar.reports.run_report import describe
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
@@ -21,6 +19,7 @@ from comfyui_specar.samplers.rules.cool_sd import UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, Record, Source, derived_totals
+from comfyui_specar.samplers.trace_files import load_trace, save_trace
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -28,7 +27,6 @@ from ..support import toy_heads
 from ..support.toy import ToyDrafter, ToyModel, plain, request, with_kept_tokens, with_line_ends
 from ..support.toy_heads import ToyHead
 
-DATA = Path(__file__).parents[1] / "data"
 LINE_ENDS, KEPT = with_line_ends(2, 2), with_kept_tokens(2, 3)
 CASES = {"line_ends": (ToyModel(LINE_ENDS, 2), LINE_ENDS), "kept": (ToyModel(KEPT), KEPT)}
 
@@ -99,17 +97,6 @@ def test_the_mean_tree_is_that_of_rounds_not_of_tokens():
     summary = record.finish(plain(2, 2), 1, {"method": "by hand"}, 1.0).summary()
     assert (summary["mean_depth"], summary["mean_width"]) == pytest.approx((2.0, 11 / 3))
     assert not {"mean_depth", "mean_width"} & trace_of(SJD(window=3)).summary().keys()
-
-
-def test_a_file_without_the_later_records_is_read(tmp_path):
-    """Of an earlier version: the similarity of the paths of VVS's trees is zero there, as of other methods."""
-    trace = drafted(Dynamic(2, 3, 5), skipping=Skipping(interval=2, guard=0))
-    _, record = save_trace(trace, tmp_path / "run")
-    tensors, header = load_file(record), header_of(record)
-    tensors.pop("positions.similarity")
-    save_file(tensors, record, metadata={"specar": json.dumps(header)})
-    loaded = load_trace(record)
-    assert json.dumps(loaded.report()) == json.dumps(trace.report()) and not loaded.positions["similarity"].any()
 
 
 def test_forced_tokens_are_left_out_of_the_image_and_of_the_counts():
@@ -207,7 +194,6 @@ def threads():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_number_is_read_back_bit_for_bit(name, tmp_path, threads):
-    """And what earlier versions did not store is computed again."""
     trace = RUNS[name]()
     whole = json.dumps(trace.report())  # a float's text has all its bits
     report, record = save_trace(trace, tmp_path / "run")
@@ -219,8 +205,6 @@ def test_every_number_is_read_back_bit_for_bit(name, tmp_path, threads):
     for saved, found in ((trace.positions, loaded.positions), (trace.rounds, loaded.rounds)):
         assert saved.keys() == found.keys()
         assert all(torch.equal(saved[key], found[key]) and saved[key].dtype == found[key].dtype for key in saved)
-    as_earlier_versions_wrote(record)
-    assert json.dumps(load_trace(record).report()) == whole
     sums = {
         "mean_square_distance": "continuous, " in name,
         "tv_bound": {"relaxed", "metered", "vvs"} & {*name.split()},
@@ -229,24 +213,10 @@ def test_every_number_is_read_back_bit_for_bit(name, tmp_path, threads):
     assert all(trace.totals[number] for number, expected in sums.items() if expected), "no sum to read back"
 
 
-COUNTED = ("target_passes", "passes_per_image", "draft_passes", "images", "tokens", "seed", "seconds")
-
-
 def header_of(record):
     """What a saved trace holds besides its arrays."""
     with safe_open(record, "pt") as file:
         return json.loads(file.metadata()["specar"])
-
-
-def as_earlier_versions_wrote(record):
-    """The same file of schema 1 and with only those totals that the run counted, as before the others were stored."""
-    header = header_of(record)
-    header |= {"schema": SCHEMA_1, "totals": {name: header["totals"][name] for name in COUNTED}}
-    tensors = load_file(record)
-    for old, new in RENAMED.items():
-        if f"positions.{new}" in tensors:
-            tensors[f"positions.{old}"] = tensors.pop(f"positions.{new}")
-    save_file(tensors, record, metadata={"specar": json.dumps(header)})
 
 
 def long_run(continuous):
@@ -261,17 +231,14 @@ def long_run(continuous):
     return record.finish(plain(64, 64), 1, {"method": "by hand", "lossless": False}, 1.0)
 
 
-@pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize("continuous", [False, True])
-def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, earlier, tmp_path, threads):
+def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, tmp_path, threads):
     reports = set()
     for number in (1, 2, 4):
         threads(number)
         trace = long_run(continuous)
         reports.add(json.dumps(trace.report()))
         _, record = save_trace(trace, tmp_path / f"run{number}")
-        if earlier:
-            as_earlier_versions_wrote(record)
         for other in (1, 2, 4):
             threads(other)
             reports.add(json.dumps(load_trace(record).report()))
@@ -289,42 +256,20 @@ def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, earlier, tmp_
     assert {name: totals[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["trace_schema_1", "trace_schema_1_continuous"])
-def test_files_of_schema_1_are_read_under_the_names_of_today(name, tmp_path):
-    """Real ones, each with its report: SJD with a relaxed rule and a prefix; vectors with failed resamples."""
-    saved, old = load_file(DATA / f"{name}.safetensors"), json.loads((DATA / f"{name}.json").read_text("utf-8"))
-    assert old["schema"] == SCHEMA_1 == header_of(DATA / f"{name}.safetensors")["schema"]
-    trace = load_trace(DATA / f"{name}.safetensors")
-    totals = {RENAMED.get(key, key): value for key, value in old["totals"].items()}
-    # These reports had the sum over all images, and nothing of vectors.
-    totals["tv_bound"] = None if trace.continuous else totals["tv_bound"] / totals["images"]
-    totals |= {} if trace.continuous else {"draft_tv": None}
-    assert trace.report() == old | {"schema": "specar.trace/2", "totals": totals}
-    fields = CONTINUOUS_FIELDS if trace.continuous else POSITION_FIELDS
-    assert trace.positions.keys() == fields.keys() and not RENAMED.keys() & (trace.positions | trace.totals).keys()
-    assert any(trace.totals.get(new) for new in RENAMED.values()), "nothing was renamed"
-    for key, values in saved.items():
-        group, _, field = key.partition(".")
-        assert torch.equal(getattr(trace, group)[RENAMED.get(field, field)], values), key
-    _, record = save_trace(trace, tmp_path / "again")
-    assert header_of(record)["schema"] == "specar.trace/2" and load_trace(record).report() == trace.report()
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda header, tensors: header["totals"].update(given=1),
-        lambda header, tensors: header["totals"].update(tv_leak="much"),
         lambda header, tensors: header.update(totals=None),
-        lambda header, tensors: header.update(totals=["given"]),
+        lambda header, tensors: header.update(totals=["prefix_tokens"]),
+        lambda header, tensors: header["totals"].pop("tokens"),
         lambda header, tensors: header.pop("totals"),
-        lambda header, tensors: tensors.pop("positions.tv_leak"),
-        lambda header, tensors: tensors.update({"positions.tv_leak": torch.zeros(2)}),
-        lambda header, tensors: header.update(schema="specar.trace/2"),  # which has other names
+        lambda header, tensors: tensors.pop("positions.tv_bound"),
+        lambda header, tensors: tensors.update({"positions.tv_bound": torch.zeros(2)}),
+        lambda header, tensors: header.update(schema="specar.trace/1"),
     ],
 )
-def test_damaged_files_of_schema_1_are_refused(damage, tmp_path):
-    path = DATA / "trace_schema_1.safetensors"
+def test_damaged_files_are_refused(damage, tmp_path):
+    _, path = save_trace(trace_of(SJD(window=3)), tmp_path / "whole")
     header, tensors = header_of(path), load_file(path)
     damage(header, tensors)
     save_file(tensors, tmp_path / "run.safetensors", metadata={"specar": json.dumps(header)})

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfyui_specar.models.vq import VQModel
+from comfyui_specar.models.networks.vq import VQModel
 from comfyui_specar.tools.training.autoregressive import Batches, TextToImage
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.data import augment, recolour

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders.image_decoder import ImageDecoder
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
-from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
-from comfyui_specar.models.kl_vae import KLConfig, KLModel
-from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.models.image_decoder import ImageDecoder
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
+from comfyui_specar.models.networks.vq import VQConfig, VQModel
 from comfyui_specar.tools.training import autoencoder, export, kl_vae, masked, tokenizer
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.export import save

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.decoders.glm_image import MODEL
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
+from comfyui_specar.model_loaders.families.glm_image_diffusion import MODEL
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from safetensors.torch import save_file
 

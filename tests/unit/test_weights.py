@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.common.limits import HEADER, QUANTISED, FileError
+from comfyui_specar.limits.limits import HEADER, QUANTISED, FileError
 from comfyui_specar.model_loaders.files import quantised, safetensors_files, scaled, weights
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 

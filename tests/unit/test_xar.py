@@ -7,8 +7,8 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.families import xar
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from comfyui_specar.models import xar as net
-from comfyui_specar.models.xar import Flow, FlowNumbers, XARConfig, cell_order
+from comfyui_specar.models.networks import xar as net
+from comfyui_specar.models.networks.xar import Flow, FlowNumbers, XARConfig, cell_order
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods.continuous import MODES, ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken

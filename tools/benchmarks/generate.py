@@ -13,7 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from comfyui_specar.models.cpu import unpack
+from comfyui_specar.device.cpu import unpack
 from torch import Tensor
 
 

@@ -23,13 +23,14 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
-from comfyui_specar.kernels import dispatch, graphs, noise
-from comfyui_specar.model_loaders import ar_model
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.model_loaders.continuous_model import MaskedModel, MaskedState
-from comfyui_specar.model_loaders.text.prompt_encoders import MissingEncoder
-from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
-from comfyui_specar.models.mar import MAR, MARConfig
+from comfyui_specar.device import dispatch, graphs
+from comfyui_specar.kernels import noise
+from comfyui_specar.models import ar_model
+from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.continuous_model import MaskedModel, MaskedState
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks.mar import MAR, MARConfig
+from comfyui_specar.models.text.prompt_encoders import MissingEncoder
 from comfyui_specar.samplers import constants
 from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from comfyui_specar.samplers.contract import Request

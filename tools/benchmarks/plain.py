@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from comfyui_specar.models.backbone import Rotation
-from comfyui_specar.models.cpu import unpack
-from comfyui_specar.models.positions import rotation_of
+from comfyui_specar.device.cpu import unpack
+from comfyui_specar.models.networks.backbone import Rotation
+from comfyui_specar.models.networks.positions import rotation_of
 from einops import rearrange
 from torch import Tensor, nn
 

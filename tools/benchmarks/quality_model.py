@@ -18,7 +18,7 @@ from typing import Any
 import comfyui_specar as specar
 import torch
 from comfyui_specar.api import Output
-from comfyui_specar.common.files import replace
+from comfyui_specar.limits.replacing import replace
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.probabilities import probabilities
 from safetensors import safe_open

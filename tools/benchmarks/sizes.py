@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.families.eagle import EagleDrafter
-from comfyui_specar.model_loaders.text.prompt_encoders import MissingEncoder
-from comfyui_specar.models.backbone import Backbone, BackboneConfig
-from comfyui_specar.models.eagle import Eagle
-from comfyui_specar.models.janus import CodeEmbedding, CodeHead
-from comfyui_specar.models.positions import GridPositions, SequencePositions
-from comfyui_specar.models.prefix import CaptionPrefix, TextPrefix
-from comfyui_specar.models.quantised import narrow_names, narrowed, put_narrow
+from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
+from comfyui_specar.models.networks.eagle import Eagle
+from comfyui_specar.models.networks.janus import CodeEmbedding, CodeHead
+from comfyui_specar.models.networks.positions import GridPositions, SequencePositions
+from comfyui_specar.models.networks.prefix import CaptionPrefix, TextPrefix
+from comfyui_specar.models.networks.quantised import narrow_names, narrowed, put_narrow
+from comfyui_specar.models.text.prompt_encoders import MissingEncoder
 from comfyui_specar.samplers.contract import SamplingParams
 from torch import nn
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_specar.kernels.graphs import Graphs
+from comfyui_specar.device.graphs import Graphs
 
 from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read
 from .report import Record, command, commit, measured_on, parsed, spread, versions

@@ -11,12 +11,12 @@ from dataclasses import replace
 from math import sqrt
 
 import torch
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.model_loaders.families.eagle import EagleDrafter
-from comfyui_specar.models.backbone import Backbone, BackboneConfig
-from comfyui_specar.models.eagle import Eagle
-from comfyui_specar.models.prefix import CaptionPrefix
+from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.drafters import ModelDrafter
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
+from comfyui_specar.models.networks.eagle import Eagle
+from comfyui_specar.models.networks.prefix import CaptionPrefix
 from torch import Tensor, nn
 
 from .sizes import built_as

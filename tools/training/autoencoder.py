@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...models.kl_vae import KLModel
-from ...models.vq import VQModel
+from ...models.networks.kl_vae import KLModel
+from ...models.networks.vq import VQModel
 from .data import Images, augment, sheet
 from .loop import Training, autocast
 from .perception import Perception

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.attention import additive
-from ...models.backbone import Backbone, BackboneConfig
-from ...models.positions import GridPositions, rotation_of
-from ...models.prefix import CaptionPrefix
-from ...models.vq import VQModel
+from ...models.networks.backbone import Backbone, BackboneConfig
+from ...models.networks.positions import GridPositions, rotation_of
+from ...models.networks.prefix import CaptionPrefix
+from ...models.networks.vq import VQModel
 from .captions import Captions
 from .data import Images
 from .loop import Training, autocast, restored

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from ... import api
-from ...model_loaders.continuous_model import ContinuousBase
+from ...models.continuous_model import ContinuousBase
 from .settings import BACKGROUNDS, COMMON_CONCEPTS, IMAGE_SIZE, STYLES
 
 log = logging.getLogger(__name__)

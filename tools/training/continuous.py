@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from comfyui_specar.model_loaders.detect import load_image_decoder
-from comfyui_specar.models.vq import VQModel
+from comfyui_specar.models.networks.vq import VQModel
 from comfyui_specar.tools.training import contact_sheet, export, kl_vae, masked
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.command import command, parsed

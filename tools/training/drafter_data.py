@@ -15,9 +15,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ...model_loaders.ar_model import DiscreteModel
-from ...model_loaders.decoders.image_decoder import ImageDecoder
-from ...model_loaders.text.prompt_encoders import WordEncoder
+from ...models.ar_model import DiscreteModel
+from ...models.image_decoder import ImageDecoder
+from ...models.text.prompt_encoders import WordEncoder
 from ...samplers.contract import Request
 from ...samplers.methods.next_token import NextToken
 from .autoregressive import Batches

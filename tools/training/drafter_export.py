@@ -7,10 +7,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ...model_loaders.ar_model import DiscreteModel
-from ...models.cpu import unpack
-from ...models.eagle import Eagle
-from ...models.prefix import CaptionPrefix
+from ...device.cpu import unpack
+from ...models.ar_model import DiscreteModel
+from ...models.networks.eagle import Eagle
+from ...models.networks.prefix import CaptionPrefix
 from .export import half, llamagen_tensors, save
 
 

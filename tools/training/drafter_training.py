@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...model_loaders.ar_model import DiscreteModel
 from ...model_loaders.families.eagle import image_embeddings
-from ...models.backbone import Backbone, BackboneConfig, Block
-from ...models.eagle import Eagle
-from ...models.positions import rotation_of
-from ...models.prefix import CaptionPrefix, ClassPrefix
+from ...models.ar_model import DiscreteModel
+from ...models.networks.backbone import Backbone, BackboneConfig, Block
+from ...models.networks.eagle import Eagle
+from ...models.networks.positions import rotation_of
+from ...models.networks.prefix import CaptionPrefix, ClassPrefix
 from .drafter_data import Batch, Pool
 from .loop import Training
 

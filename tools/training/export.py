@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...models.backbone import Backbone, split_gates
-from ...models.cpu import unpack
-from ...models.kl_vae import KLModel
+from ...device.cpu import unpack
+from ...models.networks.backbone import Backbone, split_gates
+from ...models.networks.kl_vae import KLModel
 from . import autoregressive, masked, tokenizer
 from .captions import COLOUR_SYNONYMS, STOP_WORDS, Captions
 from .settings import BACKGROUNDS, IMAGE_SIZE, Setting

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...models.kl_vae import KLModel
-from ...models.vq import VQModel
+from ...models.networks.kl_vae import KLModel
+from ...models.networks.vq import VQModel
 from . import autoencoder
 from .autoencoder import Sampler
 from .data import Images

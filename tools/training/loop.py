@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...models.cpu import unpack
+from ...device.cpu import unpack
 from .muon import Muon, multiplies_bf16, split_parameters
 from .settings import Setting
 

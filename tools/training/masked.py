@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...model_loaders.files.checkpoint import open_checkpoint
-from ...models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
-from ...models.kl_vae import KLModel
-from ...models.mar import MAR, MARConfig
+from ...models.networks.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
+from ...models.networks.kl_vae import KLModel
+from ...models.networks.mar import MAR, MARConfig
 from .captions import Captions
 from .data import Images
 from .kl_vae import noisy

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ...models.kl_vae import KLConfig
-from ...models.vq import VQConfig
+from ...models.networks.kl_vae import KLConfig
+from ...models.networks.vq import VQConfig
 from ...samplers.continuous_contract import ContinuousParams
 
 IMAGE_SIZE = 256

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...models.vq import VQModel
+from ...models.networks.vq import VQModel
 from . import autoencoder
 from .autoencoder import Sampler
 from .data import Images

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 from comfyui_specar import kernels
-from comfyui_specar.kernels import dispatch
-from comfyui_specar.kernels.graphs import mapped
+from comfyui_specar.device import dispatch
+from comfyui_specar.device.graphs import mapped
 from torch import Tensor
 
 PACK = kernels.__name__.rpartition(".")[0]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui_specar.kernels.dispatch import MIN_CAPABILITY
+from comfyui_specar.device.dispatch import MIN_CAPABILITY
 
 from ..report import grid, plain_command
 
@@ -163,7 +163,7 @@ def page(table: dict[str, Any]) -> str:
             "is a kernel with the arguments of a model (tools/benchmarks/gpu/compile_cases.py). Registers of a thread, "
             "bytes that it spills to its stack, and bytes of shared memory are the most of all cases. From compute "
             f"capability {'.'.join(map(str, MIN_CAPABILITY))} on no case may fail or spill more than {SPILLED} bytes. "
-            "GPUs before that run the torch versions of the kernels (kernels/dispatch.py): the rows of sm_75 show why. "
+            "GPUs before that run the torch versions of the kernels (device/dispatch.py): the rows of sm_75 show why. "
             "Triton 3.1 does not know sm_120, nor does torch 2.5.",
             "",
             grid(("Triton", "GPU", "cases", "failures", *COLUMNS), rows),

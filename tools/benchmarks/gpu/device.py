@@ -7,8 +7,8 @@ import shutil
 import subprocess
 
 import torch
-from comfyui_specar.kernels import dispatch
-from comfyui_specar.kernels.graphs import capturable
+from comfyui_specar.device import dispatch
+from comfyui_specar.device.graphs import capturable
 
 from ..passes import CHUNK, bandwidth
 from ..report import cpu_name, versions

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from comfyui_specar.kernels import graphs
+from comfyui_specar.device import graphs
 from comfyui_specar.samplers.engine import session
 from torch import Tensor
 

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from comfyui_specar.kernels import graphs
+from comfyui_specar.device import graphs
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.methods import pass_costs

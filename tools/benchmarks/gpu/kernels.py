@@ -15,7 +15,7 @@ from typing import Any
 
 import comfyui_specar as specar
 import torch
-from comfyui_specar.kernels.graphs import capturing, leaves
+from comfyui_specar.device.graphs import capturing, leaves
 from torch import Tensor
 
 from .. import sizes

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from comfyui_specar.kernels import dispatch
-from comfyui_specar.kernels.graphs import capturable
-from comfyui_specar.model_loaders.ar_model import DiscreteModel
+from comfyui_specar.device import dispatch
+from comfyui_specar.device.graphs import capturable
+from comfyui_specar.models.ar_model import DiscreteModel
 
 from .. import sizes
 from ..passes import Stretch

@@ -1,0 +1,481 @@
+"""A discrete autoregressive image model as samplers see it: prompt features in, logits per position out.
+
+It joins a backbone, a prefix (what precedes the image tokens) and a token layout. Families pass different ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..limits.limits import SIDE, bounded_int
+from ..samplers.contract import Callback, Request, SamplingParams, StepOut, check_both, check_grids, chosen_params
+from ..samplers.layout import TokenLayout
+from .branches import PROMPT_PASS, prompt_passes, repeated, taken_over
+from .drafters import ModelDrafter, pair
+from .image_decoder import Autoencoder, ImageDecoder
+from .neighbours import neighbour_table
+from .networks.backbone import Backbone
+from .networks.cache import KVCache, slots_of
+from .networks.positions import GridPositions, Positions, Table, rotation_of
+from .networks.prefix import TextPrefix
+from .networks.quantised import bytes_in, largest_matrix
+from .networks.vq import nearest_codes
+from .sizes import unsupported_size
+from .text.prompt_encoders import Images, PromptEncoder, grids_of
+from .text.prompts import Conditioning, EncodedPrompt, Prompted
+
+logger = logging.getLogger(__name__)
+PROMPT_TOKENS = 128  # assumed of a language model's prompts, which may have any length
+
+
+@dataclass
+class State:
+    """Caches of one batch and the prediction of the prompt. Guidance doubles the rows, conditional ones first."""
+
+    cache: KVCache
+    positions: Positions  # those of the prompt
+    table: Table
+    branches: int
+    grid: tuple[int, int]
+    longest: int  # prompt tokens of the longer branch
+    prefill: StepOut
+    prefix_hidden: list[Tensor]  # one [B, n, D] per branch: the hidden states of its prompt
+    prefix_features: list[Tensor | None]  # one [1 or B, n, F] per branch: its prompt; None: unconditional
+
+
+class DiscreteModel(Prompted):
+    """A backbone with a prefix as an ARModel (samplers/contract.py).
+
+    grid: the default (rows, cols); grids: all supported ones (none given: only ``grid``). pixels_per_token: side of a
+    token's patch; an attached image decoder overrides it. positions: the positional encoding. row_ends: whether a
+    special token follows every row; endings: the number of special tokens after the last row. These special tokens are
+    the last ids of the backbone's vocabulary, in this order. longest: maximum number of tokens, prompt included (None:
+    no limit). word_ids: if image tokens are part of a language model's vocabulary, their ids in it. preview: grid of an
+    image -> grid of the smaller one that the model generates before it, unless its prompt has images. guidance: was it
+    trained with a second branch. ``image_decoder``: the one loaded with the model, if any; its code vectors are
+    ``codebook``. ``id_latents``: whether latents contain token ids although there is a codebook. ``device``: the
+    compute device, set by ComfyUI's model management. ``int8_cache``: whether keys and values are stored in int8.
+    """
+
+    continuous = False
+    tokens = "token ids"  # what it samples, in words
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prefix: nn.Module,
+        family: str,
+        grid: tuple[int, int],
+        defaults: SamplingParams,
+        prompt_encoder: PromptEncoder,
+        pixels_per_token: int = 16,
+        *,
+        positions: Positions = GridPositions(),
+        grids: Sequence[tuple[int, int]] = (),
+        row_ends: bool = False,
+        endings: int = 0,
+        longest: int | None = None,
+        word_ids: Sequence[int] = (),
+        preview: Callable[[tuple[int, int]], tuple[int, int]] | None = None,
+        guidance: bool = True,
+    ):
+        super().__init__()
+        self.backbone, self.prefix, self.positions = backbone, prefix, positions
+        self.family, self.grid, self.defaults = family, grid, defaults
+        self.grids = tuple(grids) or (grid,)
+        self.prompt_encoder, self.longest = prompt_encoder, longest
+        self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, SIDE)
+        self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
+        self.vocab_total = backbone.config.vocab
+        self.vocab = self.vocab_total - row_ends - endings
+        self.preview, self.guidance = preview, guidance
+        self.codebook: Tensor | None = None
+        self.id_latents = False
+        self.image_decoder: ImageDecoder | None = None
+        self._neighbours: Tensor | None = None  # the widest table computed so far
+        self.sessions: dict[Hashable, Any] = {}
+        self.dtype = torch.float32
+        self.int8_cache = False
+
+    def check_defaults(self) -> None:
+        """Raise ValueError if the model's own sampling parameters are illegal: its files may name them."""
+        self.defaults.check(self.vocab)
+
+    @property
+    def image_defaults(self) -> SamplingParams:
+        """The model's own sampling parameters for prompts with images."""
+        return replace(self.defaults, **(self.image_prompts.params if self.image_prompts else {}))
+
+    def request(
+        self,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None = None,
+        *,
+        seed: int = 0,
+        batch: int = 1,
+        grid: tuple[int, int] | None = None,
+        layout: TokenLayout | None = None,
+        tokens: Tensor | None = None,
+        kept: Tensor | None = None,
+        strength: Tensor | None = None,
+        skippable: Tensor | None = None,
+        callback: Callback | None = None,
+        **params: Any,
+    ) -> Request:
+        """The request for a sampling method, with the prompts encoded.
+
+        The image has the given ``layout``, or that of ``grid`` (rows, cols), or the default. kept [B, rows, cols]
+        (bool): keep mask for ``tokens`` [B, rows, cols] (int64). strength and skippable [1 or B, rows, cols]: see
+        Request. params: fields of SamplingParams; None: the model's default, with images in the prompt its
+        ``image_defaults``. Raises ValueError for unsupported values.
+        """
+        size = (layout.rows, layout.cols) if layout else self.check_grid(*(grid or self.grid))
+        shape = batch, *size
+        check_grids(shape, tokens=tokens, kept=kept, strength=strength, skippable=skippable)
+        check_both(tokens, kept)
+        positive, other = self.read_both(conditioning, negative, batch, size)
+        own = self.image_defaults if positive.images else self.defaults
+        asked = chosen_params(own, params, "models of token ids")
+        if asked.guided and not self.guidance:
+            raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
+        layout = layout or self.layout(*size, positive.images)
+        if kept is not None:
+            layout = layout.keeping(self.checked_ids(tokens, kept).expand(shape), kept.expand(shape))
+        return Request(
+            self,
+            positive,
+            layout,
+            asked,
+            other,
+            seed,
+            batch,
+            callback,
+            None if strength is None else layout.spread(strength.float(), fill=1.0),
+            None if skippable is None else layout.spread(skippable, fill=True),
+            self.notices(conditioning, negative, asked.cfg, own.cfg, size),
+        )
+
+    def checked_ids(self, tokens: Tensor, kept: Tensor) -> Tensor:
+        """``tokens``, of which those that are ``kept`` exist. Raises ValueError for others."""
+        if tokens.is_floating_point():
+            raise ValueError(f"tokens are {tokens.dtype}, but must be whole numbers: the ids of an image.")
+        if kept.dtype != torch.bool:
+            raise ValueError(f"kept is {kept.dtype}, but must be bool: which tokens to keep.")
+        ids = torch.where(kept, tokens, 0)
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
+            raise ValueError(
+                f"tokens to keep are {int(ids.min())} to {int(ids.max())}, but this model has the image "
+                f"tokens 0 to {self.vocab - 1}."
+            )
+        return tokens
+
+    def offload_embedding(self) -> None:
+        """Keep the word embedding of a language model in main memory: up to 1.5 GiB that only prompts need. It is then
+        no longer among the modules that are moved to a device."""
+        if isinstance(self.prefix, TextPrefix):
+            self.prefix.offload()
+
+    @property
+    def words(self) -> nn.Embedding | None:
+        """The word embedding, if the model is a language model."""
+        return self.prefix.embedding if isinstance(self.prefix, TextPrefix) else None
+
+    @property
+    def usual_prompt(self) -> int:
+        """Prompt tokens that the size of caches is calculated with before there is a prompt."""
+        return PROMPT_TOKENS if self.words else getattr(self.prefix, "slots", 1)
+
+    @property
+    def prompt_kind(self) -> str:
+        """Description of the prompts that the model reads."""
+        return self.prefix.reads + (f", image tokens from {self.word_ids[0]} on" if self.word_ids else "")
+
+    def as_drafter_for(self, target: DiscreteModel, path: Path) -> ModelDrafter:
+        """This model, loaded from ``path``, as a drafter for ``target``. Raises CheckpointError unless both use the
+        same image tokens and prompts."""
+        return pair(self, target, path)
+
+    def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
+        """Attach the first image decoder with this model's number of codes; log a warning for each other one."""
+        for decoder in decoders:
+            if isinstance(decoder, ImageDecoder) and decoder.codes == self.vocab:
+                self.attach_codebook(decoder.codebook, decoder.factor)
+                self.image_decoder = decoder
+                return
+            logger.warning("%s is not the image decoder of this model, which has %d codes.", decoder.name, self.vocab)
+
+    def attach_codebook(self, codebook: Tensor, pixels_per_token: int) -> None:
+        """Set the code vectors [V, C] of the image decoder. Raises ValueError for another number of codes."""
+        if codebook.shape[0] != self.vocab:
+            raise ValueError(
+                f"The image decoder has {codebook.shape[0]} codes, but the model has {self.vocab}: "
+                "they do not match. Load the VQ file that was released with the model."
+            )
+        self._neighbours = None
+        self.sessions.clear()  # captured steps refer to the previous table
+        self.codebook, self.pixels_per_token = codebook.detach().float().cpu(), pixels_per_token
+
+    def attach_semantics(self, vectors: Tensor) -> None:
+        """Set code vectors [V, C] by which codes are compared, but which no image decoder reads."""
+        self.attach_codebook(vectors, self.pixels_per_token)
+        self.id_latents = True
+
+    def dequantize(self, tokens: Tensor) -> Tensor:
+        """Latents of tokens [B, h, w]: their code vectors [B, C, h, w] (fp32), or the ids themselves as one channel.
+
+        Raises ValueError before a codebook is attached.
+        """
+        if self.id_latents:
+            return tokens[:, None].float().cpu()
+        return self._codes()[tokens.cpu()].movedim(-1, 1).contiguous()
+
+    def quantize(self, latent: Tensor) -> Tensor:
+        """Tokens [B, h, w] of a latent [B, C, h, w]: of the nearest code vectors, or of the nearest ids.
+
+        Raises ValueError before a codebook is attached.
+        """
+        if self.id_latents:
+            return latent[:, 0].round().long().clamp(0, self.vocab - 1)
+        return nearest_codes(latent.cpu(), self._codes())
+
+    def _codes(self) -> Tensor:
+        if self.codebook is None:
+            raise ValueError(
+                "No image decoder is attached to this model, so its tokens have no code vectors. Load "
+                "the one that was released with it."
+            )
+        return self.codebook
+
+    def neighbours(self, count: int) -> Tensor:
+        """Table [V, count] (int64): for each code, the other codes by distance of their code vectors, nearest first.
+
+        Raises ValueError before a codebook is attached, and unless count is in 1 .. V - 1.
+        """
+        if self.codebook is None:
+            raise ValueError(
+                "This rule compares code vectors, but the model has no image decoder. Load the VQ file too."
+            )
+        table = self._neighbours
+        if table is None or table.shape[1] < count:
+            self._neighbours = table = neighbour_table(self.codebook, count)
+            self.sessions.clear()
+        return table[:, :count]
+
+    def check_grid(self, rows: int, cols: int) -> tuple[int, int]:
+        """The grid to generate on; raises ValueError for one the model was not trained on."""
+        self.layout(rows, cols)
+        return rows, cols
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of latents: those of the code vectors that an image decoder reads, or 1 (token ids)."""
+        return 1 if self.codebook is None or self.id_latents else self.codebook.shape[1]
+
+    def typical_latents(self, count: int) -> Tensor:
+        """Typical latents [count, C] of the model; deterministic."""
+        return self._codes()[torch.randint(self.vocab, (count,), generator=torch.Generator().manual_seed(0))]
+
+    def layout(self, rows: int | None = None, cols: int | None = None, images: Images = ()) -> TokenLayout:
+        """The token layout; raises ValueError for a grid the model was not trained on. images: those of the prompt,
+        after which no preview is generated."""
+        grid = rows or self.grid[0], cols or self.grid[1]
+        if grid not in self.grids:
+            width, height = (tokens * self.pixels_per_token for tokens in reversed(grid))
+            raise ValueError(self.unsupported_size(width, height))
+        specials = range(self.vocab, self.vocab_total)
+        lead = prod(self.preview(grid)) if self.preview and not images else 0
+        return TokenLayout.ruled(*grid, specials[: self.row_ends], specials[self.row_ends :], lead)
+
+    def unsupported_size(self, width: int, height: int) -> str:
+        """Error message for an unsupported size in pixels, with the nearest supported ones."""
+        return unsupported_size(width, height, self.grids, self.pixels_per_token)
+
+    def prompt_tokens(
+        self,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None,
+        batch: int,
+        layout: TokenLayout,
+        guided: bool,
+    ) -> int:
+        """Prompt tokens of the longer branch, for the size of the caches.
+
+        Raises ValueError for a prompt of another model.
+        """
+        grid = layout.rows, layout.cols
+        positive, other = self.read_both(conditioning, negative if guided else None, batch, grid)
+        features = positive.features
+        count = features.shape[1] if other is None else other.features.shape[1]
+        if guided and other is None and isinstance(self.prefix, TextPrefix):
+            count = self.prefix.null(features, grid).shape[1]
+        return max(features.shape[1], count)
+
+    def no_prompt(self, empty: Tensor) -> Tensor:
+        return empty if isinstance(self.prefix, TextPrefix) else self.prefix.null_features()
+
+    def activation_bytes(self, rows: int, tokens: int, prompt: int = 0) -> int:
+        """Rough bytes of the activations of a forward pass over ``tokens`` tokens in each of ``rows`` rows, or of
+        reading a prompt of ``prompt`` tokens, if those are more. A long one is read in several passes, each with a
+        mask, between its embeddings and its hidden states."""
+        config, numbers = self.backbone.config, 0
+        wide = max(tokens, min(prompt, PROMPT_PASS))
+        if prompt > PROMPT_PASS:
+            numbers = prompt * (3 * config.dim + PROMPT_PASS * config.heads // config.cached_heads)
+        return rows * (numbers + wide * (8 * config.dim + 4 * config.ffn_dim)) * self.dtype.itemsize
+
+    def weight_bytes(self, dtype: torch.dtype, storage: torch.dtype | None) -> int:
+        """Bytes of the weights, were the model loaded in ``dtype`` and ``storage`` (see ``load_model``), without the
+        word embedding (see ``offload_embedding``)."""
+        return bytes_in(self, dtype, storage, self.words)
+
+    @property
+    def largest_matrix(self) -> int:
+        """Numbers in the largest matrix of a linear layer."""
+        return largest_matrix(self)
+
+    def kv_bytes(
+        self,
+        batch: int,
+        layout: TokenLayout,
+        slack: int,
+        guided: bool,
+        prompt: int = 0,
+        dtype: torch.dtype | None = None,
+        int8_cache: bool | None = None,
+    ) -> int:
+        """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class), and of
+        the copy in which a layer reads caches in int8: long prompts and, without Triton, every step. dtype and
+        int8_cache: None: this model's."""
+        config, itemsize = self.backbone.config, (dtype or self.dtype).itemsize
+        prompt = prompt or getattr(self.prefix, "slots", 1)
+        slots = slots_of(prompt, layout.length + slack, dtype or self.dtype, self.device)
+        vectors = 2 * batch * (1 + guided) * slots * config.cached_heads  # per layer
+        wide = vectors * config.head_dim * itemsize
+        if self.int8_cache if int8_cache is None else int8_cache:
+            return config.layers * vectors * (config.head_dim + itemsize) + wide
+        return config.layers * wide
+
+    # Decoding
+
+    def start(
+        self,
+        conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None,
+        batch: int,
+        layout: TokenLayout,
+        slack: int,
+        guided: bool,
+        into: State | None = None,
+    ) -> State:
+        """Prefill both guidance branches; without ``negative``, the second is unconditional.
+
+        into: the state of an earlier run, whose memory is reused if it fits. Raises ValueError for a prompt of another
+        model or one that is too long.
+        """
+        grid = layout.rows, layout.cols
+        positive, other = self.read_both(conditioning, negative, batch, grid)
+        if positive.images and layout.lead:
+            raise ValueError(
+                f"The sequence begins with {layout.lead} tokens of a preview, but after a prompt with images there is "
+                "none. Use model.layout(rows, cols, images)."
+            )
+        own = positive.features
+        features: list[Tensor | None] = [own]
+        branches = [self.prefix(own)]
+        if guided:
+            features.append(None if other is None else other.features)
+            branches.append(self.prefix.unconditional(own, grid) if other is None else self.prefix(other.features))
+        branches = [branch.expand(batch, -1, -1) for branch in branches]
+        lengths = torch.tensor([b.shape[1] for b in branches], device=self.device).repeat_interleave(batch)
+        longest = max(b.shape[1] for b in branches)
+        self._check_length(longest, layout)
+        x = torch.cat([nn.functional.pad(b, (0, 0, 0, longest - b.shape[1])) for b in branches]).to(self.dtype)
+
+        config, places = self.backbone.config, layout.length + slack
+        if into is not None and into.branches != len(branches):
+            into = None
+        cache = KVCache.of(
+            config.layers,
+            len(x),
+            config.cached_heads,
+            slots_of(longest, places, self.dtype, self.device),
+            config.head_dim,
+            self.dtype,
+            self.device,
+            into and into.cache,
+            self.int8_cache,
+        )
+        positions = self.positions.reading(grids_of(positive.images))
+        table = Table.of(positions, places, lengths, grid, config.head_dim, into and into.table)
+        rotation = positions.prompt(longest, config.head_dim, self.device)
+        passes = prompt_passes(rotation, lengths, cache)
+        hidden = torch.cat([self.backbone(x[:, part], turned, cache, mask) for part, turned, mask in passes], dim=1)
+        last = hidden[torch.arange(len(x), device=self.device), lengths - 1][:, None]
+        prefix_hidden = [h[:, : b.shape[1]] for h, b in zip(hidden.split(batch), branches, strict=True)]
+        out = StepOut(self.backbone.logits(last), last)
+        state = State(cache, positions, table, len(branches), grid, longest, out, prefix_hidden, features)
+        return taken_over(into, state)
+
+    def _check_length(self, prompt: int, layout: TokenLayout) -> None:
+        if self.longest is not None and prompt + layout.length > self.longest:
+            raise ValueError(
+                f"The prompt has {prompt} tokens and the image {layout.length}, but the model reads at most "
+                f"{self.longest}. Shorten the prompt, or generate a smaller image."
+            )
+
+    def set_attention_length(self, state: State, tokens: int | None) -> int:
+        """Limit the next steps to the first ``tokens`` of the image; returns the attention length (see ARModel)."""
+        return state.cache.set_attention_length(None if tokens is None else state.longest + tokens)
+
+    def step(
+        self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, uncommitted: int = 0
+    ) -> StepOut:
+        """Feed tokens [B, T] at positions [B, T]. Results at positions past the end of the image are meaningless."""
+        ids, places = (repeated(each, state.branches) for each in (tokens, positions))
+        seen = None if tree_mask is None else repeated(tree_mask, state.branches)
+        mask = state.cache.open(tokens.shape[1], seen, uncommitted)
+        x = self.backbone.tok_embeddings(ids).to(self.dtype)
+        hidden = self.backbone(x, state.table.at(places), state.cache, mask)
+        return StepOut(self.backbone.logits(hidden), hidden)
+
+    def commit(self, state: State, count: Tensor, path: Tensor | None = None) -> None:
+        """Keep ``count`` [B] tokens of the last step (of ``path`` [B, P] if given) in every branch."""
+        state.cache.commit(repeated(count, state.branches), None if path is None else repeated(path, state.branches))
+
+    def forward(
+        self, prefix: Tensor, tokens: Tensor, grid: tuple[int, int] | None = None, images: Images = ()
+    ) -> Tensor:
+        """For training and tests: logits [B, S, V+] (fp32) for tokens [B, S] after prefix embeddings [B, n, D].
+
+        grid: (rows, cols) of the image (None: the default). images: those of the prompt.
+        """
+        x = torch.cat((prefix.to(self.dtype), self.backbone.tok_embeddings(tokens[:, :-1]).to(self.dtype)), dim=1)
+        count, head_dim = prefix.shape[1], self.backbone.config.head_dim
+        positions = self.positions.reading(grids_of(images))
+        rotation = rotation_of(positions, count, tokens.shape[1] - 1, grid or self.grid, head_dim, x.device)
+        return self.backbone.logits(self.backbone(x, rotation)[:, count - 1 :]).float()
+
+    @torch.inference_mode()
+    def teacher_forced(self, conditioning: Conditioning, tokens: Tensor) -> Tensor:
+        """The prediction [B, S, V+] (fp32) for each token of the sequence given those before it.
+
+        tokens: an image [B, h, w], to which the layout's special tokens are added, or a whole sequence [B, S] of the
+        default grid. Raises ValueError for an image of a model that generates a preview before it.
+        """
+        tokens = tokens.to(self.device)
+        grid = self.check_grid(*(tokens.shape[1:] if tokens.ndim == 3 else self.grid))
+        prompt = self.read_both(conditioning, None, len(tokens), grid)[0]
+        layout = self.layout(*grid, prompt.images)
+        if tokens.ndim == 3 and layout.lead:
+            raise ValueError(f"The sequence begins with {layout.lead} tokens of a preview: pass all of it, [B, S].")
+        if tokens.ndim == 3:
+            tokens = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool)).forced
+        return self(self.prefix(prompt.features).expand(len(tokens), -1, -1), tokens, grid, prompt.images)

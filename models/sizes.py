@@ -1,0 +1,54 @@
+"""Sizes of images, in tokens and in pixels, and which a model generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import log
+from pathlib import Path
+
+from ..limits.limits import SIDE
+from ..model_loaders.files.checkpoint import title
+from ..model_loaders.files.errors import CheckpointError
+
+Grid = tuple[int, int]  # rows, columns of tokens
+
+
+def legal_grid(grid: Sequence[int]) -> Grid:
+    """A grid as a tuple. Raises ValueError unless it is two integers from 1 to SIDE."""
+    if len(grid) != 2 or not 1 <= min(grid) <= max(grid) <= SIDE:
+        raise ValueError(f"grid is {tuple(grid)!r:.100}, but must be two numbers (rows, columns) between 1 and {SIDE}.")
+    return int(grid[0]), int(grid[1])
+
+
+def nearest(wanted: Grid, grids: Iterable[Grid], count: int = 3) -> list[Grid]:
+    """The ``count`` grids whose sides differ least from the wanted ones, by ratio."""
+
+    def distance(grid: Grid) -> float:
+        return sum(abs(log(side / asked)) for side, asked in zip(grid, wanted, strict=True))
+
+    return sorted(grids, key=distance)[:count]
+
+
+def chosen_grid(path: Path, wanted: Sequence[int] | None, default: Sequence[int], grids: Sequence[Grid]) -> Grid:
+    """The grid that the user ``wanted``, or the default one of the model in ``path``. Raises CheckpointError, which
+    names the nearest supported ones, unless it is one of ``grids``."""
+    grid = legal_grid(wanted or default)
+    if grid not in grids:
+        near = [f"{rows} x {cols}" for rows, cols in nearest(grid, grids)]
+        are = "grids are" if near[1:] else "grid is"
+        raise CheckpointError(
+            f"{title(path)} does not generate {grid[0]} x {grid[1]} tokens (rows x columns). Set grid to auto; the "
+            f"nearest supported {are} {' or '.join(near)}."
+        )
+    return grid
+
+
+def unsupported_size(width: int, height: int, grids: Iterable[Grid], side: int) -> str:
+    """Error message for a size in pixels that a model with tokens of ``side`` pixels does not generate, with the
+    nearest of those that it does: ``grids``."""
+    asked = max(1, height), max(1, width)  # which has a logarithm
+    near = nearest(asked, [(rows * side, cols * side) for rows, cols in grids])
+    sizes = ", ".join(f"{w} x {h}" for h, w in near)
+    end = f". The nearest supported sizes are {sizes} pixels." if near[1:] else f", only {sizes} pixels."
+    tokens = f"{width / side:g} x {height / side:g} tokens"
+    return f"This model does not generate {width} x {height} pixels ({tokens}){end}"

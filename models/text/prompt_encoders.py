@@ -1,0 +1,262 @@
+"""Prompt -> features (``encode(text) -> [1, n, F]``, fp32): the bundled word table, token ids, class names.
+
+(T5 is in t5.py.)
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...limits.limits import WORDS, FileError, legal_name
+from ...model_loaders.files.checkpoint import CheckpointError, open_checkpoint
+from .prompt_syntax import words_of
+from .tiktoken_file import RankTokenizer
+from .tokenizer import Tokenizer
+
+Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a prompt
+SHOWN = 300  # characters of a prompt in a notice
+HINTS = 40  # unknown words in a notice
+SOME = 100  # known words in a notice
+LATIN = "a-z0-9\u00df-\u024f"
+# A word, one in another script, or a symbol such as an emoji.
+WORD = re.compile(rf"[{LATIN}]+(?:[_'-]+[{LATIN}]+)*|[^\W{LATIN}_]+|[\u2190-\u2bff\U0001f000-\U0001faff]")
+
+
+class PromptEncoder(Protocol):
+    """slots: the most features of a prompt that ``encode`` makes. Default: no limit."""
+
+    slots: int = sys.maxsize
+
+    def encode(self, text: str) -> Tensor:
+        """Features [1, n, F] (fp32, CPU) of a prompt, valid slots only; raises ValueError with a remedy."""
+        ...
+
+    def notices(self, text: str) -> list[str]:
+        """What of a prompt ``encode`` leaves out, or does not read as words, a sentence each."""
+        return []
+
+
+class WordEncoder(PromptEncoder):
+    """One learned vector per known word: the bundled model's text encoder.
+
+    "... on a blue background" becomes the single word ``bg_blue``. Stop words are removed, synonyms replaced, and at
+    most ``slots`` words used.
+    """
+
+    def __init__(
+        self,
+        table: Tensor,
+        words: list[str],
+        stop_words: list[str],
+        synonyms: dict[str, str],
+        backgrounds: list[str],
+        slots: int,
+    ):
+        self.table, self.words, self.slots = table.float(), words, slots
+        self.index = {word: i for i, word in enumerate(words)}
+        self.stop_words, self.synonyms, self.backgrounds = set(stop_words), synonyms, backgrounds
+
+    @classmethod
+    def open(cls, path: Path, slots: int) -> WordEncoder:
+        """Read ``text_encoder.safetensors``. Raises CheckpointError if it is another kind of file."""
+        checkpoint = open_checkpoint(path, mapped=False)  # a small table, not worth a memory map
+        table, metadata = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
+        try:
+            words, stop_words, backgrounds = (
+                _legal_words(metadata.get(name)) for name in ("words", "stop_words", "backgrounds")
+            )
+            pairs = metadata.get("synonyms")
+            if not isinstance(pairs, dict):
+                raise FileError("it has no synonyms")
+            synonyms = dict(zip(_legal_words([*pairs]), _legal_words([*pairs.values()]), strict=True))
+            if table is None or table.ndim != 2 or len(table) != len(words):
+                raise FileError("its table does not fit its words")
+            if not table.float().isfinite().all():
+                raise FileError("its table has NaN or infinite values")
+        except FileError as error:
+            raise CheckpointError(
+                f"{path.name} is not a word-table text encoder, or damaged: {error}. Download it again."
+            ) from error
+        return cls(table, words, stop_words, synonyms, backgrounds, slots)
+
+    def parse(self, text: str) -> tuple[list[str], list[str]]:
+        """(known words in order, unknown words) of a prompt."""
+        text = re.sub(r"[()\[\]{}]|:[\d.]+", " ", words_of(text))  # what other models read as weights
+        text = " ".join(text.lower().split())  # the next line takes the square of a gap's length
+        colours = "|".join(map(re.escape, self.backgrounds))
+        text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
+        known, unknown = [], []
+        words: list[str] = WORD.findall(text)
+        for word in words:
+            forms = (word, word.rstrip("s"), word.removesuffix("es"))
+            form = next((each for each in forms if each in self.index or each in self.synonyms), word)
+            for part in self.synonyms.get(form, form).split():
+                if part in self.index:
+                    known.append(part)
+                elif part not in self.stop_words:
+                    unknown.append(part)
+        return list(dict.fromkeys(known)), list(dict.fromkeys(unknown))
+
+    def resembling(self, word: str) -> str:
+        """The known word that an unknown one may be a misspelling of; "" if there is none."""
+        words = [known for known in self.words if not known.startswith("bg_")]
+        words += [*self.synonyms, *self.backgrounds, "background"]
+        return "".join(get_close_matches(word, words, 1, cutoff=0.75))
+
+    def notices(self, text: str) -> list[str]:
+        """Unknown words, each with the known one that it resembles, and known words beyond the slots. Where one
+        resembles none, those that are known."""
+        known, unknown = self.parse(text)
+        likes = {word: self.resembling(word) for word in unknown[:HINTS]}
+        named = [_hint(word, like) for word, like in likes.items()]
+        rest = (re.sub("^bg_(.+)", r"\1 background", word) for word in known[self.slots :])
+        named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
+        asked = " ".join(text.split())
+        nothing = bool(asked) and not known
+        some = ", ".join([w for w in self.words if not w.startswith("bg_")][:SOME])
+        some += f"; and backgrounds: {', '.join([*self.backgrounds][:SOME])}" * bool(self.backgrounds)
+        return [
+            *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
+            *[f'The model knows no word of "{asked:.40}", which is as an empty prompt.'] * nothing,
+            *[f"The model knows these words: {some}."] * (nothing or "" in likes.values()),
+            *left_out(self.slots, "words of a prompt", ", ".join(rest)),
+        ]
+
+    def encode(self, text: str) -> Tensor:
+        """Features [1, n, F] of the n known words."""
+        known, _ = self.parse(text)
+        return self.table[[self.index[word] for word in known[: self.slots]]][None]
+
+
+def _hint(word: str, like: str) -> str:
+    """An unknown word, with the known one that it resembles ("": none)."""
+    more = "only as the colour of a background" if like == word else like and f"{like}?"
+    return f"{word:.{SHOWN}}" + (f" ({more})" if more else "")
+
+
+def _legal_words(words: Any) -> list[str]:
+    """A list of words from a file, which notices quote. Raises FileError unless they are at most WORDS strings."""
+    if not isinstance(words, list) or len(words) > WORDS:
+        raise FileError(f"a list of words is missing, or has more than {WORDS}")
+    return [legal_name(word) for word in words]
+
+
+def left_out(slots: int, units: str, rest: str) -> list[str]:
+    """What to say where an encoder of so many slots leaves out the ``rest`` of a prompt; nothing if that is empty."""
+    return [f"The model reads at most {slots} {units} and leaves out: {shorten(rest, SHOWN)}."] * bool(rest)
+
+
+def special_tokens(tokenizer: Tokenizer | RankTokenizer, text: str) -> list[str]:
+    """What to say of the special tokens that a user wrote: as in the authors' code, they stay what they are."""
+    names = shorten(", ".join(tokenizer.specials_in(text)), SHOWN)
+    return [
+        f"The model reads these as its special tokens, not as words: {names}. Leave them out, unless you mean them: it "
+        "adds its own."
+    ] * bool(names)
+
+
+def grids_of(images: Images) -> list[tuple[int, int]]:
+    """Rows and columns of each of the images."""
+    return [(image.shape[0], image.shape[1]) for image in images]
+
+
+def features_of(ids: Sequence[int]) -> Tensor:
+    """Token ids as the features [1, n, 1] (fp32) of a prompt."""
+    return torch.tensor(ids, dtype=torch.float32)[None, :, None]
+
+
+@dataclass(frozen=True)
+class ImagePrompts:
+    """How a language model was trained to read images with a prompt.
+
+    most: images of a prompt. codes: different tokens of an image. scaled: (image [H, W, 3] in 0..1, pixels per token)
+    -> the image in the size in which it is encoded; raises ValueError for a shape that the model does not read. write:
+    (prompt, grid of the new image, token grids of the images) -> all ids before the first new image token.
+    write_negative: the same for the second branch of guidance, whose text is empty where there is none (None: that
+    branch reads no images). seen: what the encoder in the model's own files reads instead of what is ``scaled`` (None:
+    it has none, and the image decoder's encoder is used). params: the authors' SamplingParams for prompts with images
+    that differ from those without.
+    """
+
+    most: int
+    codes: int
+    scaled: Callable[[Tensor, int], Tensor]
+    write: Callable[[str, tuple[int, int], Images], Sequence[int]]
+    write_negative: Callable[[str, tuple[int, int], Images], Sequence[int]] | None = None
+    seen: Callable[[Tensor, int], Tensor] | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TextEncoder(PromptEncoder):
+    """The tokenizer of a language model, with the prompt template of its training.
+
+    write: (prompt, grid (rows, cols) of the image) -> all ids before the first image token, by the ``tokenizer``. grid:
+    the default grid. write_negative: the same for a negative prompt, if its template differs (None: the same). images:
+    how prompts with images are written (None: the model cannot read images).
+    """
+
+    tokenizer: Tokenizer | RankTokenizer
+    write: Callable[[str, tuple[int, int]], Sequence[int]]
+    grid: tuple[int, int]
+    write_negative: Callable[[str, tuple[int, int]], Sequence[int]] | None = None
+    images: ImagePrompts | None = None
+
+    def encode(
+        self, text: str, grid: tuple[int, int] | None = None, negative: bool = False, images: Images = ()
+    ) -> Tensor:
+        """Ids [1, n, 1] (fp32) of a prompt, and of images [h, w] (int64) that it is about.
+
+        Raises FileNotFoundError or CheckpointError if there is no tokenizer.
+        """
+        if images and self.images:
+            write_both = self.images.write_negative if negative and self.images.write_negative else self.images.write
+            return features_of(write_both(text, grid or self.grid, images))
+        write = self.write_negative if negative and self.write_negative else self.write
+        return features_of(write(text, grid or self.grid))
+
+    def notices(self, text: str) -> list[str]:
+        """Special tokens."""
+        return special_tokens(self.tokenizer, text)
+
+
+class ClassEncoder(PromptEncoder):
+    """A class name or number instead of a prompt (class-conditional models)."""
+
+    def __init__(self, classes: int, names: list[str] | None = None):
+        self.classes, self.names = classes, [name.lower() for name in names or ()]
+
+    def encode(self, text: str) -> Tensor:
+        """Class number [1, 1, 1] (fp32). Raises ValueError for an unknown name or a number out of range."""
+        wanted = text.strip().lower()
+        if wanted.isdecimal() and len(wanted) < 10 and int(wanted) < self.classes:
+            return torch.tensor([[[float(wanted)]]])
+        matches = [i for i, name in enumerate(self.names) if wanted and wanted in (name, *re.split(r",\s*", name))]
+        if matches:
+            return torch.tensor([[[float(matches[0])]]])
+        near = [name for name in self.names if wanted and wanted in name][:5]
+        hint = f" Did you mean: {'; '.join(near)}?" if near else ""
+        raise ValueError(
+            f"This model generates classes, not prompts: {text[:200]!r} is not a class. Enter a number from 0 to "
+            f"{self.classes - 1}" + (" or a class name." if self.names else ".") + hint
+        )
+
+
+class MissingEncoder(PromptEncoder):
+    """Placeholder for a text encoder that was not found; raises the error when it is used."""
+
+    def __init__(self, message: str):
+        self.message = message
+
+    def encode(self, text: str) -> Tensor:
+        raise FileNotFoundError(self.message)
