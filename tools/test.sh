@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests: bash tools/test.sh [pytest arguments]
-# Without arguments: everything on the ComfyUI that this fetches (or on COMFYUI_PATH), then what touches ComfyUI on every
-# tree of SPECAR_COMFYUI_TREES (folders or archives, separated by colons), without tests that are marked "once".
-# Chromium (for the browser tests) comes from Debian's packages when this runs as root.
+# Runs the tests: bash tools/test.sh [--rest | --all | pytest arguments]
+# Without arguments: what shows in minutes whether the pack works, on the ComfyUI that this fetches (or on COMFYUI_PATH).
+# --rest: what that leaves out: tests that are marked "whole", those of the tools, and what touches ComfyUI on every tree
+# of SPECAR_COMFYUI_TREES (folders or archives, separated by colons), without tests that are marked "once".
+# --all: both. Chromium (for the browser tests) comes from Debian's packages when this runs as root.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$SPECAR_ROOT"
@@ -18,40 +19,39 @@ install_chromium() {
         >"$SPECAR_CACHE/chromium.log" 2>&1 || return 1
 }
 
-markers=""
+browser=""
 if find_chromium >/dev/null || install_chromium; then
     SPECAR_CHROMIUM="$(find_chromium)"
     export SPECAR_CHROMIUM
 else
     echo "BROWSER TESTS LEFT OUT: no Chromium here, and it could not be installed (Debian: apt-get install chromium, as root)"
-    markers="not browser"
+    browser=" and not browser"
 fi
 
-if [ $# -gt 0 ]; then
-    exec "$PYTHON" -m pytest -m "$markers" "$@"
-fi
+case "${1:-}" in
+"" | --rest | --all) ;;
+*) exec "$PYTHON" -m pytest -m "${browser# and }" "$@" ;;
+esac
 
-# Everything: what computes beside what waits for ComfyUI and the browser, each on half of the processors.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}"
+# A process per processor, each with one thread. A file's tests stay together: they share servers and models.
+export OMP_NUM_THREADS=1
 status=0
-report="$(mktemp)"
-trap 'rm -f "$report"; kill "${computing:-}" 2>/dev/null || true' EXIT
-"$PYTHON" -m pytest tests/unit tests/parity tests/golden >"$report" 2>&1 &
-computing=$!
-
-test_with_comfyui() {
+run() {
     echo "ComfyUI in $COMFYUI_PATH, front end $("$PYTHON" -c \
         'from importlib.metadata import version; print(version("comfyui-frontend-package"))')"
-    "$PYTHON" -m pytest -m "$1" tests/nodes tests/e2e tests/browser || status=1
+    "$PYTHON" -m pytest -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "$1$browser" "${@:2}" || status=1
 }
 
-test_with_comfyui "$markers"
-IFS=: read -ra trees <<<"${SPECAR_COMFYUI_TREES:-}"
-for tree in "${trees[@]}"; do
-    use_tree "$tree"
-    test_with_comfyui "${markers:+$markers and }not once" # the marker is explained in pyproject.toml
-done
-
-wait "$computing" || status=1
-cat "$report"
+# What takes longest first, so that no process waits at the end.
+if [ "${1:-}" != --rest ]; then
+    run "not whole" tests/browser tests/e2e tests/nodes tests/unit tests/parity tests/golden
+fi
+if [ $# -gt 0 ]; then
+    run whole tools/tests tests/browser tests/e2e tests/nodes tests/unit tests/parity tests/golden
+    IFS=: read -ra trees <<<"${SPECAR_COMFYUI_TREES:-}"
+    for tree in "${trees[@]}"; do
+        use_tree "$tree"
+        run "not once" tests/browser tests/e2e tests/nodes
+    done
+fi
 exit "$status"

@@ -1,9 +1,13 @@
 """Fixtures of more than one folder of tests; a folder's conftest.py imports those that it needs."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 from comfyui_specar.device import graphs
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine import session
+from comfyui_specar.tools.training import loop
 
 from .tape import LatePoll, TapeGraphs
 
@@ -30,3 +34,10 @@ def on_tape(monkeypatch) -> list[TapeGraphs]:
     monkeypatch.setattr(session, "Graphs", Taped)
     monkeypatch.setattr(engine, "Poll", LatePoll)
     return made
+
+
+@pytest.fixture
+def steady_clock(monkeypatch):
+    """Every look at the clock takes 10 ms, so that a time budget of training buys the same steps on any machine."""
+    ticks = itertools.count()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))

@@ -281,6 +281,9 @@ class ToyDrafter:
         self.model.tables = [t + noise * n for t, n in zip(target.tables, self.model.tables, strict=True)]
         self.module = self.model
 
+    def __repr__(self) -> str:
+        return "ToyDrafter"  # without an address, so that every process gives its tests the same names
+
     def start(self, target_state, conditioning, negative, batch, layout, slack, guided, into=None):
         return self.model.start(conditioning, negative, batch, layout, slack, guided, into)
 

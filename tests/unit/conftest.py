@@ -1,11 +1,9 @@
 """What every unit test begins with: the same random numbers, whatever ran before it. And fixtures they share."""
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +12,10 @@ from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.models.ar_model import DiscreteModel
 from comfyui_specar.models.drafters import ModelDrafter
 from comfyui_specar.samplers.contract import Drafter
-from comfyui_specar.tools.training import loop
 from hypothesis import HealthCheck, settings
 
 from ..support.fake_comfy import here, table  # noqa: F401
-from ..support.fixtures import captures_work, on_tape  # noqa: F401
+from ..support.fixtures import captures_work, on_tape, steady_clock  # noqa: F401
 from ..support.tiny import fill, llamagen, write_eagle
 
 settings.register_profile(
@@ -52,13 +49,6 @@ def locked(monkeypatch) -> Callable[[dict[str, int]], Counter]:
         return attempts
 
     return install
-
-
-@pytest.fixture
-def steady_clock(monkeypatch):
-    """Every look at the clock takes 10 ms, so that a time budget of training buys the same steps on any machine."""
-    ticks = itertools.count()
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))
 
 
 @pytest.fixture(scope="module")

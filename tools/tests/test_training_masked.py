@@ -12,13 +12,12 @@ from comfyui_specar.models.image_decoder import ImageDecoder
 from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.networks.vq import VQConfig, VQModel
+from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images
 from comfyui_specar.tools.training import autoencoder, export, kl_vae, masked, tokenizer
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.export import save
 from comfyui_specar.tools.training.settings import CPU, MaskedSetting
 from comfyui_specar.tools.training.views import Scenes
-
-from ..support.tiny_training import CONCEPTS, SETTING, images
 
 TINY = MaskedSetting(1, dim=32, layers=1, heads=2, head_width=32, head_depth=1, batch=4)
 CONTINUOUS = replace(

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from comfyui_specar.models.networks.vq import VQModel
+from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images, square
 from comfyui_specar.tools.training.autoregressive import Batches, TextToImage
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.data import augment, recolour
 from comfyui_specar.tools.training.loop import rate
 from comfyui_specar.tools.training.muon import orthogonalise
 from comfyui_specar.tools.training.settings import BACKGROUNDS, COLOURS, PLACES, STYLES, Augmentation
-
-from ..support.tiny_training import CONCEPTS, SETTING, images, square
 
 STILL = Augmentation(scale=(1.0, 1.0), shift=0.0, colour_jitter=0.0)
 

@@ -6,11 +6,10 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from comfyui_specar.reports import quality as reports_quality
 from comfyui_specar.reports.quality import quality_of
+from comfyui_specar.tests.support import quality_report
 from comfyui_specar.tools.benchmarks import charts, documents, quality_tables, results_tables
 from comfyui_specar.tools.benchmarks.charts import Point, front, quality_chart
 from comfyui_specar.tools.benchmarks.quality_cases import discrete_cases
-
-from ..support import quality_report
 
 EXACT, RELAXED = {"lossless": True}, {"lossless": False}
 CASES = {

@@ -8,9 +8,8 @@ import json
 import pytest
 import torch
 from comfyui_specar.device.dispatch import MIN_CAPABILITY
+from comfyui_specar.tests.support.triton_kernels import SHARED, Kernel
 from comfyui_specar.tools.benchmarks.gpu import compile_cases, compile_table
-
-from ..support.triton_kernels import SHARED, Kernel
 
 TABLE = json.loads(compile_table.TABLE.read_text(encoding="utf-8"))
 USED = [pair for pair in compile_table.PAIRS if divmod(int(pair[1]), 10) >= MIN_CAPABILITY]

@@ -2,10 +2,9 @@
 
 import numpy as np
 from comfyui_specar import api
+from comfyui_specar.tests.support.tiny import llamagen
 
 from tools import hero
-
-from ..support.tiny import llamagen
 
 
 def test_a_frame_shows_what_the_passes_had_decided_by_then(tmp_path):

@@ -7,6 +7,7 @@ import comfyui_specar as specar
 import pytest
 import torch
 from comfyui_specar.samplers.contract import Output
+from comfyui_specar.tests.support.closeness import fp64
 from comfyui_specar.tools.benchmarks import (
     quality,
     quality_reports,
@@ -21,8 +22,6 @@ from comfyui_specar.tools.benchmarks.quality_measure import Measurement, check, 
 from comfyui_specar.tools.benchmarks.quality_model import Images, ModelUnderTest, conditioning, log_probs
 from comfyui_specar.tools.benchmarks.runs import Case
 from comfyui_specar.tools.training.classifier import LABELS
-
-from ..support.closeness import fp64
 
 WANTED = prompts(5)
 NEXT = Case("next_token", specar.methods.NextToken())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comfyui_specar.tests.support.tiny_training import SETTING, images, square
 from comfyui_specar.tools.benchmarks import quality_sources
 from comfyui_specar.tools.benchmarks.quality_cases import Prompt
 from comfyui_specar.tools.training import classifier
@@ -9,8 +10,6 @@ from comfyui_specar.tools.training.classifier import LABELS, Classifier, damaged
 from comfyui_specar.tools.training.export import half, save
 from comfyui_specar.tools.training.settings import BACKGROUNDS, COMMON_CONCEPTS, Augmentation
 from comfyui_specar.tools.training.views import Scenes
-
-from ..support.tiny_training import SETTING, images, square
 
 STILL = Augmentation(scale=(1.0, 1.0), shift=0.0, colour_jitter=0.0)
 
