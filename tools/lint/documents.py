@@ -15,11 +15,10 @@ from pathlib import Path
 from unittest import mock
 from urllib.parse import unquote
 
-import comfyui_specar
 from cmarkgfm import Options, github_flavored_markdown_to_html
 from comfyui_specar.tools.benchmarks import documents
 
-ROOT = Path(comfyui_specar.__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 HELP = ROOT / "web/docs"  # ComfyUI's front end resolves paths in help pages from this folder
 DOCUMENTS = [*documents.files(), *ROOT.glob("assets/*/*.md")]
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

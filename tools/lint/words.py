@@ -105,7 +105,8 @@ def categories_and_types() -> Iterator[str]:
 def patterns() -> dict[str, re.Pattern]:
     """By key, what web/js/words.js takes for its text."""
     script = (ROOT / "web/js/words.js").read_text("utf-8")
-    numbers = re.findall(r'"(\w+)"', re.search(r"const NUMBERS = \[(.*)\]", script)[1])
+    [listed] = re.findall(r"const NUMBERS = \[(.*)\]", script)
+    numbers = re.findall(r'"(\w+)"', listed)
     value = {name: r"-?[\d.]+%?" for name in numbers}
     return {
         key: re.compile(re.sub(r"\\{(\w+)\\}", lambda name: value.get(name[1], ".+?"), re.escape(key)))
