@@ -174,6 +174,7 @@ def test_workflow_makes_images(comfy, name):
 
 def test_workflows_are_also_templates_with_thumbnails(comfy):
     offered = comfy.get("/api/workflow_templates")["ComfyUI-SpecAR"]
+    assert offered == sorted(offered), "the front end shows them in this order"
     for name in SHIPPED:
         assert comfy.get(f"/api/workflow_templates/ComfyUI-SpecAR/{name}.json")["nodes"] and name in offered
         assert (WORKFLOWS / f"{name}.jpg").stat().st_size > 1000
