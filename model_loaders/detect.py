@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -15,8 +16,8 @@ from torch import nn
 from ..limits.limits import shown
 from ..models.ar_model import DiscreteModel
 from ..models.continuous_model import ContinuousBase
-from ..models.drafters import ModelDrafter
-from ..models.image_decoder import Autoencoder
+from ..models.drafters import ModelDrafter, pair
+from ..models.image_decoder import Autoencoder, ImageDecoder
 from ..models.image_reader import ImageReader
 from ..models.networks.glm_image_vision import SourceEncoder
 from ..models.networks.precision import bf16_is_faster
@@ -44,6 +45,8 @@ from .files.checkpoint import (
 )
 from .files.errors import CheckpointError, as_released
 from .files.quantised import LazyMatrix
+
+logger = logging.getLogger(__name__)
 
 LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
 DECODER_FILES = (*WEIGHT_FILES, *(file for kind in KINDS for file in kind.files))  # in the folder of an image decoder
@@ -107,10 +110,21 @@ def load_model(
             "models of token ids. Choose another dtype."
         )
     model.int8_cache = int8_cache
-    model.attach_decoder(image_decoders(checkpoint.path, model.family, search_folders, operations))
+    if isinstance(model, DiscreteModel):
+        attach_decoder(model, image_decoders(checkpoint.path, model.family, search_folders, operations))
     model.to(device)
     model.device = device
     return model
+
+
+def attach_decoder(model: DiscreteModel, decoders: Iterable[Autoencoder]) -> None:
+    """Attach the first image decoder with the model's number of codes; log a warning for each other one."""
+    for decoder in decoders:
+        if isinstance(decoder, ImageDecoder) and decoder.codes == model.vocab:
+            model.attach_codebook(decoder.codebook, decoder.factor)
+            model.image_decoder = decoder
+            return
+        logger.warning("%s is not the image decoder of this model, which has %d codes.", decoder.name, model.vocab)
 
 
 def usable(device: str | torch.device) -> torch.device:
@@ -174,7 +188,6 @@ def build(
         )
     with as_released(checkpoint.path):
         model = family.load(checkpoint, dtype, grid, search, operations)
-        model.check_defaults()
     return model
 
 
@@ -220,12 +233,7 @@ def load_drafter(
             drafter = eagle.load(checkpoint, model, dtype, operations)
     elif family is not None:
         small = build(checkpoint, dtype, None, (), operations)
-        if small.tokens != model.tokens:
-            raise CheckpointError(
-                f"{checkpoint.path.name} generates {small.tokens}, but the model generates {model.tokens}: it "
-                "cannot draft for it."
-            )
-        drafter = small.as_drafter_for(model, checkpoint.path)
+        drafter = pair(small, model, checkpoint.path)
     else:
         raise CheckpointError(unknown_drafter(checkpoint.path, checkpoint.tensors))
     drafter.module.to(device)

@@ -5,11 +5,9 @@ It joins a backbone, a prefix (what precedes the image tokens) and a token layou
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +17,18 @@ from ..limits.limits import SIDE, bounded_int
 from ..samplers.contract import Callback, Request, SamplingParams, StepOut, check_both, check_grids, chosen_params
 from ..samplers.layout import TokenLayout
 from .branches import PROMPT_PASS, prompt_passes, repeated, taken_over
-from .drafters import ModelDrafter, pair
-from .image_decoder import Autoencoder, ImageDecoder
+from .image_decoder import ImageDecoder
+from .latents import code_vectors
 from .neighbours import neighbour_table
 from .networks.backbone import Backbone
 from .networks.cache import KVCache, slots_of
 from .networks.positions import GridPositions, Positions, Table, rotation_of
 from .networks.prefix import TextPrefix
-from .networks.quantised import bytes_in, largest_matrix
-from .networks.vq import nearest_codes
-from .sizes import unsupported_size
+from .requests import check_kept, check_length, image_defaults
+from .sizes import check_grid
 from .text.prompt_encoders import Images, PromptEncoder, grids_of
 from .text.prompts import Conditioning, EncodedPrompt, Prompted
 
-logger = logging.getLogger(__name__)
 PROMPT_TOKENS = 128  # assumed of a language model's prompts, which may have any length
 
 
@@ -65,7 +61,7 @@ class DiscreteModel(Prompted):
     compute device, set by ComfyUI's model management. ``int8_cache``: whether keys and values are stored in int8.
     """
 
-    continuous = False
+    continuous = any_grid = False
     tokens = "token ids"  # what it samples, in words
 
     def __init__(
@@ -96,23 +92,17 @@ class DiscreteModel(Prompted):
         self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
         self.vocab_total = backbone.config.vocab
         self.vocab = self.vocab_total - row_ends - endings
+        defaults.check(self.vocab)  # a file may name them
         self.preview, self.guidance = preview, guidance
+        self.usual_prompt = PROMPT_TOKENS if isinstance(prefix, TextPrefix) else getattr(prefix, "slots", 1)
         self.codebook: Tensor | None = None
         self.id_latents = False
+        self.latent_channels = 1
         self.image_decoder: ImageDecoder | None = None
         self._neighbours: Tensor | None = None  # the widest table computed so far
         self.sessions: dict[Hashable, Any] = {}
         self.dtype = torch.float32
         self.int8_cache = False
-
-    def check_defaults(self) -> None:
-        """Raise ValueError if the model's own sampling parameters are illegal: its files may name them."""
-        self.defaults.check(self.vocab)
-
-    @property
-    def image_defaults(self) -> SamplingParams:
-        """The model's own sampling parameters for prompts with images."""
-        return replace(self.defaults, **(self.image_prompts.params if self.image_prompts else {}))
 
     def request(
         self,
@@ -135,20 +125,21 @@ class DiscreteModel(Prompted):
         The image has the given ``layout``, or that of ``grid`` (rows, cols), or the default. kept [B, rows, cols]
         (bool): keep mask for ``tokens`` [B, rows, cols] (int64). strength and skippable [1 or B, rows, cols]: see
         Request. params: fields of SamplingParams; None: the model's default, with images in the prompt its
-        ``image_defaults``. Raises ValueError for unsupported values.
+        ``image_defaults`` (requests.py). Raises ValueError for unsupported values.
         """
-        size = (layout.rows, layout.cols) if layout else self.check_grid(*(grid or self.grid))
+        size = (layout.rows, layout.cols) if layout else check_grid(self, *(grid or self.grid))
         shape = batch, *size
         check_grids(shape, tokens=tokens, kept=kept, strength=strength, skippable=skippable)
         check_both(tokens, kept)
         positive, other = self.read_both(conditioning, negative, batch, size)
-        own = self.image_defaults if positive.images else self.defaults
+        own = image_defaults(self) if positive.images else self.defaults
         asked = chosen_params(own, params, "models of token ids")
         if asked.guided and not self.guidance:
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
         layout = layout or self.layout(*size, positive.images)
-        if kept is not None:
-            layout = layout.keeping(self.checked_ids(tokens, kept).expand(shape), kept.expand(shape))
+        if tokens is not None and kept is not None:
+            check_kept(tokens, kept, self.vocab)
+            layout = layout.keeping(tokens.expand(shape), kept.expand(shape))
         return Request(
             self,
             positive,
@@ -163,57 +154,9 @@ class DiscreteModel(Prompted):
             self.notices(conditioning, negative, asked.cfg, own.cfg, size),
         )
 
-    def checked_ids(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """``tokens``, of which those that are ``kept`` exist. Raises ValueError for others."""
-        if tokens.is_floating_point():
-            raise ValueError(f"tokens are {tokens.dtype}, but must be whole numbers: the ids of an image.")
-        if kept.dtype != torch.bool:
-            raise ValueError(f"kept is {kept.dtype}, but must be bool: which tokens to keep.")
-        ids = torch.where(kept, tokens, 0)
-        if not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
-            raise ValueError(
-                f"tokens to keep are {int(ids.min())} to {int(ids.max())}, but this model has the image "
-                f"tokens 0 to {self.vocab - 1}."
-            )
-        return tokens
-
-    def offload_embedding(self) -> None:
-        """Keep the word embedding of a language model in main memory: up to 1.5 GiB that only prompts need. It is then
-        no longer among the modules that are moved to a device."""
-        if isinstance(self.prefix, TextPrefix):
-            self.prefix.offload()
-
-    @property
-    def words(self) -> nn.Embedding | None:
-        """The word embedding, if the model is a language model."""
-        return self.prefix.embedding if isinstance(self.prefix, TextPrefix) else None
-
-    @property
-    def usual_prompt(self) -> int:
-        """Prompt tokens that the size of caches is calculated with before there is a prompt."""
-        return PROMPT_TOKENS if self.words else getattr(self.prefix, "slots", 1)
-
-    @property
-    def prompt_kind(self) -> str:
-        """Description of the prompts that the model reads."""
-        return self.prefix.reads + (f", image tokens from {self.word_ids[0]} on" if self.word_ids else "")
-
-    def as_drafter_for(self, target: DiscreteModel, path: Path) -> ModelDrafter:
-        """This model, loaded from ``path``, as a drafter for ``target``. Raises CheckpointError unless both use the
-        same image tokens and prompts."""
-        return pair(self, target, path)
-
-    def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
-        """Attach the first image decoder with this model's number of codes; log a warning for each other one."""
-        for decoder in decoders:
-            if isinstance(decoder, ImageDecoder) and decoder.codes == self.vocab:
-                self.attach_codebook(decoder.codebook, decoder.factor)
-                self.image_decoder = decoder
-                return
-            logger.warning("%s is not the image decoder of this model, which has %d codes.", decoder.name, self.vocab)
-
-    def attach_codebook(self, codebook: Tensor, pixels_per_token: int) -> None:
-        """Set the code vectors [V, C] of the image decoder. Raises ValueError for another number of codes."""
+    def attach_codebook(self, codebook: Tensor, pixels_per_token: int | None = None, id_latents: bool = False) -> None:
+        """Set the code vectors [V, C] of the image decoder, and its pixels per token (None: they stay). id_latents: by
+        these, codes are compared, but no image decoder reads them. Raises ValueError for another number of codes."""
         if codebook.shape[0] != self.vocab:
             raise ValueError(
                 f"The image decoder has {codebook.shape[0]} codes, but the model has {self.vocab}: "
@@ -221,12 +164,9 @@ class DiscreteModel(Prompted):
             )
         self._neighbours = None
         self.sessions.clear()  # captured steps refer to the previous table
-        self.codebook, self.pixels_per_token = codebook.detach().float().cpu(), pixels_per_token
-
-    def attach_semantics(self, vectors: Tensor) -> None:
-        """Set code vectors [V, C] by which codes are compared, but which no image decoder reads."""
-        self.attach_codebook(vectors, self.pixels_per_token)
-        self.id_latents = True
+        self.codebook, self.id_latents = codebook.detach().float().cpu(), id_latents
+        self.latent_channels = 1 if id_latents else codebook.shape[1]
+        self.pixels_per_token = pixels_per_token or self.pixels_per_token
 
     def dequantize(self, tokens: Tensor) -> Tensor:
         """Latents of tokens [B, h, w]: their code vectors [B, C, h, w] (fp32), or the ids themselves as one channel.
@@ -235,24 +175,7 @@ class DiscreteModel(Prompted):
         """
         if self.id_latents:
             return tokens[:, None].float().cpu()
-        return self._codes()[tokens.cpu()].movedim(-1, 1).contiguous()
-
-    def quantize(self, latent: Tensor) -> Tensor:
-        """Tokens [B, h, w] of a latent [B, C, h, w]: of the nearest code vectors, or of the nearest ids.
-
-        Raises ValueError before a codebook is attached.
-        """
-        if self.id_latents:
-            return latent[:, 0].round().long().clamp(0, self.vocab - 1)
-        return nearest_codes(latent.cpu(), self._codes())
-
-    def _codes(self) -> Tensor:
-        if self.codebook is None:
-            raise ValueError(
-                "No image decoder is attached to this model, so its tokens have no code vectors. Load "
-                "the one that was released with it."
-            )
-        return self.codebook
+        return code_vectors(self.codebook)[tokens.cpu()].movedim(-1, 1).contiguous()
 
     def neighbours(self, count: int) -> Tensor:
         """Table [V, count] (int64): for each code, the other codes by distance of their code vectors, nearest first.
@@ -269,34 +192,13 @@ class DiscreteModel(Prompted):
             self.sessions.clear()
         return table[:, :count]
 
-    def check_grid(self, rows: int, cols: int) -> tuple[int, int]:
-        """The grid to generate on; raises ValueError for one the model was not trained on."""
-        self.layout(rows, cols)
-        return rows, cols
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of latents: those of the code vectors that an image decoder reads, or 1 (token ids)."""
-        return 1 if self.codebook is None or self.id_latents else self.codebook.shape[1]
-
-    def typical_latents(self, count: int) -> Tensor:
-        """Typical latents [count, C] of the model; deterministic."""
-        return self._codes()[torch.randint(self.vocab, (count,), generator=torch.Generator().manual_seed(0))]
-
     def layout(self, rows: int | None = None, cols: int | None = None, images: Images = ()) -> TokenLayout:
         """The token layout; raises ValueError for a grid the model was not trained on. images: those of the prompt,
         after which no preview is generated."""
-        grid = rows or self.grid[0], cols or self.grid[1]
-        if grid not in self.grids:
-            width, height = (tokens * self.pixels_per_token for tokens in reversed(grid))
-            raise ValueError(self.unsupported_size(width, height))
+        grid = check_grid(self, rows, cols)
         specials = range(self.vocab, self.vocab_total)
         lead = prod(self.preview(grid)) if self.preview and not images else 0
         return TokenLayout.ruled(*grid, specials[: self.row_ends], specials[self.row_ends :], lead)
-
-    def unsupported_size(self, width: int, height: int) -> str:
-        """Error message for an unsupported size in pixels, with the nearest supported ones."""
-        return unsupported_size(width, height, self.grids, self.pixels_per_token)
 
     def prompt_tokens(
         self,
@@ -330,16 +232,6 @@ class DiscreteModel(Prompted):
         if prompt > PROMPT_PASS:
             numbers = prompt * (3 * config.dim + PROMPT_PASS * config.heads // config.cached_heads)
         return rows * (numbers + wide * (8 * config.dim + 4 * config.ffn_dim)) * self.dtype.itemsize
-
-    def weight_bytes(self, dtype: torch.dtype, storage: torch.dtype | None) -> int:
-        """Bytes of the weights, were the model loaded in ``dtype`` and ``storage`` (see ``load_model``), without the
-        word embedding (see ``offload_embedding``)."""
-        return bytes_in(self, dtype, storage, self.words)
-
-    @property
-    def largest_matrix(self) -> int:
-        """Numbers in the largest matrix of a linear layer."""
-        return largest_matrix(self)
 
     def kv_bytes(
         self,
@@ -396,7 +288,7 @@ class DiscreteModel(Prompted):
         branches = [branch.expand(batch, -1, -1) for branch in branches]
         lengths = torch.tensor([b.shape[1] for b in branches], device=self.device).repeat_interleave(batch)
         longest = max(b.shape[1] for b in branches)
-        self._check_length(longest, layout)
+        check_length(longest, layout.length, self.longest)
         x = torch.cat([nn.functional.pad(b, (0, 0, 0, longest - b.shape[1])) for b in branches]).to(self.dtype)
 
         config, places = self.backbone.config, layout.length + slack
@@ -423,13 +315,6 @@ class DiscreteModel(Prompted):
         out = StepOut(self.backbone.logits(last), last)
         state = State(cache, positions, table, len(branches), grid, longest, out, prefix_hidden, features)
         return taken_over(into, state)
-
-    def _check_length(self, prompt: int, layout: TokenLayout) -> None:
-        if self.longest is not None and prompt + layout.length > self.longest:
-            raise ValueError(
-                f"The prompt has {prompt} tokens and the image {layout.length}, but the model reads at most "
-                f"{self.longest}. Shorten the prompt, or generate a smaller image."
-            )
 
     def set_attention_length(self, state: State, tokens: int | None) -> int:
         """Limit the next steps to the first ``tokens`` of the image; returns the attention length (see ARModel)."""
@@ -471,7 +356,7 @@ class DiscreteModel(Prompted):
         default grid. Raises ValueError for an image of a model that generates a preview before it.
         """
         tokens = tokens.to(self.device)
-        grid = self.check_grid(*(tokens.shape[1:] if tokens.ndim == 3 else self.grid))
+        grid = check_grid(self, *(tokens.shape[1:] if tokens.ndim == 3 else self.grid))
         prompt = self.read_both(conditioning, None, len(tokens), grid)[0]
         layout = self.layout(*grid, prompt.images)
         if tokens.ndim == 3 and layout.lead:

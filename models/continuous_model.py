@@ -7,9 +7,8 @@ It joins a transformer, a diffusion head and a prompt encoder; families differ i
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -18,16 +17,13 @@ from torch import Tensor, nn
 
 from ..device.captured import Graphs, captured_pass, padded_tokens
 from ..limits.limits import SIDE, bounded_int
-from ..model_loaders.files.errors import CheckpointError
 from ..samplers.continuous_contract import ContinuousCallback, ContinuousParams, ContinuousRequest, masked_guidance
 from ..samplers.contract import check_both, check_grids, chosen_params
 from ..samplers.distributions import Normal
-from .drafters import check_alike
-from .image_decoder import Autoencoder
 from .networks.diffusion_head import DiffusionHead, Schedule
 from .networks.mar import MAR, Positions
-from .sizes import unsupported_size
-from .text.prompt_encoders import PromptEncoder, WordEncoder
+from .sizes import check_grid
+from .text.prompt_encoders import PromptEncoder
 from .text.prompts import Conditioning, Prompted
 
 
@@ -52,7 +48,7 @@ class ContinuousBase(Prompted):
     of a larger one.
     """
 
-    continuous = True
+    continuous, any_grid = True, False
     tokens = "vectors"  # what it samples, in words
     group = 1
     order: Tensor | None = None
@@ -71,18 +67,13 @@ class ContinuousBase(Prompted):
         super().__init__()
         if not (isinstance(scale, int | float) and 0 < scale < math.inf):
             raise ValueError(f"The scale of latents is {scale!r}, but must be a positive number.")
-        self.family, self.grid, self.channels, self.scale = family, grid, channels, scale
+        self.family, self.grid, self.grids, self.scale = family, grid, (grid,), scale
+        self.channels = self.latent_channels = channels
+        defaults.check()  # a file may name them
         self.defaults, self.prompt_encoder = defaults, prompt_encoder
         self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, SIDE)
         self.dtype = torch.float32
         self.sessions: dict[Hashable, Any] = {}
-
-    def offload_embedding(self) -> None:
-        """It has no table of words."""
-
-    def check_defaults(self) -> None:
-        """Raise ValueError if the model's own sampling parameters are illegal: its files may name them."""
-        self.defaults.check()
 
     def request(
         self,
@@ -102,7 +93,7 @@ class ContinuousBase(Prompted):
         kept [B, rows, cols] (bool): keep mask for ``tokens`` [B, rows, cols, C]. params: fields of ContinuousParams;
         None: the model's default. Raises ValueError for unsupported values.
         """
-        grid = self.check_grid(*(grid or ()))
+        grid = check_grid(self, *(grid or ()))
         check_grids((batch, *grid), kept=kept)
         check_grids((batch, *grid, self.channels), tokens=tokens)
         check_both(tokens, kept)
@@ -112,20 +103,6 @@ class ContinuousBase(Prompted):
         notices = self.notices(conditioning, negative, asked.cfg, self.defaults.cfg, grid)
         tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
         return ContinuousRequest(self, positive, grid, asked, other, seed, batch, callback, tokens, kept, notices)
-
-    @property
-    def grids(self) -> tuple[tuple[int, int], ...]:
-        """All supported grids."""
-        return (self.grid,)
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of latents."""
-        return self.channels
-
-    def typical_latents(self, count: int) -> Tensor:
-        """Typical latents [count, C] of the model; deterministic."""
-        return torch.randn((count, self.channels), generator=torch.Generator().manual_seed(0)) / self.scale
 
     @property
     def module(self) -> nn.Module:
@@ -142,35 +119,6 @@ class ContinuousBase(Prompted):
         """Description of the generation order."""
         return "any" if self.order is None else f"cells of {self.group} tokens"
 
-    def as_drafter_for(self, target: ContinuousBase, path: Path) -> ContinuousBase:
-        """This model, loaded from ``path``, as a drafter for ``target``. Raises CheckpointError unless both generate
-        the same kind of vectors in the same order."""
-        try:
-            self.check_grid(*target.grid)
-        except ValueError as error:
-            raise CheckpointError(f"{path.name} cannot draft for this model: {error}") from error
-        check_alike(
-            path,
-            {
-                "family": (self.family, target.family),
-                "channels per token": (self.channels, target.channels),
-                "scale of latents (that of its VAE)": (f"{self.scale:.5g}", f"{target.scale:.5g}"),
-                "generation order": (self.cells, target.cells),
-                "kind of prompt": (self.prompt_kind, target.prompt_kind),
-            },
-            "VAE",
-        )
-        words = [m.prompt_encoder for m in (self, target) if isinstance(m.prompt_encoder, WordEncoder)]
-        if len(words) == 2 and not (words[0].words == words[1].words and torch.equal(words[0].table, words[1].table)):
-            raise CheckpointError(
-                f"{path.name} cannot draft for this model: the text_encoder.safetensors beside it is not the model's."
-            )
-        self.prompt_encoder = target.prompt_encoder  # a drafter's folder may lack its own
-        return self
-
-    def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
-        """Does nothing: continuous tokens have no codebook, and the autoencoder is loaded separately."""
-
     @overload
     def features(self, conditioning: Conditioning, batch: int, name: Literal["positive"]) -> Tensor: ...
 
@@ -182,17 +130,6 @@ class ContinuousBase(Prompted):
         model."""
         prompt = self.read(conditioning, batch, name)
         return None if prompt is None else prompt.features.expand(batch, -1, -1)
-
-    def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
-        """The grid to generate; raises ValueError for one the model was not trained on."""
-        rows, cols = rows or self.grid[0], cols or self.grid[1]
-        if (rows, cols) != self.grid:
-            raise ValueError(self.unsupported_size(cols * self.pixels_per_token, rows * self.pixels_per_token))
-        return rows, cols
-
-    def unsupported_size(self, width: int, height: int) -> str:
-        """Error message for an unsupported size in pixels, with the nearest supported ones."""
-        return unsupported_size(width, height, self.grids, self.pixels_per_token)
 
     def to_latent(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Latents [B, C, h, w] of the VAE (fp32) for tokens [B, S, C]."""

@@ -13,9 +13,15 @@ from torch import Tensor
 from ..model_loaders.files.errors import CheckpointError
 from ..samplers.contract import StepOut
 from ..samplers.layout import TokenLayout
+from .ar_model import DiscreteModel
 from .branches import repeated
+from .continuous_model import ContinuousBase
 from .networks.prefix import TextPrefix
+from .sizes import check_grid
+from .text.prompt_encoders import TextEncoder, WordEncoder
 from .text.prompts import Conditioning, EncodedPrompt, prompt_images, prompt_text
+
+Model = DiscreteModel | ContinuousBase
 
 
 @dataclass
@@ -29,14 +35,14 @@ class ModelState:
 class ModelDrafter:
     """A small model as a Drafter (samplers/contract.py). It does not use the target's hidden states.
 
-    module: the small model, a DiscreteModel (ar_model.py).
+    module: the small model.
     own_words: prompts are tokenized again with the small model's tokenizer, whose special tokens may have other ids
     than the target's (as in Janus-Pro).
     """
 
     kind = "model"
 
-    def __init__(self, module: Any, own_words: bool = False):
+    def __init__(self, module: DiscreteModel, own_words: bool = False):
         self.module, self.own_words = module, own_words
         self.family, self.dtype = module.family, module.dtype
 
@@ -101,11 +107,48 @@ class ModelDrafter:
         self.module.commit(state.own, -count)
 
 
-def pair(small: Any, target: Any, path: Path) -> ModelDrafter:
-    """One DiscreteModel (ar_model.py) as the drafter of another.
+def pair(small: Model, target: Model, path: Path) -> ModelDrafter | ContinuousBase:
+    """``small``, loaded from ``path``, as the drafter of ``target``.
 
-    Raises CheckpointError unless both use the same image tokens and prompts.
+    Raises CheckpointError unless both generate the same tokens, in the same order, from the same prompts.
     """
+    if isinstance(small, DiscreteModel) and isinstance(target, DiscreteModel):
+        return pair_ids(small, target, path)
+    if isinstance(small, ContinuousBase) and isinstance(target, ContinuousBase):
+        return pair_vectors(small, target, path)
+    raise CheckpointError(
+        f"{path.name} generates {small.tokens}, but the model generates {target.tokens}: it cannot draft for it."
+    )
+
+
+def pair_vectors(small: ContinuousBase, target: ContinuousBase, path: Path) -> ContinuousBase:
+    """A model of vectors as the drafter of another (see ``pair``)."""
+    try:
+        check_grid(small, *target.grid)
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} cannot draft for this model: {error}") from error
+    check_alike(
+        path,
+        {
+            "family": (small.family, target.family),
+            "channels per token": (small.channels, target.channels),
+            "scale of latents (that of its VAE)": (f"{small.scale:.5g}", f"{target.scale:.5g}"),
+            "generation order": (small.cells, target.cells),
+            "kind of prompt": (small.prompt_kind, target.prompt_kind),
+        },
+        "VAE",
+    )
+    words = [m.prompt_encoder for m in (small, target) if isinstance(m.prompt_encoder, WordEncoder)]
+    if len(words) == 2 and not (words[0].words == words[1].words and torch.equal(words[0].table, words[1].table)):
+        raise CheckpointError(
+            f"{path.name} cannot draft for this model: the text_encoder.safetensors beside it is not the model's."
+        )
+    small.prompt_encoder = target.prompt_encoder  # a drafter's folder may lack its own
+    return small
+
+
+def pair_ids(small: DiscreteModel, target: DiscreteModel, path: Path) -> ModelDrafter:
+    """A model of token ids as the drafter of another (see ``pair``)."""
     other = next((grid for grid in target.grids if grid not in small.grids), small.grid)
     check_alike(
         path,
@@ -113,7 +156,7 @@ def pair(small: Any, target: Any, path: Path) -> ModelDrafter:
             "family": (small.family, target.family),
             "number of image tokens": (small.vocab, target.vocab),
             "token grid": ("{1} x {0}".format(*small.grid), "{1} x {0}".format(*other)),
-            "kind of prompt": (small.prompt_kind, target.prompt_kind),
+            "kind of prompt": (prompt_kind(small), prompt_kind(target)),
         },
         "image tokens",
     )
@@ -125,9 +168,15 @@ def pair(small: Any, target: Any, path: Path) -> ModelDrafter:
     except FileNotFoundError:  # the drafter's folder has no tokenizer
         small.prompt_encoder, small.prefix.null = target.prompt_encoder, target.prefix.null
         return ModelDrafter(small)
-    if target.image_prompts and not small.image_prompts:  # its drafts may be worse, but the images are right
-        small.prompt_encoder = replace(small.prompt_encoder, images=target.image_prompts)
+    encoder, reads = small.prompt_encoder, target.image_prompts
+    if isinstance(encoder, TextEncoder) and reads and not encoder.images:
+        small.prompt_encoder = replace(encoder, images=reads)  # its drafts may be worse, but the images are right
     return ModelDrafter(small, own_words=True)
+
+
+def prompt_kind(model: DiscreteModel) -> str:
+    """Description of the prompts that a model reads."""
+    return model.prefix.reads + (f", image tokens from {model.word_ids[0]} on" if model.word_ids else "")
 
 
 def check_alike(path: Path, traits: Mapping[str, tuple[Any, Any]], shared: str) -> None:

@@ -17,7 +17,7 @@ from ..samplers.contract import Callback, Request, SamplingParams
 from ..samplers.layout import TokenLayout
 from .ar_model import DiscreteModel
 from .networks.answering import Answering, WordsAndCodes
-from .networks.prefix import GivenPrefix
+from .networks.prefix import GivenPrefix, TextPrefix
 from .networks.siglip import Reading
 from .pictures import resized
 from .text.prompts import EncodedPrompt, checked_text
@@ -127,8 +127,8 @@ class PatchReader(ImageReader):
         write: Callable[[str, int], tuple[Sequence[int], int]],
         end: str,
     ):
-        assert model.words is not None, "only language models answer"
-        reading.words = model.words  # a module of both, wherever either of them was moved
+        assert isinstance(model.prefix, TextPrefix), "only language models answer"
+        reading.words = model.prefix.embedding  # a module of both, wherever either of them was moved
         super().__init__(model, reading, tokenizer, end)
         self._write = write
 
@@ -171,8 +171,8 @@ class TokenReader(ImageReader):
         end: str,
         defaults: SamplingParams = SamplingParams(),
     ):
-        words = model.words
-        assert words is not None, "only language models answer"
+        assert isinstance(model.prefix, TextPrefix), "only language models answer"
+        words = model.prefix.embedding
         codes_follow = reading.head.out_features > words.num_embeddings
         reading.words = WordsAndCodes(words, model.backbone.tok_embeddings) if codes_follow else words
         super().__init__(model, reading, tokenizer, end, defaults)

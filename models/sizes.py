@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from math import log
 from pathlib import Path
+from typing import Protocol
 
 from ..limits.limits import SIDE
 from ..model_loaders.files.checkpoint import title
@@ -43,9 +45,31 @@ def chosen_grid(path: Path, wanted: Sequence[int] | None, default: Sequence[int]
     return grid
 
 
-def unsupported_size(width: int, height: int, grids: Iterable[Grid], side: int) -> str:
-    """Error message for a size in pixels that a model with tokens of ``side`` pixels does not generate, with the
-    nearest of those that it does: ``grids``."""
+class Sized(Protocol):
+    """A model: its default grid, all supported ones, whether it generates any other, and pixels per token side."""
+
+    grid: Grid
+    grids: tuple[Grid, ...]
+    any_grid: bool
+    pixels_per_token: int
+
+
+def check_grid(model: Sized, rows: int | None = None, cols: int | None = None) -> Grid:
+    """The grid to generate, by default the model's. Raises ValueError for one that it does not generate."""
+    grid = rows or model.grid[0], cols or model.grid[1]
+    if model.any_grid:
+        return legal_grid(grid)
+    if grid not in model.grids:
+        height, width = (tokens * model.pixels_per_token for tokens in grid)
+        raise ValueError(unsupported_size(model, width, height))
+    return grid
+
+
+def unsupported_size(model: Sized, width: int, height: int) -> str:
+    """Error message for a size in pixels that a model does not generate, with the nearest of those that it does."""
+    side, grids = model.pixels_per_token, model.grids
+    if model.any_grid:
+        grids = product(*({max(1, pixels // side), pixels // side + 1} for pixels in (height, width)))
     asked = max(1, height), max(1, width)  # which has a logarithm
     near = nearest(asked, [(rows * side, cols * side) for rows, cols in grids])
     sizes = ", ".join(f"{w} x {h}" for h, w in near)

@@ -11,6 +11,8 @@ from torch import Tensor
 from ..models.ar_model import DiscreteModel
 from ..models.changed_latents import changed, whole_ids
 from ..models.continuous_model import ContinuousBase
+from ..models.latents import quantize
+from ..models.sizes import unsupported_size
 from ..samplers.contract import Output, Request
 from ..samplers.generate import AnyRequest
 
@@ -52,7 +54,7 @@ def whole_tokens(model: Model, width: int, height: int) -> tuple[int, int]:
     generates, where they are no whole tokens."""
     side = model.pixels_per_token
     if width % side or height % side:
-        raise ValueError(model.unsupported_size(width, height))
+        raise ValueError(unsupported_size(model, width, height))
     return height // side, width // side
 
 
@@ -113,7 +115,7 @@ def tokens_of(latent: Latent, model: Model) -> Tensor:
         return whole_ids(samples).clamp(0, model.vocab - 1)
     if are_tokens(tokens, samples, model.vocab) and torch.equal(model.dequantize(tokens), samples):
         return tokens
-    return model.quantize(samples)
+    return quantize(model, samples)
 
 
 def are_tokens(tokens: Any, samples: Tensor, vocab: int) -> bool:

@@ -8,6 +8,7 @@ from comfy_api.latest import io
 
 from ..model_loaders.detect import missing_decoder
 from ..model_loaders.families import RELEASED_DECODERS
+from ..models.sizes import check_grid
 from .checks import available
 from .comfy_runtime import folders, models
 from .comfy_runtime.clip import ARClip
@@ -159,5 +160,5 @@ class EmptyLatent(io.ComfyNode):
         side = model.model.pixels_per_token
         own_rows, own_cols = model.model.grid
         grid = whole_tokens(model.model, width or own_cols * side, height or own_rows * side)
-        rows, cols = model.model.check_grid(*grid)
+        rows, cols = check_grid(model.model, *grid)
         return io.NodeOutput(empty_latent(model.model, rows, cols, batch_size))

@@ -10,6 +10,7 @@ import torch
 from ..model_loaders.storage import Way
 from ..models.ar_model import DiscreteModel
 from ..models.conditions import DTYPES, INT8_CACHE, STORAGE
+from ..models.memory import weight_bytes
 from .comfy_runtime import memory
 
 
@@ -33,7 +34,7 @@ def memory_table(model: DiscreteModel, auto: torch.dtype, device: torch.device) 
     rows = {}
     for choice in (choice for choice in DTYPES if choice != "auto"):
         dtype, storage = DTYPES[choice] or auto, STORAGE.get(choice)
-        weights = model.weight_bytes(dtype, storage)
+        weights = weight_bytes(model, dtype, storage)
         int8_cache = choice == INT8_CACHE
         beside = memory.beside_weights(model, dtype, storage, int8_cache)
         cache = model.kv_bytes(1, model.layout(), 0, model.guidance, model.usual_prompt, dtype, int8_cache)

@@ -19,6 +19,8 @@ from ..model_loaders.files.checkpoint import CheckpointError, outline, weight_fi
 from ..models.ar_model import DiscreteModel
 from ..models.continuous_model import ContinuousBase
 from ..models.image_decoder import Autoencoder
+from ..models.memory import word_embedding
+from ..models.requests import image_defaults
 from .comfy_runtime import folders, models
 from .comfy_runtime.memory import total_memory
 from .memory_table import MemoryRow, memory_table
@@ -71,7 +73,8 @@ def summarize(
     """The summary of a model, its image decoder, and the names of compatible drafters."""
     side, (rows, cols) = model.pixels_per_token, model.grid
     discrete = isinstance(model, DiscreteModel)
-    words = model.words.weight if discrete and model.words else None  # on the compute device, or offloaded
+    embedding = word_embedding(model) if discrete else None
+    words = None if embedding is None else embedding.weight  # on the compute device, or offloaded
     weights = [weight for weight in model.parameters() if weight is not words]
     by_dtype: dict[str, int] = {}
     for weight in weights:
@@ -85,7 +88,7 @@ def summarize(
         ids = list(range(model.vocab, model.vocab_total))
         specials = {"end of a row": ids[: model.row_ends], "end of the image": ids[model.row_ends :]}
     defaults = asdict(model.defaults)
-    others = asdict(model.image_defaults) if discrete else {}
+    others = asdict(image_defaults(model)) if discrete else {}
     grids = [model.grid, *(grid for grid in model.grids if grid != model.grid)] if discrete else [model.grid]
     return ModelSummary(
         family=model.family,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..models.conditions import conditions
 from ..models.image_decoder import RESIZE
+from ..models.sizes import check_grid
 from ..models.text.prompts import Conditioning
 from ..reports.run_report import FIRST_DRAFTS
 from ..samplers.contract import Method
@@ -93,7 +94,7 @@ def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
     """The grid of latent_image in tokens. Raises ValueError for one that the model was not trained on."""
     latent, model = inputs.latent_image, inputs.model.model
     try:
-        return model.check_grid(*grid_of(latent, model))
+        return check_grid(model, *grid_of(latent, model))
     except ValueError as error:
         if latent.get("noise_mask") is not None:
             image_samples(latent, model)

@@ -114,7 +114,7 @@ def load(
             raise CheckpointError(
                 f"{path.name} has a codebook of {len(vectors)} codes, but a model of {codes}. Download it again."
             )
-        model.attach_semantics(F.normalize(vectors.float(), dim=-1))
+        model.attach_codebook(F.normalize(vectors.float(), dim=-1), id_latents=True)
     return model
 
 

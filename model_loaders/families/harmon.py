@@ -8,7 +8,6 @@ except the numbers of attention heads, which come from our metadata or the relea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from ...limits.limits import bounded_int
 from ...models.ar_model import Conditioning
 from ...models.continuous_model import MaskedModel, MaskedState
 from ...models.networks.harmon import Harmon
-from ...models.sizes import legal_grid, unsupported_size
+from ...models.sizes import legal_grid
 from ...models.text.prompt_encoders import TextEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ..declarations import Family
@@ -47,23 +46,12 @@ _BUCKET = 32  # captured passes follow prompts of a multiple of so many tokens
 class HarmonModel(MaskedModel):
     """Harmon, implementing the ContinuousModel protocol: MAR with other prompts and grids."""
 
+    any_grid = True  # positions are resized; the released models were trained on 16 x 16 and 32 x 32 tokens
     backbone: Harmon
 
     @property
     def prompt_kind(self) -> str:
         return f"ids of {self.backbone.llm.vocab} tokens"
-
-    def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
-        """The grid to generate. Any is possible, as positions are resized; the released models were trained on
-        16 x 16 and 32 x 32 tokens (256 and 512 pixels). Raises ValueError for sides below 1 or above 1024.
-        """
-        return legal_grid((rows or self.grid[0], cols or self.grid[1]))
-
-    def unsupported_size(self, width: int, height: int) -> str:
-        """Error message for a size that is no whole number of tokens, with the nearest ones that are."""
-        side = self.pixels_per_token
-        rows, cols = ({max(1, pixels // side), pixels // side + 1} for pixels in (height, width))
-        return unsupported_size(width, height, product(rows, cols), side)
 
     def start(
         self,

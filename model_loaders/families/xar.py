@@ -20,7 +20,7 @@ from ...models.ar_model import Conditioning
 from ...models.continuous_model import ContinuousBase
 from ...models.networks.prefix import check_class
 from ...models.networks.xar import GRID, XAR, Flow, XARConfig, cell_order
-from ...models.sizes import chosen_grid
+from ...models.sizes import check_grid, chosen_grid
 from ...models.text.prompt_encoders import ClassEncoder, PromptEncoder
 from ...samplers.continuous_contract import ContinuousParams
 from ...samplers.distributions import Normal
@@ -91,7 +91,7 @@ class CellModel(ContinuousBase):
 
         Raises ValueError for the class of another model.
         """
-        self.check_grid(*grid)
+        check_grid(self, *grid)
         numbers = [self.features(conditioning, batch, "positive")[:, 0, 0].long()]
         if guided:
             other, null = self.features(negative, batch, "negative"), self.backbone.config.classes

@@ -11,6 +11,7 @@ from torch import nn
 from ...device import dispatch
 from ...model_loaders.storage import Way, candidates, choose, reason
 from ...models.ar_model import DiscreteModel
+from ...models.memory import weight_bytes
 from .memory import available, beside_weights
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Automatic:
             return self.own
         reads_narrow = dispatch.runs_triton(self.device)
         ways = [
-            Way(model.dtype, each, model.weight_bytes(model.dtype, each), beside_weights(model, model.dtype, each))
+            Way(model.dtype, each, weight_bytes(model, model.dtype, each), beside_weights(model, model.dtype, each))
             for each in candidates(self.own, reads_narrow)
         ]
         free = available(self.device, ways[0].needed)

@@ -14,6 +14,7 @@ from comfy.model_patcher import ModelPatcher
 from ...kernels.linear import in_groups, stored_as
 from ...model_loaders.storage import MARGIN
 from ...models.ar_model import DiscreteModel
+from ...models.networks.quantised import largest_matrix
 from ...samplers.engine.memory import image_bytes
 from .patcher import Patcher
 
@@ -61,7 +62,7 @@ def beside_weights(
 ) -> float:
     """Bytes that ComfyUI keeps free of weights for one image of a model that is loaded so (see ``load_model``): those
     of the run and a reserve, or its minimum, as in its ``load_models_gpu``."""
-    run = image_bytes(model, dtype, storage is not None, int8_cache)
+    run = image_bytes(model, dtype, largest_matrix(model) if storage else 0, int8_cache)
     return max(mm.minimum_inference_memory(), run + mm.extra_reserved_memory())
 
 

@@ -30,6 +30,7 @@ from ...models.ar_model import DiscreteModel
 from ...models.conditions import DTYPES, INT8_CACHE, STORAGE
 from ...models.continuous_model import ContinuousBase
 from ...models.image_decoder import Autoencoder
+from ...models.memory import offload_embedding
 from .automatic import Automatic
 from .folders import DRAFTERS, LORAS, MODELS, fingerprint, resolve, search_folders
 from .memory import free_memory, load_models_gpu
@@ -129,7 +130,7 @@ def open_model(
         int8_cache=dtype == INT8_CACHE,
         adapters=[(resolve(lora, LORAS), strength) for lora, strength in loras],
     )
-    model.offload_embedding()
+    offload_embedding(model)
     if isinstance(encoder := getattr(model, "prompt_encoder", None), T5Encoder):
         manage_text_encoder(encoder)
     loaded_with = choice, dtype, grid, loras
@@ -199,8 +200,7 @@ def open_drafter(choice: str, target: LoadedModel) -> LoadedDrafter:
     """Load a drafter for a model, in the model's dtype. Raises ValueError if they do not fit."""
     path = resolve(choice, DRAFTERS)
     drafter = load_drafter(path, target.model, device="cpu", operations=Operations)
-    if isinstance(drafter.module, DiscreteModel):
-        drafter.module.offload_embedding()
+    offload_embedding(drafter.module)
     return LoadedDrafter(drafter, patcher_of(drafter.module, target.model), choice, target)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...models.ar_model import DiscreteModel
 from ...models.continuous_model import ContinuousBase
 from ...models.image_decoder import Autoencoder
+from ...models.latents import typical_latents
 from ...reports.timeline_frames import UNDRAWN
 from ...samplers.contract import Sketch
 
@@ -66,7 +67,7 @@ def measured_tokens(channels: int) -> int:
 def measure_palette(decoder: Autoencoder, model: DiscreteModel | ContinuousBase) -> Palette:
     """Decode one image of areas with one latent each, and fit a linear map from latents to their mean colours."""
     began, side = time.perf_counter(), areas(decoder.channels)
-    latents = model.typical_latents(side**2)
+    latents = typical_latents(model, side**2)
     image = latents.T.unflatten(1, (side, side))[None]
     image = image.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
     decoder.decode(image[..., :PATCH, :PATCH]).cpu()  # warm-up, so that it is not measured

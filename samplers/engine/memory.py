@@ -27,14 +27,13 @@ def run_bytes(request: Request, width: int, drafter: Drafter | None = None, draf
     return memory + (drafter.kv_bytes(batch, layout, draft_width, guided, prompt) if drafter else 0)
 
 
-def image_bytes(model: Any, dtype: torch.dtype, narrow: bool, int8_cache: bool = False) -> int:
+def image_bytes(model: Any, dtype: torch.dtype, widened: int, int8_cache: bool = False) -> int:
     """Bytes that one image takes besides the weights of a DiscreteModel, were it loaded in ``dtype``: of the default
-    size, with guidance if it has any, a usual prompt and a window of WINDOW. narrow: are its large matrices narrow, of
-    which two are widened at a time. int8_cache: are keys and values in int8."""
+    size, with guidance if it has any, a usual prompt and a window of WINDOW. widened: numbers in the largest matrix, if
+    matrices are narrow, of which two are widened at a time, or 0. int8_cache: are keys and values in int8."""
     prompt = model.usual_prompt
     memory = model.kv_bytes(1, model.layout(), WINDOW, model.guidance, prompt, dtype, int8_cache)
-    memory += 2 * model.largest_matrix * dtype.itemsize if narrow else 0
-    return memory + pass_bytes(model, 1 + model.guidance, WINDOW, prompt)
+    return memory + 2 * widened * dtype.itemsize + pass_bytes(model, 1 + model.guidance, WINDOW, prompt)
 
 
 def pass_bytes(model: Any, rows: int, width: int, prompt: int, prefix: int = 0) -> int:

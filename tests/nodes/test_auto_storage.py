@@ -9,6 +9,7 @@ import pytest
 import torch
 from comfyui_specar.device import dispatch
 from comfyui_specar.models.conditions import precision
+from comfyui_specar.models.memory import weight_bytes
 from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig, split_gates
 from comfyui_specar.models.networks.prefix import CaptionPrefix
 from comfyui_specar.nodes.comfy_runtime import memory
@@ -72,7 +73,7 @@ def needed(name):
         patch.setattr(mm, "extra_reserved_memory", lambda: 0)
         model = open_model(NAME, "bf16", None).model
         return {
-            each: (model.weight_bytes(torch.bfloat16, each), memory.beside_weights(model, torch.bfloat16, each))
+            each: (weight_bytes(model, torch.bfloat16, each), memory.beside_weights(model, torch.bfloat16, each))
             for each in ORDER
         }
 

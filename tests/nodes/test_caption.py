@@ -9,6 +9,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_model, load_reader
 from comfyui_specar.models.image_reader import ImageReader, TokenReader
+from comfyui_specar.models.memory import offload_embedding
 from comfyui_specar.nodes.comfy_runtime import captions, runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
@@ -141,7 +142,7 @@ def test_an_interruption_ends_it(caption):
 
 def test_it_runs_when_half_of_it_stays_in_main_memory(tmp_path, request):
     model = load_model(write(tmp_path), operations=Operations)
-    model.offload_embedding()
+    offload_embedding(model)
     reader = load_reader(tmp_path, model, operations=Operations)
     request.getfixturevalue("gpu")
     for part in (model, reader.reading):

@@ -4,6 +4,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.models.memory import offload_embedding
 from comfyui_specar.nodes.comfy_runtime.memory import beside_weights
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.nodes.memory_table import memory_table
@@ -63,7 +64,7 @@ def test_the_bundled_drafters_fit_the_bundled_model(run, nodes, load):
 
 def test_special_tokens_words_and_sizes_of_a_language_model(tmp_path):
     model = load_model(tiny_emu3.write(tmp_path))
-    model.offload_embedding()
+    offload_embedding(model)
     summary = summarize(model)
     words = model.prefix.embedding.weight
     assert summary.bytes_of_words == words.numel() * 4 and summary.prompt == 128
@@ -103,7 +104,7 @@ def test_the_table_says_what_the_model_would_need_at_each_dtype(run, nodes, mode
 )
 def test_the_table_compares_with_the_memory_of_the_device(device, beside, verdicts, tmp_path, monkeypatch):
     model, device = load_model(tiny_emu3.write(tmp_path)), torch.device(device)
-    model.offload_embedding()
+    offload_embedding(model)
     monkeypatch.setattr(mm, "minimum_inference_memory", lambda: 0)
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
     rows = memory_table(model, torch.bfloat16, device)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.models.memory import offload_embedding
 from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
@@ -40,7 +41,7 @@ def test_every_family_runs_when_half_of_it_stays_in_main_memory(family, storage,
     model = load_model(FAMILIES[family].write(tmp_path), operations=Operations, storage=storage)
     kept = {None: torch.float32, torch.int8: torch.int8}.get(storage, torch.uint8)
     assert kept in {parameter.dtype for parameter in model.parameters()}
-    model.offload_embedding()
+    offload_embedding(model)
     prompt = model.encode_class(3) if family == "llamagen-c2i" else model.encode_ids([1, 2, 3])
     if family != "llamagen":  # ids of words are checked, which tensors without data cannot be
         embedded = model.prefix(model.read(prompt, 1, "positive", model.grid).features)
@@ -70,6 +71,6 @@ def test_the_words_of_a_language_model_stay_in_main_memory(tmp_path):
     before = ModelPatcher(model, CPU, CPU).model_size()
     features = torch.tensor([[[1.0], [2.0]]])
     embedded, words = model.prefix(features), model.prefix.embedding.weight
-    model.offload_embedding()
+    offload_embedding(model)
     assert before - ModelPatcher(model, CPU, CPU).model_size() == words.numel() * words.element_size()
     assert torch.equal(model.prefix(features), embedded)

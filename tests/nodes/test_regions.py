@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comfyui_specar.models.latents import quantize
 from comfyui_specar.nodes import regions
 from comfyui_specar.samplers.trace import Source
 
@@ -45,7 +46,7 @@ def test_all_and_nothing_may_stay(nodes, run, tiny, image):
 @pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
 def test_samplers_continue_below_the_top(nodes, run, tiny, sample, image, method):
     latent = keep(nodes, run, tiny, image.repeat(2, 1, 1, 1))
-    whole = tiny[0].model.quantize(latent["samples"])
+    whole = quantize(tiny[0].model, latent["samples"])
     drawn, trace = sample(method, latent_image=latent)
     assert torch.equal(drawn["ar_tokens"][:, : GRID // 2], whole[:, : GRID // 2])
     assert trace.summary()["prefix_tokens"] == 2 * GRID * GRID // 2

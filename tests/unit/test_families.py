@@ -12,6 +12,7 @@ from comfyui_specar.model_loaders.detect import load_model, weight_file
 from comfyui_specar.model_loaders.families import FAMILIES
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint
 from comfyui_specar.models.drafters import ModelDrafter
+from comfyui_specar.models.latents import quantize
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.methods.jacobi import SJD
@@ -143,7 +144,7 @@ def test_what_a_model_says_of_itself(models, family):
     assert model.codebook.shape == (32, channels) and model.pixels_per_token == pixels
     assert not any(p.requires_grad for p in model.parameters())
     codes = torch.arange(32).view(1, 4, 8)
-    assert torch.equal(model.quantize(model.dequantize(codes)), codes), "latents stay the same tokens"
+    assert torch.equal(quantize(model, model.dequantize(codes)), codes), "latents stay the same tokens"
 
 
 def test_only_its_own_family_recognises_a_model(tmp_path):

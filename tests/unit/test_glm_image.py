@@ -11,6 +11,7 @@ from comfyui_specar.model_loaders.detect import load_model, weight_file
 from comfyui_specar.model_loaders.families import glm_image
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.model_loaders.files.errors import CheckpointError
+from comfyui_specar.models.latents import quantize
 from comfyui_specar.models.networks.glm_image import preview_grid
 from comfyui_specar.models.networks.quantised import quantise
 from comfyui_specar.samplers.layout import TokenLayout
@@ -158,7 +159,7 @@ def test_rules_compare_codes_by_the_direction_of_their_vectors(tmp_path):
     model = load(path)
     assert model.neighbours(1)[3] == 7 and model.neighbours(1)[7] == 3
     tokens = torch.arange(16).view(1, 4, 4)
-    assert model.latent_channels == 1 and torch.equal(model.quantize(model.dequantize(tokens)), tokens)
+    assert model.latent_channels == 1 and torch.equal(quantize(model, model.dequantize(tokens)), tokens)
     save_file(weights | {"model.vqmodel.quantize.embedding.weight": vectors[:9].clone()}, path / "model.safetensors")
     refused(path, "codebook of 9 codes", "32", loader=load)
     weights.pop("model.vqmodel.quantize.embedding.weight")

@@ -9,6 +9,7 @@ from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.families import harmon, mar
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.text import qwen2
+from comfyui_specar.models.sizes import check_grid
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
@@ -254,9 +255,9 @@ def test_the_prompt_is_kept_once_and_unchanged(model):
 
 
 def test_any_grid(model):
-    assert model.check_grid() == (4, 4) and model.check_grid(3, 5) == (3, 5) and model.check_grid(cols=7) == (4, 7)
+    assert check_grid(model) == (4, 4) and check_grid(model, 3, 5) == (3, 5) and check_grid(model, cols=7) == (4, 7)
     with pytest.raises(ValueError, match="between 1 and 1024"):
-        model.check_grid(-1, 4)
+        check_grid(model, -1, 4)
     known = torch.zeros(1, 1, 70, dtype=torch.bool)
     z = vectors(model, known, grid=(7, 10), tokens=fill("large embedding", (1, 70, 16)), seen=1)
     assert z.shape == (2, 1, 1, 70, MAR.dim) and z.isfinite().all()

@@ -111,12 +111,11 @@ def test_reading_leaves_the_model_as_it_was(model, reader, prompt):
     answers(reader, prompt)
     assert torch.equal(model.teacher_forced(model.encode_prompt("a fox"), image), before)
     assert model.vocab == 32 and model.backbone.config.vocab == model.vocab_total
+    words = model.prefix.embedding.weight
     of_reading, of_speaker = ({id(p) for p in part.parameters()} for part in (reader.reading, reader.speaker))
     shared = {id(p) for p in model.parameters()} & of_speaker
-    assert len(shared) == len([*model.backbone.layers.parameters(), model.backbone.norm.weight, model.words.weight])
-    assert shared & of_reading == {id(model.words.weight)}, (
-        "the model's own blocks and codes do not move with what reads"
-    )
+    assert len(shared) == len([*model.backbone.layers.parameters(), model.backbone.norm.weight, words])
+    assert shared & of_reading == {id(words)}, "the model's own blocks and codes do not move with what reads"
 
 
 # What is refused

@@ -16,16 +16,13 @@ def codes(model_codes: int = 3) -> SimpleNamespace:
     def dequantize(tokens):
         return codebook[tokens].movedim(-1, 1)
 
-    def quantize(samples):
-        return (samples[:, 0] / 2).round().long().clamp(0, model_codes - 1)
-
     return SimpleNamespace(
         continuous=False,
         codebook=codebook,
         vocab=model_codes,
         latent_channels=2,
         dequantize=dequantize,
-        quantize=quantize,
+        id_latents=False,
     )
 
 
@@ -72,20 +69,21 @@ def test_masks_come_with_or_without_channel_one_or_as_many_as_images():
 
 
 def test_the_size_of_an_empty_latent_is_that_of_the_pixels_it_asks_for():
-    model = SimpleNamespace(pixels_per_token=16, unsupported_size=lambda width, height: f"not {width} x {height}")
+    model = SimpleNamespace(pixels_per_token=16, grids=((3, 5),), any_grid=False)
     empty, image = torch.zeros(1, 2, 4, 6), torch.zeros(1, 2, 4, 6).index_fill(3, torch.tensor([5]), 0.5)
     assert latents.grid_of({"samples": empty}, model) == (4, 6)
     assert latents.grid_of({"samples": image, latents.CELL: 8}, model) == (4, 6)
     for cell, grid in ((8, (2, 3)), (16, (4, 6)), (32, (8, 12))):
         assert latents.grid_of({"samples": empty, latents.CELL: cell}, model) == grid
     for rows, cols in ((3, 4), (4, 3)):
-        with pytest.raises(ValueError, match=f"not {cols * 8} x {rows * 8}"):
+        with pytest.raises(ValueError, match=f"does not generate {cols * 8} x {rows * 8}"):
             latents.grid_of({"samples": torch.zeros(1, 2, rows, cols), latents.CELL: 8}, model)
 
 
-def test_tokens_of_a_latent_are_its_own_as_long_as_they_fit_its_samples():
+def test_tokens_of_a_latent_are_its_own_as_long_as_they_fit_its_samples(monkeypatch):
     model, tokens = codes(), torch.tensor([[[0, 1], [2, 1]]])
-    model.quantize = lambda samples: torch.full((1, 2, 2), 7)  # the nearest ones, as distinct from those remembered
+    nearest = torch.full((1, 2, 2), 7)  # as distinct from those remembered
+    monkeypatch.setattr(latents, "quantize", lambda model, samples: nearest)
     samples = model.dequantize(tokens)
     assert latents.tokens_of({"samples": samples, "ar_tokens": tokens}, model) is tokens
     for changed in (samples.flip(-1), samples + 0.25):

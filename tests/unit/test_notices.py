@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,12 +157,13 @@ def test_a_picture_or_a_model_on_a_prompt_is_refused(entry, value, words, model)
 
 
 def test_the_nearest_sizes_of_whole_tokens_are_named():
-    found = unsupported_size(250, 256, [(16, 16), (32, 32)], 16)
+    model = SimpleNamespace(grids=((16, 16), (32, 32)), any_grid=False, pixels_per_token=16)
+    found = unsupported_size(model, 250, 256)
     assert "250 x 256 pixels (15.625 x 16 tokens)" in found and "256 x 256, 512 x 512 pixels" in found
     harmon = HarmonModel.__new__(HarmonModel)
     torch.nn.Module.__init__(harmon)
-    harmon.pixels_per_token = 16
-    assert "264 x 250 pixels" in (found := harmon.unsupported_size(264, 250)) and "272 x 256, 256 x 256" in found
+    harmon.pixels_per_token, harmon.grids = 16, ((32, 32),)
+    assert "264 x 250 pixels" in (found := unsupported_size(harmon, 264, 250)) and "272 x 256, 256 x 256" in found
 
 
 # Latents

@@ -11,6 +11,7 @@ from comfyui_specar.kernels import linear
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.storage import Way, candidates, choose, reason
 from comfyui_specar.models.conditions import precision
+from comfyui_specar.models.memory import offload_embedding, weight_bytes
 from comfyui_specar.models.networks.quantised import quantise_groups
 from comfyui_specar.tools.benchmarks import automatic
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -182,12 +183,12 @@ def test_the_choice_is_made_before_any_weight_is_read(family, tmp_path):
 
     def choice(model):
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-        asked.append({each: model.weight_bytes(model.dtype, each) for each in (None, torch.int8, torch.uint4)})
+        asked.append({each: weight_bytes(model, model.dtype, each) for each in (None, torch.int8, torch.uint4)})
         return storage
 
     for storage in (None, torch.int8, torch.uint4):
         model = load_model(file, dtype=torch.bfloat16, storage=choice)
-        model.offload_embedding()
+        offload_embedding(model)
         there = sum(parameter.numel() * parameter.element_size() for parameter in set(model.parameters()))
         assert asked.pop()[storage] == there and not asked
         assert (

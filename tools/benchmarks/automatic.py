@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from comfyui_specar.model_loaders.storage import Way, candidates, choose
+from comfyui_specar.models.memory import weight_bytes
+from comfyui_specar.models.networks.quantised import largest_matrix
 from comfyui_specar.samplers.engine.memory import image_bytes
 
 from . import sizes
@@ -31,8 +33,8 @@ def ways(size: str) -> list[Way]:
         Way(
             dtype,
             storage,
-            model.weight_bytes(dtype, storage),
-            max(LEAST, image_bytes(model, dtype, storage is not None) + RESERVED),
+            weight_bytes(model, dtype, storage),
+            max(LEAST, image_bytes(model, dtype, largest_matrix(model) if storage else 0) + RESERVED),
         )
         for storage in candidates(None, True)
     ]
