@@ -111,21 +111,23 @@ def load(
     words = Words.of(checkpoint, _RANKED)
     patch = 2 ** (len((settings.get("vq_config") or {}).get("channel_multiplier") or (1, 2, 2, 4)) - 1)
     default, grids = sizes_of(checkpoint, settings, patch, grid)
-    return assembled(
+    tokenizer = open_tokenizer(checkpoint.path, search, words=words)
+    encoder = prompt_encoder(words, tokenizer, "{}" + QUALITY, "{}", default)
+    return build_emu(
         checkpoint,
         dtype,
         operations,
-        "emu3",
         words,
         words.specials,
-        open_tokenizer(checkpoint.path, search, words=words),
-        ("{}" + QUALITY, "{}", NEGATIVE),
-        default,
-        grids,
-        patch,
-        {"cfg": 3.0, "top_k": 2048},
+        _HEADS,
+        encoder,
+        NEGATIVE,
+        family="emu3",
+        grid=default,
+        grids=grids,
+        defaults={"cfg": 3.0, "top_k": 2048},
+        pixels_per_token=patch,
         longest=9216,
-        known_heads=_HEADS,
     )
 
 
@@ -135,54 +137,55 @@ def names_of(checkpoint: Checkpoint) -> Names:
     return Names(root, f"{_ROOTS[root]}lm_head.weight", _VQ)
 
 
-def assembled(
+def prompt_encoder(
+    words: Words,
+    tokenizer: Tokenizer | RankTokenizer,
+    prompt: str,
+    negative: str,
+    grid: Grid,
+    images: ImagePrompts | None = None,
+) -> TextEncoder:
+    """Writes prompts. prompt, negative: their templates, with {} for the user's words. grid: the default size. images:
+    how prompts with images are written."""
+
+    def write(template: str, text: str, size: Grid) -> list[int]:
+        return prompt_ids(words, tokenizer, template.replace("{}", text, 1), size)
+
+    return TextEncoder(tokenizer, partial(write, prompt), grid, partial(write, negative), images)
+
+
+def build_emu(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     operations: Any,
-    family: str,
     words: Words,
     specials: tuple[int, ...],
-    tokenizer: Tokenizer | RankTokenizer,
-    templates: tuple[str, str, str],
-    default: Grid,
-    grids: Sequence[Grid],
-    patch: int,
-    params: Mapping[str, Any],
-    longest: int,
     known_heads: Mapping[int, int],
-    images: ImagePrompts | None = None,
+    encoder: TextEncoder,
+    null: str,
+    **model: Any,
 ) -> DiscreteModel:
     """A model with Emu3's vocabulary.
 
-    specials: the end of a row, then the tokens after the last row. templates: of a prompt and of a negative one, with
-    {} for the user's words, and the default negative prompt. patch: pixels of a token along each side. params: the
-    authors' SamplingParams; longest: maximum number of tokens, unless config.json tells it;
-    known_heads: see backbone_config. images: how prompts with images are written.
+    specials: the end of a row, then the tokens after the last row. known_heads: see backbone_config. null: the default
+    negative prompt. model: further arguments of DiscreteModel; of these, ``defaults`` are the authors' SamplingParams,
+    and ``longest`` is for files whose config.json does not tell it.
     """
     text, names = text_settings(checkpoint), names_of(checkpoint)
-    prompt, negative, null = templates
-
-    def framed(template: str, text: str, size: Grid) -> list[int]:
-        return prompt_ids(words, tokenizer, template.replace("{}", text, 1), size)
-
-    encoder = TextEncoder(tokenizer, partial(framed, prompt), default, partial(framed, negative), images)
+    params = model["defaults"]
     params = {**params, "top_k": min(params["top_k"], words.codes), **checkpoint.own_settings.get("defaults", {})}
+    longest = positive(text, "max_position_embeddings", model["longest"])
     return build(
         checkpoint,
         dtype,
         operations,
-        family,
         names,
         Ids(words.images, words.first, specials, row_ends=True),
         backbone_config(checkpoint, names.root, words.codes + len(specials), known_heads, norm_eps=1e-5),
         lambda features, size: encoder.encode(null, size, negative=True),
-        grid=default,
-        grids=grids,
-        defaults=SamplingParams(**params),
-        prompt_encoder=encoder,
-        pixels_per_token=patch,
         positions=SequencePositions(rope_theta(text, 1e6)),
-        longest=positive(text, "max_position_embeddings", longest),
+        prompt_encoder=encoder,
+        **{**model, "defaults": SamplingParams(**params), "longest": longest},
     )
 
 

@@ -28,7 +28,7 @@ from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
 from ..llama import language_root
-from .emu3 import Words, assembled, names_of, open_tokenizer, opening_ids, ranked
+from .emu3 import Words, build_emu, names_of, open_tokenizer, opening_ids, prompt_encoder, ranked
 
 # What stands around a prompt in training, and around a negative one, which is empty by default. <|extra_100|> begins
 # the answer.
@@ -84,29 +84,30 @@ def load(
     def framed_negative(text: str, size: Grid, images: Images) -> list[int]:
         return image_prompt_ids(words, tokenizer, IMAGE_NEGATIVE, text, size, images)
 
-    return assembled(
+    default = chosen_grid(path, grid, grids[0], grids)
+    images = ImagePrompts(
+        _IMAGES,
+        words.codes,
+        partial(scaled, area=area),
+        framed,
+        framed_negative,
+        params={"cfg": image_cfg} | own.get("defaults", {}),
+    )
+    return build_emu(
         checkpoint,
         dtype,
         operations,
-        "emu3.5",
         words,
         (words.row_end,),
-        tokenizer,
-        (PROMPT, NEGATIVE, ""),
-        chosen_grid(path, grid, grids[0], grids),
-        grids,
-        _PATCH,
-        {"cfg": cfg, "top_k": 5120},
+        {},
+        prompt_encoder(words, tokenizer, PROMPT, NEGATIVE, default, images),
+        "",
+        family="emu3.5",
+        grid=default,
+        grids=grids,
+        defaults={"cfg": cfg, "top_k": 5120},
+        pixels_per_token=_PATCH,
         longest=32768,
-        known_heads={},
-        images=ImagePrompts(
-            _IMAGES,
-            words.codes,
-            partial(scaled, area=area),
-            framed,
-            framed_negative,
-            params={"cfg": image_cfg} | own.get("defaults", {}),
-        ),
     )
 
 

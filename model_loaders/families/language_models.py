@@ -66,7 +66,6 @@ def build(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     operations: Any,
-    family: str,
     names: Names,
     ids: Ids,
     config: BackboneConfig,
@@ -93,7 +92,6 @@ def build(
     made = DiscreteModel(
         backbone,
         prefix,
-        family,
         row_ends=ids.row_ends,
         endings=len(ids.specials) - ids.row_ends,
         word_ids=(*ids.codes, *ids.specials),
