@@ -16,7 +16,7 @@ from torch import nn
 from ..limits.limits import shown
 from ..models.ar_model import DiscreteModel
 from ..models.continuous_model import ContinuousBase
-from ..models.drafters import ModelDrafter, pair
+from ..models.drafters import ModelDrafter, as_drafter
 from ..models.image_decoder import Autoencoder, ImageDecoder
 from ..models.image_reader import ImageReader
 from ..models.networks.glm_image_vision import SourceEncoder
@@ -233,7 +233,7 @@ def load_drafter(
             drafter = eagle.load(checkpoint, model, dtype, operations)
     elif family is not None:
         small = build(checkpoint, dtype, None, (), operations)
-        drafter = pair(small, model, checkpoint.path)
+        drafter = as_drafter(small, model, checkpoint.path)
     else:
         raise CheckpointError(unknown_drafter(checkpoint.path, checkpoint.tensors))
     drafter.module.to(device)

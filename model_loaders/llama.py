@@ -53,14 +53,14 @@ def layer_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[
             continue
         layer, part, kind = match.groups(default="")
         if part in _STACKED:
-            stacked = (named(tensors, f"{root}{layer}.{each}.{kind}", path) for each in _STACKED)
+            stacked = (tensor_of(tensors, f"{root}{layer}.{each}.{kind}", path) for each in _STACKED)
             found[f"{layer}.attention.wqkv.{kind}"] = tuple(stacked)
         else:
             found[".".join(filter(None, (layer, _NAMES.get(part, part), kind)))] = tensor
     return found
 
 
-def others(
+def other_tensors(
     tensors: Mapping[str, Tensor], root: str, table: str, head: str, parts: tuple[str, ...] = ()
 ) -> dict[str, Tensor]:
     """What a file has beside the layers and the norm of the Llama-type model with the prefix ``root``, the weights of
@@ -81,7 +81,7 @@ def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> di
     Raises CheckpointError if the norm, or a query, key or value projection is missing.
     """
     layers = join_gates(layer_tensors(tensors, root, path))
-    named(tensors, f"{root}norm.weight", path)
+    tensor_of(tensors, f"{root}norm.weight", path)
     norm = renamed(
         {name: tensor for name, tensor in tensors.items() if name.startswith(f"{root}norm.")}, {root: "backbone."}
     )
@@ -110,7 +110,7 @@ def backbone_config(
         matrix(tensors, f"{root}layers.0.{part}.weight", path)
         for part in ("self_attn.q_proj", "self_attn.k_proj", f"mlp.{'gate_up' if fused else 'gate'}_proj")
     )
-    dim = first(q, len(q), named(tensors, f"{root}norm.weight", path).numel()).shape[1]
+    dim = first(q, len(q), tensor_of(tensors, f"{root}norm.weight", path).numel()).shape[1]
     head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
     head_rms = head_norm is not None and head_norm.ndim == 1  # LayerNorms have a row for every head, or one for all
     stated = settings.get("num_attention_heads") or known_heads.get(dim)
@@ -147,7 +147,7 @@ def _rows(matrix: Tensor, settings: Mapping[str, Any], name: str, each: int, usu
     return len(first(matrix, stated * each if type(stated) is int else 0, matrix.shape[1]))
 
 
-def unpadded(weights: Mapping[str, Tensor | tuple[Tensor, ...]], config: BackboneConfig) -> dict[str, Tensor | tuple]:
+def unpad(weights: Mapping[str, Tensor | tuple[Tensor, ...]], config: BackboneConfig) -> dict[str, Tensor | tuple]:
     """Weights of layers, each of whose stacked matrices has the rows that a model of these sizes has of it."""
     keys = config.cached_heads * config.head_dim
     rows = {
@@ -201,14 +201,14 @@ def word_tensors(
 
 def matrix(tensors: Mapping[str, Tensor], name: str, path: Path, columns: int | None = None) -> Tensor:
     """The tensor of that name. Raises CheckpointError unless it is a matrix (with so many columns)."""
-    tensor = named(tensors, name, path)
+    tensor = tensor_of(tensors, name, path)
     if tensor.ndim != 2 or not tensor.numel() or columns not in (None, tensor.shape[1]):
         wanted = "a matrix" if columns is None else f"a matrix with {columns} columns"
         raise CheckpointError(f"{path.name}: {name} has shape {list(tensor.shape)}, expected {wanted}.")
     return tensor
 
 
-def named(tensors: Mapping[str, Tensor], name: str, path: Path) -> Tensor:
+def tensor_of(tensors: Mapping[str, Tensor], name: str, path: Path) -> Tensor:
     """The tensor of that name. Raises CheckpointError if it is missing."""
     if name not in tensors:
         raise CheckpointError(f"{path.name} lacks {name}. It is incomplete: download it again.")

@@ -21,8 +21,8 @@ _NAMES = {stored: name for name, stored in reversed(STORAGE.items())} | {
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to store a model. storage: see ``load_model`` (None: everything in ``dtype``, in which it computes).
+class Plan:
+    """How a model is stored. storage: see ``load_model`` (None: everything in ``dtype``, in which it computes).
     weights: their bytes on the GPU; beside: bytes that a run needs beside them."""
 
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Way:
         return self.weights * per_byte.get(self.storage, 1)
 
 
-def choose(ways: Sequence[Way], free: float, reads_narrow: bool) -> Way:
+def choose_storage(ways: Sequence[Plan], free: float, reads_narrow: bool) -> Plan:
     """The way to store a model on a GPU with ``free`` bytes of memory.
 
     ways: of one model, widest first. reads_narrow: are there Triton kernels, which read narrow weights as they are?
@@ -78,15 +78,15 @@ def choose(ways: Sequence[Way], free: float, reads_narrow: bool) -> Way:
     return min(ways, key=lambda way: way.moved() + LINK * way.streamed(free))
 
 
-def candidates(own: torch.dtype | None, reads_narrow: bool) -> tuple[torch.dtype | None, ...]:
-    """Storages to choose from (see ``choose``), widest first, for a file whose matrices are stored in ``own`` (None:
+def storages(own: torch.dtype | None, reads_narrow: bool) -> tuple[torch.dtype | None, ...]:
+    """Those to choose from (see ``choose_storage``), widest first, for a file with matrices in ``own`` storage (None:
     wide). One in 8 bits is not rounded to other 8 bits, one in 4 bits to none, and with Triton kernels none is widened.
     """
     narrow = (own,) if own == torch.uint4 else (own or torch.int8, torch.uint4)
     return narrow if own and reads_narrow else (None, *narrow)
 
 
-def reason(ways: Sequence[Way], chosen: Way, free: float, reads_narrow: bool) -> str:
+def explain(ways: Sequence[Plan], chosen: Plan, free: float, reads_narrow: bool) -> str:
     """The choice in words: "auto: int8 (storage), as bf16 needs 15.2 GiB and 11.1 GiB are free"."""
     if math.isinf(free):
         return f"auto: {chosen.name}; the free memory is not known here"

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ..limits.limits import SIDE, bounded_int
 from ..samplers.contract import Callback, Request, SamplingParams, StepOut, check_both, check_grids, chosen_params
 from ..samplers.layout import TokenLayout
-from .branches import PROMPT_PASS, prompt_passes, repeated, taken_over
+from .branches import PROMPT_PASS, prompt_passes, repeat_rows, take_over
 from .image_decoder import ImageDecoder
 from .latents import code_vectors
 from .neighbours import neighbour_table
 from .networks.backbone import Backbone
-from .networks.cache import KVCache, slots_of
+from .networks.cache import KVCache, cache_slots
 from .networks.positions import GridPositions, Positions, Table, rotation_of
 from .networks.prefix import TextPrefix
 from .requests import check_kept, check_length, image_defaults
@@ -33,7 +33,7 @@ PROMPT_TOKENS = 128  # assumed of a language model's prompts, which may have any
 
 
 @dataclass
-class State:
+class RunState:
     """Caches of one batch and the prediction of the prompt. Guidance doubles the rows, conditional ones first."""
 
     cache: KVCache
@@ -248,7 +248,7 @@ class DiscreteModel(Prompted):
         int8_cache: None: this model's."""
         config, itemsize = self.backbone.config, (dtype or self.dtype).itemsize
         prompt = prompt or getattr(self.prefix, "slots", 1)
-        slots = slots_of(prompt, layout.length + slack, dtype or self.dtype, self.device)
+        slots = cache_slots(prompt, layout.length + slack, dtype or self.dtype, self.device)
         vectors = 2 * batch * (1 + guided) * slots * config.cached_heads  # per layer
         wide = vectors * config.head_dim * itemsize
         if self.int8_cache if int8_cache is None else int8_cache:
@@ -265,8 +265,8 @@ class DiscreteModel(Prompted):
         layout: TokenLayout,
         slack: int,
         guided: bool,
-        into: State | None = None,
-    ) -> State:
+        into: RunState | None = None,
+    ) -> RunState:
         """Prefill both guidance branches; without ``negative``, the second is unconditional.
 
         into: the state of an earlier run, whose memory is reused if it fits. Raises ValueError for a prompt of another
@@ -298,7 +298,7 @@ class DiscreteModel(Prompted):
             config.layers,
             len(x),
             config.cached_heads,
-            slots_of(longest, places, self.dtype, self.device),
+            cache_slots(longest, places, self.dtype, self.device),
             config.head_dim,
             self.dtype,
             self.device,
@@ -313,27 +313,29 @@ class DiscreteModel(Prompted):
         last = hidden[torch.arange(len(x), device=self.device), lengths - 1][:, None]
         prefix_hidden = [h[:, : b.shape[1]] for h, b in zip(hidden.split(batch), branches, strict=True)]
         out = StepOut(self.backbone.logits(last), last)
-        state = State(cache, positions, table, len(branches), grid, longest, out, prefix_hidden, features)
-        return taken_over(into, state)
+        state = RunState(cache, positions, table, len(branches), grid, longest, out, prefix_hidden, features)
+        return take_over(into, state)
 
-    def set_attention_length(self, state: State, tokens: int | None) -> int:
+    def set_attention_length(self, state: RunState, tokens: int | None) -> int:
         """Limit the next steps to the first ``tokens`` of the image; returns the attention length (see ARModel)."""
         return state.cache.set_attention_length(None if tokens is None else state.longest + tokens)
 
     def step(
-        self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, uncommitted: int = 0
+        self, state: RunState, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, uncommitted: int = 0
     ) -> StepOut:
         """Feed tokens [B, T] at positions [B, T]. Results at positions past the end of the image are meaningless."""
-        ids, places = (repeated(each, state.branches) for each in (tokens, positions))
-        seen = None if tree_mask is None else repeated(tree_mask, state.branches)
+        ids, places = (repeat_rows(each, state.branches) for each in (tokens, positions))
+        seen = None if tree_mask is None else repeat_rows(tree_mask, state.branches)
         mask = state.cache.open(tokens.shape[1], seen, uncommitted)
         x = self.backbone.tok_embeddings(ids).to(self.dtype)
         hidden = self.backbone(x, state.table.at(places), state.cache, mask)
         return StepOut(self.backbone.logits(hidden), hidden)
 
-    def commit(self, state: State, count: Tensor, path: Tensor | None = None) -> None:
+    def commit(self, state: RunState, count: Tensor, path: Tensor | None = None) -> None:
         """Keep ``count`` [B] tokens of the last step (of ``path`` [B, P] if given) in every branch."""
-        state.cache.commit(repeated(count, state.branches), None if path is None else repeated(path, state.branches))
+        state.cache.commit(
+            repeat_rows(count, state.branches), None if path is None else repeat_rows(path, state.branches)
+        )
 
     def forward(
         self, prefix: Tensor, tokens: Tensor, grid: tuple[int, int] | None = None, images: Images = ()

@@ -23,7 +23,7 @@ class Cached(Protocol):
 T = TypeVar("T", bound=Cached)
 
 
-def repeated(rows: Tensor, branches: int) -> Tensor:
+def repeat_rows(rows: Tensor, branches: int) -> Tensor:
     """Rows [B, ...] repeated for every guidance branch [R, ...]. Read-only: may be a view."""
     if branches == 1 or len(rows) == 1:
         return rows.expand(branches * len(rows), *rows.shape[1:])
@@ -46,7 +46,7 @@ def prompt_passes(rotation: Rotation, lengths: Tensor, cache: KVCache) -> Iterat
     cache.set_attention_length(cache.capacity)
 
 
-def taken_over(into: T | None, fresh: T) -> T:
+def take_over(into: T | None, fresh: T) -> T:
     """``into``, filled with the contents of a fresh state, if its memory fits; else the fresh state."""
     if into is None or into.cache is not fresh.cache or into.table is not fresh.table:
         return fresh

@@ -32,12 +32,12 @@ def whole_ids(latent: Tensor) -> Tensor:
     return ids.long()
 
 
-def changed(latent: Tensor, codebook: Tensor | None) -> bool:
+def is_changed(latent: Tensor, codebook: Tensor | None) -> bool:
     """Whether a latent [B, C, h, w], of vectors of a codebook [V, C] if there is one, was scaled or blended."""
-    return repeated(latent) or (codebook is not None and strayed(latent, codebook))
+    return is_repeated(latent) or (codebook is not None and is_off_codebook(latent, codebook))
 
 
-def strayed(latent: Tensor, codebook: Tensor) -> bool:
+def is_off_codebook(latent: Tensor, codebook: Tensor) -> bool:
     """Whether vectors of a latent [B, C, h, w] are none of the codebook [V, C]."""
     vectors = latent.movedim(1, -1).flatten(0, -2)
     places = torch.linspace(0, len(vectors) - 1, min(len(vectors), _LOOKED_AT)).long()
@@ -46,7 +46,7 @@ def strayed(latent: Tensor, codebook: Tensor) -> bool:
     return bool(((vectors - nearest).abs() > _ROUNDING * codebook.abs().max()).any())
 
 
-def repeated(latent: Tensor) -> bool:
+def is_repeated(latent: Tensor) -> bool:
     """Whether a latent [B, C, h, w] is a smaller one, scaled without blending: its rows and columns are repeated at
     regular distances."""
     return all(_repeats(latent, axis) for axis in (-2, -1))

@@ -20,8 +20,8 @@ from ..limits.limits import SIDE, bounded_int
 from ..samplers.continuous_contract import ContinuousCallback, ContinuousParams, ContinuousRequest, masked_guidance
 from ..samplers.contract import check_both, check_grids, chosen_params
 from ..samplers.distributions import Normal
-from .networks.diffusion_head import DiffusionHead, Schedule
-from .networks.mar import MAR, Positions
+from .networks.diffusion_head import DiffusionHead, NoiseSchedule
+from .networks.mar import MAR, PositionTables
 from .sizes import check_grid
 from .text.prompt_encoders import PromptEncoder
 from .text.prompts import Conditioning, Prompted
@@ -36,7 +36,7 @@ class MaskedState:
 
     prompts: Any
     branches: int
-    positions: Positions
+    positions: PositionTables
     graphs: Graphs | None
 
 
@@ -164,9 +164,9 @@ class MaskedModel(ContinuousBase):
         config = self.backbone.config
         return f"captions of {config.conditions} numbers a word" if config.captions else f"{config.conditions} classes"
 
-    def schedule(self, params: ContinuousParams) -> Schedule:
+    def schedule(self, params: ContinuousParams) -> NoiseSchedule:
         """The denoising schedule. Raises ValueError for an invalid number of steps or kind."""
-        return Schedule.cosine(params.steps, params.kind, self.device, self.head.first)
+        return NoiseSchedule.cosine(params.steps, params.kind, self.device, self.head.first)
 
     def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
         """Guidance scale (fp32) of tokens sampled when ``before`` of ``length`` are known (see masked_guidance)."""
@@ -227,7 +227,7 @@ class MaskedModel(ContinuousBase):
         temperature: float,
         noise0: Tensor,
         noise_t: Tensor,
-        schedule: Schedule,
+        schedule: NoiseSchedule,
     ) -> Normal:
         """The distribution of the tokens at query [B, V, M] (see ContinuousModel): where the head's denoising ends."""
         z = self.condition_vectors(state, tokens, known, seen)

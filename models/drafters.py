@@ -14,7 +14,7 @@ from ..model_loaders.files.errors import CheckpointError
 from ..samplers.contract import StepOut
 from ..samplers.layout import TokenLayout
 from .ar_model import DiscreteModel
-from .branches import repeated
+from .branches import repeat_rows
 from .continuous_model import ContinuousBase
 from .networks.prefix import TextPrefix
 from .sizes import check_grid
@@ -89,7 +89,7 @@ class ModelDrafter:
         state.expanded = 0
         out = self.module.step(state.own, tokens, positions)
         self.module.commit(state.own, count)
-        last = (repeated(count, state.own.branches) - 1).clamp(min=0)
+        last = (repeat_rows(count, state.own.branches) - 1).clamp(min=0)
         row = torch.arange(len(last), device=self.device)
         return StepOut(out.logits[row, last][:, None], out.hidden[row, last][:, None])
 
@@ -107,22 +107,22 @@ class ModelDrafter:
         self.module.commit(state.own, -count)
 
 
-def pair(small: Model, target: Model, path: Path) -> ModelDrafter | ContinuousBase:
+def as_drafter(small: Model, target: Model, path: Path) -> ModelDrafter | ContinuousBase:
     """``small``, loaded from ``path``, as the drafter of ``target``.
 
     Raises CheckpointError unless both generate the same tokens, in the same order, from the same prompts.
     """
     if isinstance(small, DiscreteModel) and isinstance(target, DiscreteModel):
-        return pair_ids(small, target, path)
+        return pair_discrete(small, target, path)
     if isinstance(small, ContinuousBase) and isinstance(target, ContinuousBase):
-        return pair_vectors(small, target, path)
+        return pair_continuous(small, target, path)
     raise CheckpointError(
         f"{path.name} generates {small.tokens}, but the model generates {target.tokens}: it cannot draft for it."
     )
 
 
-def pair_vectors(small: ContinuousBase, target: ContinuousBase, path: Path) -> ContinuousBase:
-    """A model of vectors as the drafter of another (see ``pair``)."""
+def pair_continuous(small: ContinuousBase, target: ContinuousBase, path: Path) -> ContinuousBase:
+    """A model of vectors as the drafter of another (see ``as_drafter``)."""
     try:
         check_grid(small, *target.grid)
     except ValueError as error:
@@ -147,8 +147,8 @@ def pair_vectors(small: ContinuousBase, target: ContinuousBase, path: Path) -> C
     return small
 
 
-def pair_ids(small: DiscreteModel, target: DiscreteModel, path: Path) -> ModelDrafter:
-    """A model of token ids as the drafter of another (see ``pair``)."""
+def pair_discrete(small: DiscreteModel, target: DiscreteModel, path: Path) -> ModelDrafter:
+    """A model of token ids as the drafter of another (see ``as_drafter``)."""
     other = next((grid for grid in target.grids if grid not in small.grids), small.grid)
     check_alike(
         path,

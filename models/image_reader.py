@@ -19,7 +19,7 @@ from .ar_model import DiscreteModel
 from .networks.answering import Answering, WordsAndCodes
 from .networks.prefix import GivenPrefix, TextPrefix
 from .networks.siglip import Reading
-from .pictures import resized
+from .pictures import resize
 from .text.prompts import EncodedPrompt, checked_text
 from .text.tiktoken_file import RankTokenizer
 from .text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class ImageReader(ABC):
         return self.tokenizer.id(self._end)
 
     @abstractmethod
-    def scaled(self, image: Tensor, patch: int) -> Tensor:
+    def scale(self, image: Tensor, patch: int) -> Tensor:
         """An image [H, W, 3] (0..1) as its tokens are made, of ``patch`` pixels a side, or as ``prompt`` takes it.
 
         Raises ValueError for a shape that the model does not read.
@@ -138,7 +138,7 @@ class PatchReader(ImageReader):
         config = self.reading.config
         return config.patch * int(config.patches**0.5)
 
-    def scaled(self, image: Tensor, patch: int) -> Tensor:
+    def scale(self, image: Tensor, patch: int) -> Tensor:
         return square(image, self.side)
 
     def prompt(self, images: Tensor, question: str) -> EncodedPrompt:
@@ -178,7 +178,7 @@ class TokenReader(ImageReader):
         super().__init__(model, reading, tokenizer, end, defaults)
         self._scale, self._write = scale, write
 
-    def scaled(self, image: Tensor, patch: int) -> Tensor:
+    def scale(self, image: Tensor, patch: int) -> Tensor:
         return self._scale(image, patch)
 
     @torch.inference_mode()
@@ -199,5 +199,5 @@ def square(image: Tensor, side: int) -> Tensor:
     edge = max(height, width)
     top, left = (edge - height) // 2, (edge - width) // 2
     canvas = torch.full((edge, edge, 3), GREY / 255)
-    canvas[top : top + height, left : left + width] = resized(image, height, width)
+    canvas[top : top + height, left : left + width] = resize(image, height, width)
     return (canvas * 2 - 1).movedim(-1, 0).contiguous()

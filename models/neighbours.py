@@ -37,18 +37,18 @@ def neighbour_table(codebook: Tensor, count: int) -> Tensor:
         raise ValueError(f"{count} neighbours were requested, but a codebook of {vocab} codes has 1 to {vocab - 1}.")
     codebook = codebook.detach().cpu().float().contiguous()
     if vocab**2 < WORTH_CACHING:
-        return nearest(codebook, count).long()
+        return compute_neighbours(codebook, count).long()
     columns = min(max(count, COLUMNS), vocab - 1)
-    path = cache_folder() / f"neighbours-{fingerprint(codebook, columns)}.safetensors"
+    path = cache_folder() / f"neighbours-{codebook_hash(codebook, columns)}.safetensors"
     table = _read(path, vocab, columns)
     if table is None:
         log.info("Computing the nearest neighbours of %d code vectors (once; the result is cached).", vocab)
-        table = nearest(codebook, columns)
+        table = compute_neighbours(codebook, columns)
         _write(path, table)
     return table[:, :count].long()
 
 
-def nearest(codebook: Tensor, count: int) -> Tensor:
+def compute_neighbours(codebook: Tensor, count: int) -> Tensor:
     """The same table (int32) without a cache, in chunks of rows: at most about a million distances at a time."""
     vectors = codebook.double()
     norm = vectors.square().sum(-1)
@@ -65,7 +65,7 @@ def nearest(codebook: Tensor, count: int) -> Tensor:
     return table
 
 
-def fingerprint(codebook: Tensor, columns: int) -> str:
+def codebook_hash(codebook: Tensor, columns: int) -> str:
     """Hash of a codebook and the number of columns, for the file name of its table."""
     header = f"{tuple(codebook.shape)} {columns}".encode()
     return hashlib.sha256(header + codebook.numpy().tobytes()).hexdigest()[:24]

@@ -12,7 +12,7 @@ LONG = 8  # times as long as what is kept of it: an image that is longer is cut 
 AROUND = 4  # ... with as many pixels beside that as the bicubic filter reads
 
 
-def resized(image: Tensor, height: int, width: int, by: str = "bicubic") -> Tensor:
+def resize(image: Tensor, height: int, width: int, by: str = "bicubic") -> Tensor:
     """An image [H, W, 3] in 0..1 as one of height x width pixels (fp32, CPU): of 8 bits, by Pillow's filter of that
     name, which smooths what becomes smaller."""
     from torchvision.transforms import InterpolationMode, functional
@@ -20,7 +20,7 @@ def resized(image: Tensor, height: int, width: int, by: str = "bicubic") -> Tens
     return _pixels(functional.resize(_picture(image), [height, width], InterpolationMode(by)))
 
 
-def resized_by_torch(image: Tensor, height: int, width: int) -> Tensor:
+def resize_by_torch(image: Tensor, height: int, width: int) -> Tensor:
     """The same by torchvision's bicubic filter for tensors, as transformers' newer image processors do it."""
     from torchvision.transforms.v2 import InterpolationMode, functional
 
@@ -29,14 +29,14 @@ def resized_by_torch(image: Tensor, height: int, width: int) -> Tensor:
     return resized.movedim(0, -1).float() / 255
 
 
-def covering(image: Tensor, height: int, width: int) -> Tensor:
+def scale_to_cover(image: Tensor, height: int, width: int) -> Tensor:
     """An image [H, W, 3] in 0..1 scaled to cover height x width pixels, whose middle of that size is kept (fp32, CPU).
 
     It is halved by averages while it stays large enough, then scaled by the bicubic filter.
     """
     from torchvision.transforms import InterpolationMode, functional
 
-    picture = _picture(shortened(image, height, width))
+    picture = _picture(cut_strip(image, height, width))
     while picture.width >= 2 * width and picture.height >= 2 * height:
         picture = functional.resize(picture, [picture.height // 2, picture.width // 2], InterpolationMode.BOX)
     scale = max(width / picture.width, height / picture.height)
@@ -46,7 +46,7 @@ def covering(image: Tensor, height: int, width: int) -> Tensor:
     return _pixels(functional.crop(picture, top, left, height, width))
 
 
-def shortened(image: Tensor, height: int, width: int, place: tuple[float, float] = (0.5, 0.5)) -> Tensor:
+def cut_strip(image: Tensor, height: int, width: int, place: tuple[float, float] = (0.5, 0.5)) -> Tensor:
     """Images [..., H, W, 3] without what is far from the part of height x width pixels that is kept of them when they
     are scaled to cover it: of a strip of 1 x 800 pixels all would become thousands of times as large.
 

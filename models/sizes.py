@@ -22,7 +22,7 @@ def legal_grid(grid: Sequence[int]) -> Grid:
     return int(grid[0]), int(grid[1])
 
 
-def nearest(wanted: Grid, grids: Iterable[Grid], count: int = 3) -> list[Grid]:
+def nearest_grids(wanted: Grid, grids: Iterable[Grid], count: int = 3) -> list[Grid]:
     """The ``count`` grids whose sides differ least from the wanted ones, by ratio."""
 
     def distance(grid: Grid) -> float:
@@ -31,12 +31,12 @@ def nearest(wanted: Grid, grids: Iterable[Grid], count: int = 3) -> list[Grid]:
     return sorted(grids, key=distance)[:count]
 
 
-def chosen_grid(path: Path, wanted: Sequence[int] | None, default: Sequence[int], grids: Sequence[Grid]) -> Grid:
+def choose_grid(path: Path, wanted: Sequence[int] | None, default: Sequence[int], grids: Sequence[Grid]) -> Grid:
     """The grid that the user ``wanted``, or the default one of the model in ``path``. Raises CheckpointError, which
     names the nearest supported ones, unless it is one of ``grids``."""
     grid = legal_grid(wanted or default)
     if grid not in grids:
-        near = [f"{rows} x {cols}" for rows, cols in nearest(grid, grids)]
+        near = [f"{rows} x {cols}" for rows, cols in nearest_grids(grid, grids)]
         are = "grids are" if near[1:] else "grid is"
         raise CheckpointError(
             f"{title(path)} does not generate {grid[0]} x {grid[1]} tokens (rows x columns). Set grid to auto; the "
@@ -71,7 +71,7 @@ def unsupported_size(model: Sized, width: int, height: int) -> str:
     if model.any_grid:
         grids = product(*({max(1, pixels // side), pixels // side + 1} for pixels in (height, width)))
     asked = max(1, height), max(1, width)  # which has a logarithm
-    near = nearest(asked, [(rows * side, cols * side) for rows, cols in grids])
+    near = nearest_grids(asked, [(rows * side, cols * side) for rows, cols in grids])
     sizes = ", ".join(f"{w} x {h}" for h, w in near)
     end = f". The nearest supported sizes are {sizes} pixels." if near[1:] else f", only {sizes} pixels."
     tokens = f"{width / side:g} x {height / side:g} tokens"

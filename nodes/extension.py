@@ -28,12 +28,12 @@ from . import (
 )
 from .checks import checked
 from .comfy_runtime import folders
-from .comfy_runtime.kept_costs import kept_costs
+from .comfy_runtime.kept_costs import load_costs
 from .comfy_runtime.templates import sort_templates
 
 folders.register_folders()
 folders.set_mmap()
-pass_costs.known = kept_costs()
+pass_costs.known = load_costs()
 sort_templates()
 logging.getLogger(__name__.rsplit(".", 2)[0]).addHandler(PrintableLog())  # prompts and names of files are in its lines
 

@@ -84,7 +84,7 @@ class Search:
 
         seed = self.request.seed + seed * self.request.batch
         request = replace(self.request, layout=layout, seed=seed, callback=watch)
-        with runs.placed(method.model, method.drafter, method.method, request):
+        with runs.place(method.model, method.drafter, method.method, request):
             began = clock()
             result = method.method.sample(request)
             seconds = clock() - began

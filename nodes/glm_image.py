@@ -91,7 +91,7 @@ class DecodeGLMImage(io.ComfyNode):
                 "positive is not a prompt of GLM-Image. Connect the CLIP Text Encode of the sampler, with "
                 "the CLIP of the same Load AR Checkpoint."
             )
-        loaded = vae.loaded()
+        loaded = vae.load()
         tokens = glm_tokens(samples, loaded.decoder.dit.config.codes)
         prompt = text_of(positive) or ""
         images = sources_of(positive, loaded.decoder.dit.config.codes)

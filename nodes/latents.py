@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.ar_model import DiscreteModel
-from ..models.changed_latents import changed, whole_ids
+from ..models.changed_latents import is_changed, whole_ids
 from ..models.continuous_model import ContinuousBase
 from ..models.latents import quantize
 from ..models.sizes import unsupported_size
@@ -65,7 +65,7 @@ def unused(latent: Latent, model: Model, keep: Tensor | None = None) -> list[str
         return []
     if latent.get("noise_mask") is not None:
         vectors = codebook is not None and samples.shape[1] == codebook.shape[1]
-        torn = [TORN] * changed(samples, codebook if vectors else None)
+        torn = [TORN] * is_changed(samples, codebook if vectors else None)
         if keep is None or (keep.any() and not keep.all()):
             return torn
         return [*torn, NOTHING if keep.any() else EVERYTHING]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..model_loaders.storage import Way
+from ..model_loaders.storage import Plan
 from ..models.ar_model import DiscreteModel
 from ..models.conditions import DTYPES, INT8_CACHE, STORAGE
 from ..models.memory import weight_bytes
@@ -39,11 +39,11 @@ def memory_table(model: DiscreteModel, auto: torch.dtype, device: torch.device) 
         beside = memory.beside_weights(model, dtype, storage, int8_cache)
         cache = model.kv_bytes(1, model.layout(), 0, model.guidance, model.usual_prompt, dtype, int8_cache)
         names, _ = rows.get((weights, cache), ([], None))
-        rows[weights, cache] = [*names, choice], verdict(device, Way(dtype, storage, weights, beside))
+        rows[weights, cache] = [*names, choice], verdict(device, Plan(dtype, storage, weights, beside))
     return [MemoryRow(", ".join(names), weights, cache, fit) for (weights, cache), (names, fit) in rows.items()]
 
 
-def verdict(device: torch.device, way: Way) -> str | None:
+def verdict(device: torch.device, way: Plan) -> str | None:
     """Whether weights, and what a run needs beside them, fit in the total memory of a device."""
     total = memory.total_memory(device)
     if math.isinf(total):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..models.pictures import shortened
+from ..models.pictures import cut_strip
 from .comfy_runtime import models
 from .latents import Latent, Model
 from .schema import schema
@@ -36,7 +36,7 @@ def fitted(image: Tensor, height: int, width: int, place: tuple[float, float]) -
 
     place (down, across): position of the crop, 0 the start, 1/2 the middle, 1 the end.
     """
-    image = shortened(image, height, width, place)
+    image = cut_strip(image, height, width, place)
     scale = max(height / image.shape[1], width / image.shape[2])
     size = max(height, round(image.shape[1] * scale)), max(width, round(image.shape[2] * scale))
     planes = image.movedim(-1, 1)

@@ -22,7 +22,7 @@ from ..samplers.methods.next_token import NextToken
 from .comfy_runtime import models, runs
 from .comfy_runtime.clip import prompts_of, text_of
 from .comfy_runtime.messages import notify
-from .comfy_runtime.status import finished
+from .comfy_runtime.status import finished_run
 from .latents import (
     Latent,
     first_image,
@@ -160,7 +160,7 @@ def sample(
     output.trace.settings |= origin(inputs, drafter) | ({"chosen": chosen} if chosen else {})
     tensors = {name: models.output(t) for name in ("tokens", "latent") if (t := getattr(output, name)) is not None}
     latent = with_output(inputs.latent_image, replace(output, **tensors), request)
-    run = json.dumps(finished(request, output.trace, inputs.model.model.pixels_per_token))
+    run = json.dumps(finished_run(request, output.trace, inputs.model.model.pixels_per_token))
     return io.NodeOutput(latent, output.trace, ui={"specar_run": [run]})
 
 

@@ -43,7 +43,7 @@ def _root(tensors: Collection[str]) -> str | None:
     return root_of(tensors, _ROOTS, "quantize.embedding.weight", "decoder.norm_out.weight")
 
 
-def mirrored(tensors: Collection[str], root: str) -> bool:
+def is_mirrored(tensors: Collection[str], root: str) -> bool:
     """Whether the decoder's deepest level is the last, as in CompVis (Chameleon), not the first (Janus)."""
     level = f"{root}decoder.up.0."
     return any(name.startswith(level) for name in tensors) and f"{level}upsample.conv.weight" not in tensors
@@ -58,7 +58,7 @@ def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for pattern, replacement in _COMPVIS:
                 name = re.sub(pattern, replacement, name)
             named[name] = tensor
-    if mirrored(tensors, root):
+    if is_mirrored(tensors, root):
         deepest = numbered(named, r"decoder\.conv_blocks\.", LEVELS) - 1
         named = {
             re.sub(_LEVEL, lambda m: f"decoder.conv_blocks.{deepest - int(m[1])}.", name): tensor
@@ -88,7 +88,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
     """Build the tokenizer on the CPU. Raises CheckpointError for missing, unknown, misshapen or non-finite tensors."""
     tensors = tensors_of(checkpoint.tensors)
     with incomplete_without("encoder, decoder and codebook", checkpoint.path):
-        unit_codes = not mirrored(checkpoint.tensors, _root(checkpoint.tensors) or "")
+        unit_codes = not is_mirrored(checkpoint.tensors, _root(checkpoint.tensors) or "")
         config = config_of(tensors, unit_codes, checkpoint.settings.get("model_type") == _IBQ)
     with torch.device("meta"):
         module = VQModel(config, operations)

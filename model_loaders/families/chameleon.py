@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ...models.ar_model import DiscreteModel
 from ...models.image_reader import TokenReader
 from ...models.networks.positions import SequencePositions
-from ...models.pictures import covering
-from ...models.sizes import chosen_grid, legal_grid
+from ...models.pictures import scale_to_cover
+from ...models.sizes import choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, Images, TextEncoder, features_of
 from ...models.text.tokenizer import Tokenizer
 from ...samplers.contract import SamplingParams
@@ -50,7 +50,7 @@ from ..text.chameleon_prompts import (
     lumina_tokens,
     open_tokenizer,
 )
-from .language_models import Ids, Names, build, token_reader
+from .language_models import Ids, Names, build_language_model, token_reader
 
 _PATCH = 16  # side in pixels of a token of Chameleon's VQGAN
 _VQ = "model.vqmodel."
@@ -99,7 +99,7 @@ def load(
             "Only those of 7B are supported."
         )
     defaults = {"cfg": kind.cfg, "top_k": min(kind.top_k, words.codes)}
-    return build(
+    return build_language_model(
         checkpoint,
         dtype,
         operations,
@@ -108,7 +108,7 @@ def load(
         config,
         lambda features, size: features_of(kind.null(size)),
         family=kind.family,
-        grid=chosen_grid(path, grid, kind.grid, kind.grids),
+        grid=choose_grid(path, grid, kind.grid, kind.grids),
         grids=kind.grids,
         defaults=SamplingParams(**checkpoint.own_settings.get("defaults", defaults)),
         prompt_encoder=kind.encoder,
@@ -170,7 +170,7 @@ def lumina_reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence
     def write(question: str, image: Tensor) -> list[int]:
         return lumina_question(words, tokenizer, question, [image])
 
-    crop = partial(cropped, grids=model.grids)
+    crop = partial(crop_to_grid, grids=model.grids)
     sampled = SamplingParams(top_k=_WORDS_TOP_K)
     return token_reader(checkpoint, model, _NAMES, size, operations, tokenizer, crop, write, TURN_END, sampled)
 
@@ -186,7 +186,7 @@ def omni(
     if not meaning(title(checkpoint.path), {"omni": True}):
         return None
     params = {"cfg": 1.0, "top_k": min(_IMAGE_TOP_K, words.codes)} | checkpoint.own_settings.get("defaults", {})
-    return ImagePrompts(1, words.codes, partial(cropped, grids=grids), write, params=params)
+    return ImagePrompts(1, words.codes, partial(crop_to_grid, grids=grids), write, params=params)
 
 
 def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:
@@ -268,7 +268,7 @@ def size_table(side: int, patch: int = _PATCH) -> list[tuple[int, int]]:
     ]
 
 
-def cropped(image: Tensor, patch: int, grids: Sequence[tuple[int, int]]) -> Tensor:
+def crop_to_grid(image: Tensor, patch: int, grids: Sequence[tuple[int, int]]) -> Tensor:
     """An image [H, W, 3] in 0..1, scaled and cropped to that of ``grids`` which has its proportions best. Of what is
     too long the middle is kept; the authors' code, made for training, keeps a random part."""
     height, width = image.shape[:2]
@@ -278,7 +278,7 @@ def cropped(image: Tensor, patch: int, grids: Sequence[tuple[int, int]]) -> Tens
         return min(ratios) / max(ratios), (grid[1], grid[0])
 
     rows, cols = max(grids, key=fit)
-    return covering(image, rows * patch, cols * patch)
+    return scale_to_cover(image, rows * patch, cols * patch)
 
 
 def target_size(path: Path, metadata: Mapping[str, Any], grid: tuple[int, int] | None) -> int:

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.ar_model import Conditioning, DiscreteModel, State
-from ...models.branches import prompt_passes, repeated, taken_over
+from ...models.ar_model import Conditioning, DiscreteModel, RunState
+from ...models.branches import prompt_passes, repeat_rows, take_over
 from ...models.networks.backbone import BackboneConfig, join_gates
-from ...models.networks.cache import KVCache, Mask, slots_of
+from ...models.networks.cache import KVCache, Mask, cache_slots
 from ...models.networks.eagle import Eagle
 from ...models.networks.positions import Table, rotation_of
 from ...samplers.contract import StepOut
@@ -50,7 +50,7 @@ def recognise(tensors: dict[str, Tensor]) -> bool:
 class EagleState:
     """Cache over the pairs of one batch, and the target's state. expanded: drafts since the last observation."""
 
-    target: State
+    target: RunState
     cache: KVCache
     table: Table
     longest: int  # pairs of the longer prompt
@@ -83,12 +83,12 @@ class EagleDrafter:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class)."""
         config = self.module.config
         pairs = self.prompt_pairs(prompt or getattr(self.model.prefix, "slots", 1))
-        slots = slots_of(pairs, layout.length + slack + 1, self.dtype, self.device)
+        slots = cache_slots(pairs, layout.length + slack + 1, self.dtype, self.device)
         return 2 * batch * (1 + guided) * slots * config.cached_heads * config.head_dim * self.dtype.itemsize
 
     def start(
         self,
-        target_state: State,
+        target_state: RunState,
         conditioning: Conditioning,
         negative: Conditioning | None,
         batch: int,
@@ -121,7 +121,7 @@ class EagleDrafter:
             1,
             len(hidden),
             config.cached_heads,
-            slots_of(longest, places, self.dtype, self.device),
+            cache_slots(longest, places, self.dtype, self.device),
             config.head_dim,
             self.dtype,
             self.device,
@@ -133,13 +133,13 @@ class EagleDrafter:
         rotations = positions.prompt(longest, config.head_dim, self.device)
         for part, rotation, mask in prompt_passes(rotations, counts, cache):
             self.module(hidden[:, part], ids[:, part], rotation, cache, mask)
-        return taken_over(into, EagleState(target_state, cache, table, longest))
+        return take_over(into, EagleState(target_state, cache, table, longest))
 
     def set_attention_length(self, state: EagleState, tokens: int | None) -> int:
         """Limit the next steps to the first ``tokens`` of the image; returns the attention length (see ARModel)."""
         return state.cache.set_attention_length(None if tokens is None else state.longest + tokens)
 
-    def _prompt_ids(self, target_state: State, branch: int, hidden: Tensor) -> Tensor:
+    def _prompt_ids(self, target_state: RunState, branch: int, hidden: Tensor) -> Tensor:
         """Ids [B, n] in the drafter's embedding for the prompt of a branch with the hidden states [B, n, D]."""
         if not self.reads_words:
             return torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
@@ -174,7 +174,7 @@ class EagleDrafter:
         state.expanded = 0
         mask = state.cache.open(tokens.shape[1])
         feature = self._pass(state, tokens, positions, hidden, mask)
-        count = repeated(count, state.target.branches)
+        count = repeat_rows(count, state.target.branches)
         state.cache.commit(count)
         last = feature[torch.arange(len(feature), device=self.device), (count - 1).clamp(min=0)][:, None]
         return self._output(last)
@@ -184,12 +184,12 @@ class EagleDrafter:
     ) -> StepOut:
         """Feed pairs of drafted tokens with the features predicted at their parents. tree_mask: which drafts since the
         last observation each one sees (see Drafter)."""
-        mask = state.cache.open(tokens.shape[1], repeated(tree_mask, state.target.branches), state.expanded)
+        mask = state.cache.open(tokens.shape[1], repeat_rows(tree_mask, state.target.branches), state.expanded)
         state.expanded += tokens.shape[1]
         return self._output(self._pass(state, tokens, positions, hidden, mask))
 
     def _pass(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, mask: Mask) -> Tensor:
-        ids, places = (repeated(each, state.target.branches) for each in (tokens, positions))
+        ids, places = (repeat_rows(each, state.target.branches) for each in (tokens, positions))
         return self.module(hidden.to(self.dtype), ids, state.table.at(places), state.cache, mask)
 
     def _output(self, feature: Tensor) -> StepOut:
@@ -198,7 +198,7 @@ class EagleDrafter:
     def rewind(self, state: EagleState, count: Tensor) -> None:
         """Forget the last ``count`` [B] tokens observed, and what was expanded."""
         state.expanded = 0
-        state.cache.commit(-repeated(count, state.target.branches))
+        state.cache.commit(-repeat_rows(count, state.target.branches))
 
     @torch.inference_mode()
     def teacher_forced(self, hidden: Tensor, ids: Tensor, prompt: int = 0) -> Tensor:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ...models.ar_model import DiscreteModel
 from ...models.image_reader import TokenReader
 from ...models.networks.positions import SequencePositions
-from ...models.pictures import resized
-from ...models.sizes import Grid, chosen_grid, legal_grid
+from ...models.pictures import resize
+from ...models.sizes import Grid, choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, TextEncoder
 from ...models.text.tiktoken_file import RankTokenizer
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
@@ -31,7 +31,7 @@ from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning, root_of
 from ..llama import backbone_config, language_root, positive, rope_theta, text_settings
-from .language_models import Ids, Names, build, token_reader
+from .language_models import Ids, Names, build_language_model, token_reader
 
 # The suffix of every prompt in training, and the default negative prompt.
 QUALITY = " masterpiece, film grained, best quality."
@@ -73,7 +73,7 @@ _NAMES = {  # names of the special tokens
 _FIRST = "<|visual token 000000|>"
 
 
-def ranked(codes: int) -> tuple[str, ...]:
+def special_tokens(codes: int) -> tuple[str, ...]:
     """The special tokens after the ranks, those of the image codes at the end."""
     return (
         "<|endoftext|>",
@@ -87,7 +87,7 @@ def ranked(codes: int) -> tuple[str, ...]:
     )
 
 
-_RANKED = ranked(_CODES)
+_RANKED = special_tokens(_CODES)
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
@@ -175,7 +175,7 @@ def build_emu(
     params = model["defaults"]
     params = {**params, "top_k": min(params["top_k"], words.codes), **checkpoint.own_settings.get("defaults", {})}
     longest = positive(text, "max_position_embeddings", model["longest"])
-    return build(
+    return build_language_model(
         checkpoint,
         dtype,
         operations,
@@ -236,7 +236,7 @@ def sizes_of(
         )
     default = own or legal_grid((round(side), round(side)))  # before the table of sizes, which has as many rows
     grids = size_table(side)
-    return chosen_grid(path, wanted, default, grids), grids
+    return choose_grid(path, wanted, default, grids), grids
 
 
 # Vocabulary
@@ -262,7 +262,7 @@ class Words:
         return range(self.first, self.first + self.codes)
 
     @property
-    def named(self) -> dict[str, int]:
+    def by_name(self) -> dict[str, int]:
         """The special tokens and the first code by name, for the comparison with a tokenizer."""
         return {name: getattr(self, role) for role, name in _NAMES.items()} | {_FIRST: self.first}
 
@@ -323,17 +323,17 @@ def reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path],
     def write(text: str, image: Tensor) -> list[int]:
         return question_ids(words, tokenizer, text, image)
 
-    size, scale = words.images.stop, partial(scaled, least=least)
+    size, scale = words.images.stop, partial(scale_image, least=least)
     return token_reader(
         checkpoint, model, names_of(checkpoint), size, operations, tokenizer, scale, write, _NAMES["end"]
     )
 
 
-def scaled(image: Tensor, patch: int, least: int) -> Tensor:
+def scale_image(image: Tensor, patch: int, least: int) -> Tensor:
     """An image [H, W, 3] in 0..1 in the size of its ``read_grid``."""
     height, width = image.shape[:2]
     rows, cols = read_grid(height, width, patch, least)
-    return resized(image, rows * patch, cols * patch)
+    return resize(image, rows * patch, cols * patch)
 
 
 def read_grid(height: int, width: int, patch: int, least: int = _READ) -> Grid:
@@ -376,7 +376,7 @@ def open_tokenizer(
     """The tokenizer from folders of transformers or original ones, of this model or another Emu3. words: its ids are
     compared with these."""
     found = find_tokenizer(path, _FOLDERS, search, ("tokenizer.json", "emu3.tiktoken"))
-    stated = words and words.named
+    stated = words and words.by_name
     if found is not None and found.suffix == ".tiktoken":
         return RankTokenizer(found, _PATTERN, specials, stated)
     return Tokenizer(

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ...models.ar_model import DiscreteModel
-from ...models.pictures import resized
-from ...models.sizes import Grid, chosen_grid, legal_grid
+from ...models.pictures import resize
+from ...models.sizes import Grid, choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, Images
 from ...models.text.tiktoken_file import RankTokenizer
 from ...models.text.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
 from ..llama import language_root
-from .emu3 import Words, build_emu, names_of, open_tokenizer, opening_ids, prompt_encoder, ranked
+from .emu3 import Words, build_emu, names_of, open_tokenizer, opening_ids, prompt_encoder, special_tokens
 
 # What stands around a prompt in training, and around a negative one, which is empty by default. <|extra_100|> begins
 # the answer.
@@ -70,7 +70,7 @@ def load(
             f"{name} is a language model with the layers of {_IMAGE}, but its vocabulary of {ids} ids has no image "
             f"tokens, so it writes only text. {_IMAGE} has {_IDS} ids: download BAAI/{_IMAGE}."
         )
-    specials = ranked(_CODES)  # here: their names take 11 MB
+    specials = special_tokens(_CODES)  # here: their names take 11 MB
     words = Words.of(checkpoint, specials)
     own = checkpoint.own_settings
     grids = (legal_grid(own["grid"]),) if "grid" in own else GRIDS
@@ -78,19 +78,19 @@ def load(
     area = prod(grids[0]) if "grid" in own else _AREA
     cfg, image_cfg = meaning(name, _CFG) or _CFG["emu35image"]
 
-    def framed(text: str, size: Grid, images: Images) -> list[int]:
+    def write(text: str, size: Grid, images: Images) -> list[int]:
         return image_prompt_ids(words, tokenizer, IMAGE_PROMPT, text, size, images)
 
-    def framed_negative(text: str, size: Grid, images: Images) -> list[int]:
+    def write_negative(text: str, size: Grid, images: Images) -> list[int]:
         return image_prompt_ids(words, tokenizer, IMAGE_NEGATIVE, text, size, images)
 
-    default = chosen_grid(path, grid, grids[0], grids)
+    default = choose_grid(path, grid, grids[0], grids)
     images = ImagePrompts(
         _IMAGES,
         words.codes,
-        partial(scaled, area=area),
-        framed,
-        framed_negative,
+        partial(scale_image, area=area),
+        write,
+        write_negative,
         params={"cfg": image_cfg} | own.get("defaults", {}),
     )
     return build_emu(
@@ -114,11 +114,11 @@ def load(
 # Images in a prompt
 
 
-def scaled(image: Tensor, patch: int, area: int = _AREA) -> Tensor:
+def scale_image(image: Tensor, patch: int, area: int = _AREA) -> Tensor:
     """An image [H, W, 3] in 0..1 in the size of its ``scaled_grid``."""
     height, width = image.shape[:2]
     rows, cols = scaled_grid(height, width, patch, area)
-    return resized(image, rows * patch, cols * patch)
+    return resize(image, rows * patch, cols * patch)
 
 
 def scaled_grid(height: int, width: int, patch: int, area: int = _AREA) -> Grid:

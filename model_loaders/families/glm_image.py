@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...limits.limits import bounded_int
 from ...models.ar_model import DiscreteModel
 from ...models.networks.glm_image import PREVIEW, AxisPositions, preview_grid
-from ...models.sizes import Grid, chosen_grid, legal_grid
+from ...models.sizes import Grid, choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, Images, TextEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
@@ -30,7 +30,7 @@ from ..files.errors import CheckpointError
 from ..files.weights import Weights
 from ..llama import backbone_config, language_root, matrix, positive, rope_theta, text_settings
 from .glm_image_sources import FOLDERS, MOST, load_encoder, open_scaling
-from .language_models import Ids, Names, build
+from .language_models import Ids, Names, build_language_model
 
 _NAME = "glm-image"
 _NAMES = Names("model.language_model.", unread=("model.visual.", "model.vqmodel."))  # the encoder of source images
@@ -70,7 +70,7 @@ def load(
             "image, which is the id after the last of them. Download config.json of the released model again."
         )
     grids = (legal_grid(meta["grid"]),) if "grid" in meta else _GRIDS
-    default = chosen_grid(path, grid, meta.get("grid", _DEFAULT), grids)
+    default = choose_grid(path, grid, meta.get("grid", _DEFAULT), grids)
     side = bounded_int("preview_side", meta.get("preview_side", PREVIEW), 1, 64)
     config = backbone_config(checkpoint, _NAMES.root, codes, _HEADS, norm_eps=1e-5)
     positions = positions_of(settings, config.head_dim, side)
@@ -87,8 +87,8 @@ def load(
         return prompt_ids(tokenizer, text, (size,) if images else (size, preview(size)), codes, images)
 
     scaling = open_scaling(path, search)
-    images = ImagePrompts(MOST, codes, scaling.scaled, write, seen=scaling.seen)
-    model = build(
+    images = ImagePrompts(MOST, codes, scaling.scale, write, seen=scaling.scale_to_encode)
+    model = build_language_model(
         checkpoint,
         dtype,
         operations,

@@ -55,7 +55,7 @@ class Half(nn.Module):
         self.register_buffer("mean", torch.zeros(config.channels))
         self.register_buffer("std", torch.ones(config.channels))
 
-    def spread(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """mean and std, as a latent [B, C, H, W] needs them."""
         return self.mean.to(latent)[:, None, None], self.std.to(latent)[:, None, None]
 
@@ -71,7 +71,7 @@ class Pixels(Half):
 
     def decode(self, latent: Tensor) -> Tensor:
         """Latents [B, C, H, W] of the transformer -> [B, 3, 8 * H, 8 * W], about [-1, 1], not clamped."""
-        mean, std = self.spread(latent)
+        mean, std = self.moments(latent)
         return self.decoder(latent * std + mean)
 
 
@@ -87,7 +87,7 @@ class Latents(Half):
     def encode(self, pixels: Tensor) -> Tensor:
         """[B, 3, 8 * H, 8 * W] in [-1, 1] -> latents [B, C, H, W] of the transformer, without noise."""
         latent = self.encoder(pixels).chunk(2, dim=1)[0]
-        mean, std = self.spread(latent)
+        mean, std = self.moments(latent)
         return (latent - mean) / std
 
 
@@ -104,7 +104,7 @@ class LatentEncoder(Autoencoder):
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceImage:
     """An image that a prompt edits, as the transformer reads it. latent [1, C, 4 * h, 4 * w]: of ``LatentEncoder``;
     tokens [h, w] (int64): its codes, one for 32 x 32 pixels."""
 
@@ -157,7 +157,7 @@ class GlmImageDecoder:
         cfg: float,
         device: torch.device | str,
         callback: Callable[[int], None] = lambda step: None,
-        sources: Sequence[Source] = (),
+        sources: Sequence[SourceImage] = (),
     ) -> Tensor:
         """The VAE's latents [B, C, 4 * h, 4 * w] (fp32) for tokens [B, h, w] (int64) and the features of ``read``.
 
@@ -198,7 +198,7 @@ def glyph_ids(prompt: str) -> list[list[int]]:
 # Files
 
 
-def find(model: Path, search: Sequence[Path]) -> Path:
+def find_folder(model: Path, search: Sequence[Path]) -> Path:
     """The folder that contains the decoder's, for the folder or file of a model: that of the release, or one named
     GLM-Image in the search folders. Raises CheckpointError if there is none."""
     folder = model if model.is_dir() else model.parent
@@ -268,7 +268,7 @@ def load_dit(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> DiT:
     return load_weights(module, tensors, checkpoint, dtype)
 
 
-def load_encoder(folder: Path, operations=nn) -> LatentEncoder:
+def load_latent_encoder(folder: Path, operations=nn) -> LatentEncoder:
     """The encoder for source images, of a released folder, on the CPU, in fp32. Raises CheckpointError as ``load``, and
     for a VAE without encoder."""
     checkpoint = open_part(folder, "vae")
@@ -320,10 +320,10 @@ def vae_names(tensors: Mapping[str, Tensor], half: Literal["encoder", "decoder"]
     """The tensors of the VAE's encoder or decoder under the names of models/networks/kl_vae.py."""
     found = {name.removeprefix(f"{half}."): t for name, t in tensors.items() if name.startswith(f"{half}.")}
     last = numbered(found, r"(?:up|down)_blocks\.", LEVELS) - 1
-    return {f"{half}.{renamed(name, last)}": tensor for name, tensor in found.items()}
+    return {f"{half}.{latent_diffusion_name(name, last)}": tensor for name, tensor in found.items()}
 
 
-def renamed(name: str, last: int) -> str:
+def latent_diffusion_name(name: str, last: int) -> str:
     """A name of diffusers' encoder or decoder in latent diffusion's naming. last: number of the deepest level."""
     for pattern, replacement in _VAE:
         name = re.sub(pattern, replacement, name)

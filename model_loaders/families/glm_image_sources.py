@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...limits.limits import bounded_int
 from ...models.ar_model import DiscreteModel
 from ...models.networks.glm_image_vision import SourceEncoder, VisionConfig
-from ...models.pictures import resized, resized_by_torch
+from ...models.pictures import resize, resize_by_torch
 from ...models.sizes import Grid
 from ...models.text.tokenizer import find_tokenizer
 from ..files.checkpoint import Checkpoint, read_settings, title
@@ -67,16 +67,16 @@ class Scaling:
         rows, cols = (max(1, round(pixels // 2 * scale / patch)) for pixels in (height, width))
         return rows, cols
 
-    def scaled(self, image: Tensor, side: int) -> Tensor:
+    def scale(self, image: Tensor, side: int) -> Tensor:
         """An image [H, W, 3] in 0..1 in the size of its grid, as the decoder's VAE reads it (diffusers' pipeline; where
         that fails, as its two sizes differ, in the size of the tokens)."""
         rows, cols = self.grid(image.shape[0], image.shape[1], side)
-        return resized(image, rows * side, cols * side, "lanczos")
+        return resize(image, rows * side, cols * side, "lanczos")
 
-    def seen(self, image: Tensor, side: int) -> Tensor:
+    def scale_to_encode(self, image: Tensor, side: int) -> Tensor:
         """An image [H, W, 3] in 0..1 in half the size of its grid, as the encoder reads it."""
         rows, cols = self.grid(image.shape[0], image.shape[1], side)
-        return resized_by_torch(image, rows * side // 2, cols * side // 2)
+        return resize_by_torch(image, rows * side // 2, cols * side // 2)
 
 
 def open_scaling(path: Path, search: Sequence[Path]) -> Scaling:

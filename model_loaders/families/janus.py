@@ -20,7 +20,7 @@ from ...models.networks.backbone import Backbone
 from ...models.networks.janus import CodeEmbedding, CodeHead
 from ...models.networks.positions import SequencePositions
 from ...models.networks.prefix import TextPrefix
-from ...models.sizes import chosen_grid, legal_grid
+from ...models.sizes import choose_grid, legal_grid
 from ...models.text.prompt_encoders import TextEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
@@ -29,8 +29,8 @@ from ..files.checkpoint import Checkpoint, read_settings, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning, renamed
 from ..files.weights import load_weights
-from ..llama import backbone_config, backbone_tensors, positive, rope_theta, text_settings, unpadded
-from .janus_reading import BEGIN, IMAGE, PLACEHOLDER, load_reader
+from ..llama import backbone_config, backbone_tensors, positive, rope_theta, text_settings, unpad
+from .janus_reading import BEGIN, IMAGE, PLACEHOLDER, load_patch_reader
 
 _RELEASED = {2048: ("Janus-Pro-1B", 16), 4096: ("Janus-Pro-7B", 32)}  # width -> folder, heads
 _ROOTS = ("language_model.model.", "model.language_model.")  # of the language model: original, transformers
@@ -86,7 +86,7 @@ def load(
     finite, for models that do not generate images, and for a grid that it was not trained on."""
     path, meta, settings = checkpoint.path, checkpoint.own_settings, text_settings(checkpoint)
     own = grid_of(checkpoint)
-    chosen_grid(path, grid, own, [own])
+    choose_grid(path, grid, own, [own])
     named, root = tensors_of(checkpoint)
     sizes = {name: tensor.shape for name, tensor in named.items() if not isinstance(tensor, tuple)}
     codes, code_dim = sizes["backbone.tok_embeddings.table.weight"]
@@ -105,13 +105,13 @@ def load(
         "janus-pro",
         own,
         SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
-        TextEncoder(tokenizer, partial(written, tokenizer, meaning(title(path), _OTHER_ROLES) or _ROLES), own),
+        TextEncoder(tokenizer, partial(prompt_ids, tokenizer, meaning(title(path), _OTHER_ROLES) or _ROLES), own),
         meta.get("pixels_per_token", 16),
         positions=SequencePositions(rope_theta(settings)),
         longest=int(positive(settings, "max_position_embeddings", 16384)),
     )
     model.dtype = dtype
-    return load_weights(model, unpadded(named, config), checkpoint, dtype)
+    return load_weights(model, unpad(named, config), checkpoint, dtype)
 
 
 def tokenizer_of(checkpoint: Checkpoint, dim: int, words: int, search: Sequence[Path]) -> Tokenizer:
@@ -127,7 +127,7 @@ def tokenizer_of(checkpoint: Checkpoint, dim: int, words: int, search: Sequence[
 def reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path], operations=nn) -> ImageReader:
     """What of the files of ``model`` reads images. Raises CheckpointError as ``load`` does."""
     words = model.backbone.config.dim, model.prefix.words
-    return load_reader(checkpoint, model, tokenizer_of(checkpoint, *words, search), operations)
+    return load_patch_reader(checkpoint, model, tokenizer_of(checkpoint, *words, search), operations)
 
 
 def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor, ...]], str]:
@@ -188,7 +188,7 @@ def stated_ids(checkpoint: Checkpoint) -> dict[str, int]:
     return {token: id for token, id in found.items() if id is not None}
 
 
-def written(tokenizer: Tokenizer, roles: tuple[str, str], text: str, _grid: tuple[int, int]) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, roles: tuple[str, str], text: str, _grid: tuple[int, int]) -> list[int]:
     """A conversation in which the user asks for ``text`` and the assistant starts an image. roles: their names.
 
     Raises CheckpointError for the tokenizer of another model.

@@ -21,7 +21,7 @@ from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import count
 from ..files.weights import load_weights
-from ..llama import matrix, named
+from ..llama import matrix, tensor_of
 
 BEGIN, IMAGE, IMAGE_END = "<｜begin▁of▁sentence｜>", "<begin_of_image>", "<end_of_image>"
 END, PLACEHOLDER = "<｜end▁of▁sentence｜>", "<image_placeholder>"
@@ -51,14 +51,16 @@ _NAMES = (  # names in either layout, as regular expressions -> ours
 _POOLED = "vision_model.vision_tower.attn_pool."  # of SigLIP's training; Janus reads the patches themselves
 
 
-def load_reader(checkpoint: Checkpoint, model: DiscreteModel, tokenizer: Tokenizer, operations=nn) -> PatchReader:
+def load_patch_reader(checkpoint: Checkpoint, model: DiscreteModel, tokenizer: Tokenizer, operations=nn) -> PatchReader:
     """What of a Janus reads images, on the CPU and in the model's dtype. Raises CheckpointError for a file without it,
     and for tensors that are missing, unknown, misshapen or not finite."""
     tensors = tensors_of(checkpoint)
     with torch.device("meta"):
         reading = Reading(config_of(checkpoint, tensors), operations)
     load_weights(reading, tensors, checkpoint, model.dtype)
-    return PatchReader(model, reading, tokenizer, lambda question, patches: asked(tokenizer, question, patches), END)
+    return PatchReader(
+        model, reading, tokenizer, lambda question, patches: question_ids(tokenizer, question, patches), END
+    )
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor | tuple[Tensor, ...]]:
@@ -91,7 +93,7 @@ def _stacked(found: dict[str, Tensor], path: Path) -> dict[str, Tensor | tuple[T
             joined[name] = tensor
         else:
             before, _, kind = match.groups()
-            joined[f"{before}qkv.{kind}"] = tuple(named(found, f"{before}{part}.{kind}", path) for part in _STACKED)
+            joined[f"{before}qkv.{kind}"] = tuple(tensor_of(found, f"{before}{part}.{kind}", path) for part in _STACKED)
     return joined
 
 
@@ -113,7 +115,7 @@ def config_of(checkpoint: Checkpoint, tensors: dict[str, Tensor | tuple[Tensor, 
     return VisionConfig(dim, layers, stated, patch_embed.shape[-1], patches, head.shape[1], len(head))
 
 
-def asked(tokenizer: Tokenizer, question: str, patches: int) -> tuple[list[int], int]:
+def question_ids(tokenizer: Tokenizer, question: str, patches: int) -> tuple[list[int], int]:
     """The conversation in which the user shows an image and asks, and the assistant begins to answer: ids, ``patches``
     of which stand for the image, and the place of the first of these.
 

@@ -1,7 +1,8 @@
 """The common part of families whose image tokens are ids of a language model's vocabulary.
 
 A family's own module says which tensors are its (``recognise``), what their names are (``Names``), which ids are image
-codes, how a prompt is written, which grids the model generates and how its authors sample. ``build`` does the rest.
+codes, how a prompt is written, which grids the model generates and how its authors sample. ``build_language_model``
+does the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...models.networks.simplear import TiedHead
 from ...models.sizes import Grid
 from ..files.checkpoint import Checkpoint
 from ..files.weights import Weights, load_weights
-from ..llama import backbone_tensors, matrix, others, unpadded, word_tensors
+from ..llama import backbone_tensors, matrix, other_tensors, unpad, word_tensors
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Ids:
     row_ends: bool = False
 
 
-def build(
+def build_language_model(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     operations: Any,
@@ -101,9 +102,9 @@ def build(
     table = matrix(tensors, names.table, path)
     head = None if tied else matrix(tensors, names.head, path)
     weights = {
-        **rearranged(unpadded(backbone_tensors(tensors, names.root, path), config)),
+        **rearranged(unpad(backbone_tensors(tensors, names.root, path), config)),
         **word_tensors(table, head, ids.words, ids.codes, ids.specials),
-        **others(tensors, names.root, names.table, names.head, names.unread),
+        **other_tensors(tensors, names.root, names.table, names.head, names.unread),
     }
     return load_weights(made, weights, checkpoint, dtype)
 

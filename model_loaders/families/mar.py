@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...limits.limits import bounded_int
 from ...models.continuous_model import MaskedModel
-from ...models.networks.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
+from ...models.networks.diffusion_head import TRAINING_STEPS, DiffusionHead, NoiseSchedule
 from ...models.networks.mar import MAR, MARConfig
 from ...models.sizes import legal_grid
 from ...models.text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
@@ -134,7 +134,7 @@ def defaults_of(meta: dict[str, Any], dim: int, path: Path) -> ContinuousParams:
     try:
         params = ContinuousParams(**given)
         params.check()
-        Schedule.cosine(params.steps, params.kind, first=first_step(meta))
+        NoiseSchedule.cosine(params.steps, params.kind, first=first_step(meta))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path.name}: the default settings in its metadata are invalid: {error}.") from error
     return params

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...models.ar_model import DiscreteModel
 from ...models.networks.positions import SequencePositions
-from ...models.sizes import chosen_grid, legal_grid
+from ...models.sizes import choose_grid, legal_grid
 from ...models.text.prompt_encoders import TextEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
@@ -25,7 +25,7 @@ from ..files.checkpoint import WEIGHT_FILES, Checkpoint
 from ..files.errors import CheckpointError
 from ..files.quantised import LazyMatrix
 from ..llama import backbone_config, language_root, matrix, positive, rope_theta, text_settings
-from .language_models import Ids, Names, build
+from .language_models import Ids, Names, build_language_model
 
 _NAME = "simplear"
 _NAMES = Names("model.")
@@ -73,7 +73,7 @@ def load(
     def negative() -> Tensor:
         return encoder.encode(_NEGATIVE, negative=True)
 
-    return build(
+    return build_language_model(
         checkpoint,
         dtype,
         operations,
@@ -83,7 +83,7 @@ def load(
         lambda features, size: negative(),
         tied=head is None or (settings.get("tie_word_embeddings", False) and not isinstance(head, LazyMatrix)),
         family=_NAME,
-        grid=chosen_grid(path, grid, grids[0], grids),
+        grid=choose_grid(path, grid, grids[0], grids),
         grids=grids,
         defaults=SamplingParams(**{"cfg": 6.0} | meta.get("defaults", {})),
         prompt_encoder=encoder,

@@ -20,7 +20,7 @@ from ...models.ar_model import Conditioning
 from ...models.continuous_model import ContinuousBase
 from ...models.networks.prefix import check_class
 from ...models.networks.xar import GRID, XAR, Flow, XARConfig, cell_order
-from ...models.sizes import check_grid, chosen_grid
+from ...models.sizes import check_grid, choose_grid
 from ...models.text.prompt_encoders import ClassEncoder, PromptEncoder
 from ...samplers.continuous_contract import ContinuousParams
 from ...samplers.distributions import Normal
@@ -193,7 +193,7 @@ def load(
     if another grid than 16 x 16 is requested.
     """
     path, meta = checkpoint.path, checkpoint.metadata
-    chosen_grid(path, grid, (GRID, GRID), [(GRID, GRID)])
+    choose_grid(path, grid, (GRID, GRID), [(GRID, GRID)])
     try:
         config = config_of(checkpoint.tensors, meta.get("heads"), meta.get("cell", 8), path)
     except (KeyError, IndexError) as error:  # a tensor that determines a size is missing or misshapen

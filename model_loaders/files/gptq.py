@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ...limits.limits import shown
-from ...models.networks.quantised import fits_groups, in_groups
+from ...models.networks.quantised import fits_groups, join_groups
 from .errors import CheckpointError
 from .quantised import RELEASED, Format, LazyMatrix, mismatch, part_of
 
@@ -221,4 +221,4 @@ def _widened(words: Tensor, zeros: Tensor, scales: Tensor, *, bits: int, more: i
 
 def _kept(words: Tensor, zeros: Tensor, scales: Tensor, *, more: int) -> tuple[Tensor, Tensor]:
     steps = scales.float()
-    return in_groups(_unpacked(words, 4), steps, -(zeros.float() + more) * steps)
+    return join_groups(_unpacked(words, 4), steps, -(zeros.float() + more) * steps)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ...limits.limits import TENSORS, FileError, bounded_int, legal_name
-from ...models.networks.quantised import stored
+from ...models.networks.quantised import to_bits
 from .convrot import rotated, rotation_of
 from .errors import CheckpointError
 from .quantised import RELEASED, Format, LazyMatrix, description, first, looked_up, mismatch, pairs, part_of
@@ -113,7 +113,7 @@ def _marked(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 def scaled(numbers: Tensor, scale: Tensor) -> LazyMatrix:
     """Numbers [N, K] (int8 or fp8) times a scale for all, or for every row. Both stay what they are if kept."""
     by_row = scale.float().reshape(-1, 1).expand(len(numbers), 1)
-    kind = Format(numbers.shape[1], _times, storage=numbers.dtype, kept=lambda rows, each: (stored(rows), each[:, 0]))
+    kind = Format(numbers.shape[1], _times, storage=numbers.dtype, kept=lambda rows, each: (to_bits(rows), each[:, 0]))
     return LazyMatrix((numbers, by_row), kind)
 
 

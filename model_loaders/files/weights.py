@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...models.networks.quantised import narrow_names, narrowed, put_narrow, stored
+from ...models.networks.quantised import narrow_matrix, narrow_names, put_narrow, to_bits
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .quantised import LazyMatrix, first
@@ -146,7 +146,7 @@ def _rounded(
     if isinstance(part, LazyMatrix) and part.format.storage == storage:
         return _as_stored(part, dtype, name, path)
     if storage == torch.float8_e4m3fn:
-        return stored(_cast(part, storage, name, path)), None
+        return to_bits(_cast(part, storage, name, path)), None
     return _quantised(part, storage, dtype, name, path)
 
 
@@ -169,7 +169,7 @@ def _quantised(
     tensor: Tensor, storage: torch.dtype, dtype: torch.dtype, name: str, path: Path
 ) -> tuple[Tensor, Tensor]:
     """A matrix in int8 or 4 bits, and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
-    rounded, scale = narrowed(tensor, storage)
+    rounded, scale = narrow_matrix(tensor, storage)
     if not torch.isfinite(scale).all():
         raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values: download it again, it is damaged.")
     if _largest(scale) > torch.finfo(dtype).max:

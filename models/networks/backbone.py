@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...kernels.attention import NewTokens, attend
 from ...kernels.rotation import EPS, Norm, factors_of, normalise, rotate
 from .cache import KVCache, Mask, RotaryTable
-from .products import normed, product
+from .products import apply_norm, product
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def _added(linear: nn.Module, y: Tensor, post_norm: nn.Module, x: Tensor, in_pla
     """x + post_norm(linear(y)); without a norm, one launch. in_place: may x be overwritten?"""
     if isinstance(post_norm, nn.Identity):
         return product(linear, y, residual=x, in_place=in_place)
-    return x + normed(post_norm, product(linear, y))
+    return x + apply_norm(post_norm, product(linear, y))
 
 
 class Block(nn.Module):
@@ -256,7 +256,7 @@ class Backbone(nn.Module):
         rotary = rotation.table()
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, index, cache, mask)
-        return normed(self.norm, x)
+        return apply_norm(self.norm, x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, T, vocab] in the dtype of the hidden states."""

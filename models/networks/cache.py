@@ -21,23 +21,23 @@ Mask = NewTokens | Tensor | None  # of a forward pass: with a cache what its ``o
 BUCKET = 128  # slots per allocation step: prompts of similar lengths lead to steps of one shape
 
 
-def rounded(slots: int) -> int:
+def round_up(slots: int) -> int:
     """``slots`` rounded up to a multiple of BUCKET."""
     return -(-slots // BUCKET) * BUCKET
 
 
-def slots_of(prompt: int, places: int, dtype: torch.dtype, device: torch.device) -> int:
+def cache_slots(prompt: int, places: int, dtype: torch.dtype, device: torch.device) -> int:
     """Slots of a cache for a prompt of ``prompt`` tokens and ``places`` tokens after it.
 
     Both are rounded up: prompts of 1 to 128 tokens lead to caches of one size, and to one set of graphs. A whole cache
     may be read, too.
     """
-    return _read(rounded(prompt) + rounded(places), dtype, device)
+    return _read(round_up(prompt) + round_up(places), dtype, device)
 
 
 def _read(slots: int, dtype: torch.dtype, device: torch.device) -> int:
     """Slots that a step attends to. A CPU has no graphs that a new shape would have to capture."""
-    return batch_invariant.padded_length(slots, dtype) if device.type == "cpu" else rounded(slots)
+    return batch_invariant.padded_length(slots, dtype) if device.type == "cpu" else round_up(slots)
 
 
 class RotaryTable(NamedTuple):

@@ -57,7 +57,7 @@ def norm(channels: int, operations) -> nn.Module:
     return operations.GroupNorm(1, channels, eps=1e-6, affine=True)
 
 
-def pair(channels_in: int, channels_out: int, operations) -> nn.Sequential:
+def space_and_time(channels_in: int, channels_out: int, operations) -> nn.Sequential:
     """A filter in space, then one in time."""
     return nn.Sequential(
         operations.Conv2d(channels_in, channels_out, 3, padding=1), operations.Conv2d(channels_out, channels_out, 1)
@@ -70,8 +70,8 @@ class ResBlock(vq.ResBlock):
     def __init__(self, channels_in: int, channels_out: int, operations):
         super().__init__(channels_in, channels_out, operations)
         self.norm1, self.norm2 = norm(channels_in, operations), norm(channels_out, operations)
-        self.conv1 = pair(channels_in, channels_out, operations)
-        self.conv2 = pair(channels_out, channels_out, operations)
+        self.conv1 = space_and_time(channels_in, channels_out, operations)
+        self.conv2 = space_and_time(channels_out, channels_out, operations)
 
 
 class SpaceAttention(vq.AttentionBlock):
@@ -144,7 +144,7 @@ class Level(vq.Level):
 class Encoder(nn.Module):
     def __init__(self, config: CosmosConfig, operations):
         super().__init__()
-        self.conv_in = pair(3 * PATCH**3, config.stem, operations)
+        self.conv_in = space_and_time(3 * PATCH**3, config.stem, operations)
         self.down = nn.ModuleList()
         for before, after in pairwise((config.stem, *config.widths)):
             self.down.append(Level(before, after, config.num_res_blocks, operations))
@@ -152,7 +152,7 @@ class Encoder(nn.Module):
             self.down[i].downsample = Downsample(width, i == 0, operations)
         self.mid = Middle(config.widths[-1], operations)
         self.norm_out = norm(config.widths[-1], operations)
-        self.conv_out = pair(config.widths[-1], config.z_channels, operations)
+        self.conv_out = space_and_time(config.widths[-1], config.z_channels, operations)
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.conv_in(fold(fold(pixels)))
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
     def __init__(self, config: CosmosConfig, operations):
         super().__init__()
         deepest = len(config.widths) - 1
-        self.conv_in = pair(config.z_channels, config.widths[-1], operations)
+        self.conv_in = space_and_time(config.z_channels, config.widths[-1], operations)
         self.mid = Middle(config.widths[-1], operations)
         self.up = nn.ModuleList()
         for before, after in pairwise((*config.widths, config.widths[-1])):
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
         for i in range(1, deepest + 1):
             self.up[i].upsample = Upsample(config.widths[i], i == deepest - 1, operations)
         self.norm_out = norm(config.widths[0], operations)
-        self.conv_out = pair(config.widths[0], 3 * PATCH**3, operations)
+        self.conv_out = space_and_time(config.widths[0], 3 * PATCH**3, operations)
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.conv_in(z)

@@ -22,7 +22,7 @@ KINDS = ("ddpm", "ddim")
 
 
 @dataclass(frozen=True)
-class Schedule:
+class NoiseSchedule:
     """A cosine noise schedule (Nichol & Dhariwal, 2021, eq. 17), respaced to T of its 1000 steps.
 
     Every table is [T], index 0 being the last denoising step. kind: "ddpm" samples with the learned variance, "ddim"
@@ -44,7 +44,7 @@ class Schedule:
     @classmethod
     def cosine(
         cls, steps: int = 100, kind: str = "ddpm", device: torch.device | str = "cpu", first: int = TRAINING_STEPS - 1
-    ) -> Schedule:
+    ) -> NoiseSchedule:
         """``steps`` of the original steps, evenly spaced from ``first`` to 0.
 
         The first step of published models multiplies the network's errors by over 300; small models are less precise
@@ -86,7 +86,7 @@ class Schedule:
     def steps(self) -> int:
         return len(self.timesteps)
 
-    def to(self, device: torch.device | str) -> Schedule:
+    def to(self, device: torch.device | str) -> NoiseSchedule:
         tables = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: t.to(device) for name, t in tables.items() if isinstance(t, Tensor)})
 
@@ -231,7 +231,7 @@ class DiffusionHead(nn.Module):
         super().__init__()
         self.net = DenoisingMLP(channels, condition_dim, width, depth, operations)
         self.first = first  # the original step that denoising begins at
-        self.schedule = Schedule.cosine(steps, first=first)
+        self.schedule = NoiseSchedule.cosine(steps, first=first)
         self.dtype = torch.float32
 
     def embed(self, z: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class DiffusionHead(nn.Module):
         return self.net.cond_embed(z.to(self.dtype))
 
     def mean_log_variance(
-        self, x: Tensor, t: Tensor | int, z: Tensor, schedule: Schedule | None = None
+        self, x: Tensor, t: Tensor | int, z: Tensor, schedule: NoiseSchedule | None = None
     ) -> tuple[Tensor, Tensor]:
         """Mean and log variance [N, C] (fp32) of x_{t-1} given x_t [N, C], backbone vectors z [N, D].
 
@@ -259,7 +259,7 @@ class DiffusionHead(nn.Module):
         temperature: float,
         noise0: Tensor,
         noise_t: Tensor,
-        schedule: Schedule | None = None,
+        schedule: NoiseSchedule | None = None,
         graphs: Graphs | None = None,
     ) -> Endpoint:
         """One token per row, from noise0 [N, C] along noise_t [T, N, C] (entry 0 is used at t = T-1; the last is not).

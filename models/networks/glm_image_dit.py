@@ -118,7 +118,7 @@ class Modulation(nn.Module):
         return list(self.linear(conditions)[:, None].chunk(self.parts, dim=-1))
 
 
-def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """LayerNorm of x [B, T, dim] without weights, then shift and scale [B, 1, dim]."""
     return F.layer_norm(x, x.shape[-1:], eps=EPS) * (1 + scale) + shift
 
@@ -168,12 +168,12 @@ class Block(nn.Module):
         parts = self.norm1(conditions)
         (shift, scale, gate, ff_shift, ff_scale, ff_gate), of_text = parts[::2], parts[1::2]
         t_shift, t_scale, t_gate, t_ff_shift, t_ff_scale, t_ff_gate = of_text
-        joined = torch.cat((modulated(text, t_shift, t_scale), modulated(x, shift, scale)), dim=1)
+        joined = torch.cat((modulate(text, t_shift, t_scale), modulate(x, shift, scale)), dim=1)
         attended = self.attn1(joined, text.shape[1], rotation, sources, kept)
         text = text + attended[:, : text.shape[1]] * t_gate
         x = x + attended[:, text.shape[1] :] * gate
-        x = x + self.ff(modulated(x, ff_shift, ff_scale)) * ff_gate
-        return x, text + self.ff(modulated(text, t_ff_shift, t_ff_scale)) * t_ff_gate
+        x = x + self.ff(modulate(x, ff_shift, ff_scale)) * ff_gate
+        return x, text + self.ff(modulate(text, t_ff_shift, t_ff_scale)) * t_ff_gate
 
 
 class DiT(nn.Module):
@@ -230,7 +230,7 @@ class DiT(nn.Module):
         for i, block in enumerate(self.transformer_blocks):
             x, text = block(x, text, conditions, rotation, [source[i] for source in sources], kept)
         scale, shift = self.norm_out(conditions)
-        x = self.proj_out(modulated(x, shift, scale)).unflatten(2, (-1, side, side)).unflatten(1, (rows, cols))
+        x = self.proj_out(modulate(x, shift, scale)).unflatten(2, (-1, side, side)).unflatten(1, (rows, cols))
         return x.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
     def activation_bytes(self, tokens: int, sources: Sequence[int] = ()) -> int:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .mar import MAR, Encoded, MARConfig, Positions
+from .mar import MAR, Encoded, MARConfig, PositionTables
 
 KeysAndValues = tuple[tuple[Tensor, Tensor], ...]  # of every layer, each [R, heads, n, d]
 
@@ -60,11 +60,11 @@ class Harmon(nn.Module):
         x = self.llm.embed(ids)
         return Prompt(self.llm.read(x, *_attention(valid[:, :0], valid, x.dtype))[1], valid)
 
-    def positions(self, rows: int, cols: int) -> Positions:
+    def positions(self, rows: int, cols: int) -> PositionTables:
         """The position tables for a grid."""
         return self.mar.positions(rows, cols)
 
-    def encode(self, prompt: Prompt, tokens: Tensor, known: Tensor, seen: int, positions: Positions) -> Encoded:
+    def encode(self, prompt: Prompt, tokens: Tensor, known: Tensor, seen: int, positions: PositionTables) -> Encoded:
         """Read the known tokens (known [R, S], bool; tokens [R, S, C]) after R prompts, or after R / k prompts shared
         by k consecutive rows each. ``seen``: an upper bound of the known tokens per row.
         """
@@ -78,12 +78,12 @@ class Harmon(nn.Module):
         read, _ = self.llm.read(x, mask, places, prompt.layers)
         return encoded._replace(hidden=encoded.hidden + self.proj_out(read.roll(slots, dims=1)))
 
-    def decode(self, encoded: Encoded, positions: Positions) -> Tensor:
+    def decode(self, encoded: Encoded, positions: PositionTables) -> Tensor:
         """z [R, S, D] for every position."""
         return self.mar.decode(encoded, positions)
 
     def forward(
-        self, prompt: Prompt, tokens: Tensor, known: Tensor, seen: int, positions: Positions | None = None
+        self, prompt: Prompt, tokens: Tensor, known: Tensor, seen: int, positions: PositionTables | None = None
     ) -> Tensor:
         """z [R, S, D] after prompts, given tokens [R, S, C] where ``known`` [R, S] (bool)."""
         positions = positions or self.positions(self.config.rows, self.config.cols)

@@ -35,7 +35,7 @@ class MARConfig:
     captions: bool = False
 
 
-class Positions(NamedTuple):
+class PositionTables(NamedTuple):
     """Learned positions: encoder and decoder [1, slots + S, D], condition vectors of the head [1, S, D]."""
 
     encoder: Tensor
@@ -138,21 +138,21 @@ class MAR(nn.Module):
         """Slot vectors [rows, slots, D] of no prompt at all."""
         return self.fake_latent[:, None].expand(rows, self.config.slots, -1)
 
-    def positions(self, rows: int, cols: int) -> Positions:
+    def positions(self, rows: int, cols: int) -> PositionTables:
         """The position tables for a grid; those of the image are resized bilinearly if it is not the model's own."""
         tables = self.encoder_pos_embed_learned, self.decoder_pos_embed_learned, self.diffusion_pos_embed_learned
         own = self.config.rows, self.config.cols
         if (rows, cols) == own:
-            return Positions(*tables)
+            return PositionTables(*tables)
 
-        def resized(table: Tensor) -> Tensor:
+        def resize(table: Tensor) -> Tensor:
             slots, grid = table[:, : -own[0] * own[1]], table[:, -own[0] * own[1] :]
             grid = F.interpolate(grid.mT.unflatten(-1, own), (rows, cols), mode="bilinear", align_corners=False)
             return torch.cat((slots, grid.flatten(2).mT), dim=1)
 
-        return Positions(*map(resized, tables))
+        return PositionTables(*map(resize, tables))
 
-    def encode(self, prompt: Tensor, tokens: Tensor, known: Tensor, seen: int, positions: Positions) -> Encoded:
+    def encode(self, prompt: Tensor, tokens: Tensor, known: Tensor, seen: int, positions: PositionTables) -> Encoded:
         """Read the prompt [R, slots, D] and the known tokens (known [R, S], bool; tokens [R, S, C]).
 
         ``seen``: an upper bound of the known tokens per row; rows with fewer are padded with hidden tokens.
@@ -170,7 +170,7 @@ class MAR(nn.Module):
             x = block(x, keys)
         return Encoded(self.encoder_norm(x), index, valid)
 
-    def decode(self, encoded: Encoded, positions: Positions) -> Tensor:
+    def decode(self, encoded: Encoded, positions: PositionTables) -> Tensor:
         """z [R, S, D] for every position."""
         slots, length = self.config.slots, positions.head.shape[1]
         x = self.decoder_embed(encoded.hidden)
@@ -183,7 +183,7 @@ class MAR(nn.Module):
         return self.decoder_norm(x)[:, slots:] + positions.head
 
     def forward(
-        self, prompt: Tensor, tokens: Tensor, known: Tensor, seen: int, positions: Positions | None = None
+        self, prompt: Tensor, tokens: Tensor, known: Tensor, seen: int, positions: PositionTables | None = None
     ) -> Tensor:
         """z [R, S, D] given slot vectors [R, slots, D] and tokens [R, S, C] where ``known`` [R, S] (bool)."""
         positions = positions or self.positions(self.config.rows, self.config.cols)

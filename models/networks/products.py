@@ -26,7 +26,7 @@ def product(
 
     in_place: nobody needs ``residual`` afterwards, so it may be overwritten, which saves a launch.
     """
-    x = x if norm is None else normed(norm, x)
+    x = x if norm is None else apply_norm(norm, x)
     own = isinstance(linear, nn.Linear) and _own_weights(linear, x)
     if _fast(x):
         rows, added = x.flatten(0, -2), None if residual is None else residual.flatten(0, -2)
@@ -41,7 +41,7 @@ def product(
     return y if residual is None else residual + y
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
+def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """norm(x) for x [..., K]. norm: an RMSNorm or Identity. (In some versions of torch the order of sums depends on the
     number of rows.)"""
     if isinstance(norm, nn.Identity):

@@ -26,7 +26,7 @@ def fetch(weight: Tensor, scale: Tensor | None, device: torch.device) -> Iterato
 
 
 class NarrowLinear(nn.Module):
-    """Replaces a Linear [N, K] and takes over its bias. weight: as of ``stored``, ``quantise`` or ``quantise_groups``,
+    """Replaces a Linear [N, K] and takes over its bias. weight: as of ``to_bits``, ``quantise`` or ``quantise_groups``,
     scale: see kernels.linear.linear_narrow. inner: K, which groups may be padded to (None: that of the weight).
     fetch: how weight and scale come to the device of x, as the function of this name.
 
@@ -109,15 +109,15 @@ def _bytes_of(rows: int, columns: int, storage: torch.dtype) -> int:
     return rows * columns + (4 * rows if storage == torch.int8 else 0)
 
 
-def stored(weight: Tensor) -> Tensor:
+def to_bits(weight: Tensor) -> Tensor:
     """A matrix as it is kept: int8 itself, or the bits of fp8 as uint8, which every device supports."""
     return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
 
 
-def narrowed(weight: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def narrow_matrix(weight: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Weight and scale of a NarrowLinear for a matrix, rounded to ``storage``."""
     if storage == torch.float8_e4m3fn:
-        return stored(weight.to(storage)), None
+        return to_bits(weight.to(storage)), None
     return quantise(weight) if storage == torch.int8 else quantise_groups(weight)
 
 
@@ -149,11 +149,11 @@ def quantise_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fits_groups(columns: int, groups: int) -> bool:
-    """Whether a matrix of 4 bits with ``groups`` along its columns can be kept: see ``in_groups``."""
+    """Whether a matrix of 4 bits with ``groups`` along its columns can be kept: see ``join_groups``."""
     return columns % groups == 0 and columns // groups % GROUP == 0
 
 
-def in_groups(levels: Tensor, step: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
+def join_groups(levels: Tensor, step: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and scale of a NarrowLinear for a matrix that is in 4 bits already.
 
     levels: uint8 [N, K], 0 to 15; a number is level x step + minimum [N, groups]. All groups have one size, a multiple

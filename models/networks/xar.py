@@ -171,7 +171,7 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1_g(x)) * self.fc1_x(x))
 
 
-def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """RMS normalisation without weights, then scale and shift from the condition."""
     return F.rms_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
@@ -190,9 +190,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """x [R, G, N, D] of G cells, given conditions [R, G, D]."""
         gain1, gain2, scale1, scale2, shift1, shift2 = self.ada_lin(condition).unsqueeze(2).chunk(6, dim=-1)
-        attended, own = self.attn(modulated(x, scale1, shift1).flatten(1, 2), rotation, past, mask)
+        attended, own = self.attn(modulate(x, scale1, shift1).flatten(1, 2), rotation, past, mask)
         x = x + gain1 * attended.view_as(x)
-        return x + gain2 * self.mlp(modulated(x, scale2, shift2)), own
+        return x + gain2 * self.mlp(modulate(x, scale2, shift2)), own
 
 
 class XAR(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ...device import dispatch
-from ...model_loaders.storage import Way, candidates, choose, reason
+from ...model_loaders.storage import Plan, choose_storage, explain, storages
 from ...models.ar_model import DiscreteModel
 from ...models.memory import weight_bytes
-from .memory import available, beside_weights
+from .memory import beside_weights, bytes_available
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ class Automatic:
             return self.own
         reads_narrow = dispatch.runs_triton(self.device)
         ways = [
-            Way(model.dtype, each, weight_bytes(model, model.dtype, each), beside_weights(model, model.dtype, each))
-            for each in candidates(self.own, reads_narrow)
+            Plan(model.dtype, each, weight_bytes(model, model.dtype, each), beside_weights(model, model.dtype, each))
+            for each in storages(self.own, reads_narrow)
         ]
-        free = available(self.device, ways[0].needed)
-        chosen = choose(ways, free, reads_narrow)
-        self.why = reason(ways, chosen, free, reads_narrow)
+        free = bytes_available(self.device, ways[0].needed)
+        chosen = choose_storage(ways, free, reads_narrow)
+        self.why = explain(ways, chosen, free, reads_narrow)
         log.info("%s: dtype %s.", self.name, self.why)
         return chosen.storage

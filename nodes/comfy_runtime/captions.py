@@ -22,7 +22,7 @@ from .messages import notify, show_text
 from .models import LoadedModel, patcher_of
 from .patcher import Patcher
 from .progress import Report
-from .runs import bring_the_rest, placed
+from .runs import bring_the_rest, place
 from .vae import image_tokens
 
 TOGETHER, TOKENS = 4, 2048  # most images that are described in one run, and most tokens of their answers
@@ -82,22 +82,24 @@ def describe(
 
         @contextmanager
         def reserve(method: Method, request: AnyRequest, first: int = first) -> Iterator[Report]:
-            with placed(loaded, held, method, request):
+            with place(loaded, held, method, request):
                 report = Report(request.length, None, Writing(held.reader, first, len(images)).show)
                 yield report
                 report.finish()
 
-        prompt = held.look(seen(loaded, held.reader, images[first : first + together, ..., :3], vae), question)
+        prompt = held.look(
+            images_to_read(loaded, held.reader, images[first : first + together, ..., :3], vae), question
+        )
         request = held.reader.request(prompt, most, temperature, seed + first)
         notify(request.notices)
         texts += map(held.reader.text, generate_until(NextToken(), request, held.reader.end, reserve))
     return texts
 
 
-def seen(loaded: LoadedModel, reader: ImageReader, images: Tensor, vae: Any) -> Tensor:
+def images_to_read(loaded: LoadedModel, reader: ImageReader, images: Tensor, vae: Any) -> Tensor:
     """Images [B, H, W, 3] (0..1) as the reader takes them. Raises ValueError as ``describe`` does."""
     model = loaded.model
-    pixels = torch.stack([reader.scaled(image, model.pixels_per_token) for image in images])
+    pixels = torch.stack([reader.scale(image, model.pixels_per_token) for image in images])
     if not reader.tokens:
         return pixels
     if vae is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...model_loaders.families import glm_image_diffusion as glm_image
 from .folders import MODELS, resolve, search_folders, stamp
 from .memory import load_models_gpu
-from .models import LoadedDecoder, managed, output
+from .models import LoadedDecoder, manage_decoder, output
 from .operations import Operations
 from .vae import ARVae
 
@@ -52,9 +52,9 @@ class GlmImageVae:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"This VAE belongs to GLM-Image and has no {name}: use it with {NODE}.")
 
-    def loaded(self) -> LoadedGlmImage:
+    def load(self) -> LoadedGlmImage:
         """Raises CheckpointError for folders that are missing, and for files that are damaged."""
-        folder = glm_image.find(resolve(self._model_name, MODELS), search_folders())
+        folder = glm_image.find_folder(resolve(self._model_name, MODELS), search_folders())
         files = stamp(sorted(file for part in glm_image.PARTS for file in (folder / part).iterdir() if file.is_file()))
         if self._loaded is None or self._loaded[0] != files:
             self._loaded = None  # free its memory first
@@ -80,7 +80,7 @@ class LoadedGlmImage:
     @cached_property
     def _encoder(self) -> ARVae:
         """The VAE's encoder, read when the first source image comes."""
-        return ARVae(managed(glm_image.load_encoder(self._folder, Operations)))
+        return ARVae(manage_decoder(glm_image.load_latent_encoder(self._folder, Operations)))
 
     def decode(
         self,
@@ -98,7 +98,7 @@ class LoadedGlmImage:
         sources = []
         for codes, image in images:
             mm.throw_exception_if_processing_interrupted()
-            sources.append(glm_image.Source(self._encoder.encode(image[None]), codes))
+            sources.append(glm_image.SourceImage(self._encoder.encode(image[None]), codes))
         load_models_gpu([self._reader], force_full_load=True)
         text, null = self.decoder.read(prompt)
         memory = self.decoder.dit.activation_bytes(

@@ -58,14 +58,14 @@ class KeptCosts(UserDict[str, PassCosts]):
     def _merge(self) -> None:
         """Add what the file has and this process has not. Raises OSError for one that cannot be read."""
         try:
-            self.data = entries(self.path) | self.data
+            self.data = read_costs(self.path) | self.data
         except FileNotFoundError:
             pass
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             log.warning("%s is damaged, so costs of passes are measured again: %s", self.path, error)
 
 
-def entries(path: Path) -> dict[str, PassCosts]:
+def read_costs(path: Path) -> dict[str, PassCosts]:
     """The items of a file. Raises OSError for one that cannot be read, and ValueError, TypeError, KeyError or
     AttributeError for one that is not of costs."""
     if (size := path.stat().st_size) > SETTINGS:
@@ -76,6 +76,6 @@ def entries(path: Path) -> dict[str, PassCosts]:
     return {key: PassCosts.of(costs) for key, costs in found.items()}
 
 
-def kept_costs() -> KeptCosts:
+def load_costs() -> KeptCosts:
     """Those of this ComfyUI."""
     return KeptCosts(Path(folder_paths.get_user_directory(), FILE))

@@ -45,13 +45,13 @@ def total_memory(device: torch.device) -> float:
     return math.inf if getattr(mm, "directml_enabled", False) else mm.get_total_memory(device)
 
 
-def fits(patchers: list[ModelPatcher], memory: int) -> bool:
+def fit_in_memory(patchers: list[ModelPatcher], memory: int) -> bool:
     """Whether these models and ``memory`` bytes fit in addition to what is loaded."""
     missing = sum(patcher.model_size() - patcher.loaded_size() for patcher in patchers)
-    return free_memory(patchers[0]) >= needed(missing, memory)
+    return free_memory(patchers[0]) >= bytes_needed(missing, memory)
 
 
-def needed(weights: int, memory: int) -> float:
+def bytes_needed(weights: int, memory: int) -> float:
     """Bytes that must be free for ComfyUI to load these weights, with ``memory`` bytes for the run, without unloading
     other models or dropping kept sessions."""
     return MARGIN * weights + memory + mm.minimum_inference_memory()
@@ -66,7 +66,7 @@ def beside_weights(
     return max(mm.minimum_inference_memory(), run + mm.extra_reserved_memory())
 
 
-def available(device: torch.device, wanted: float) -> float:
+def bytes_available(device: torch.device, wanted: float) -> float:
     """Bytes that a model can take on a device: those that are free, and those of weights that ComfyUI unloads for it.
     Infinite if unknown, as in ``total_memory``.
 

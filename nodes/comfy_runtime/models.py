@@ -151,7 +151,7 @@ def with_lora(loaded: LoadedModel, lora: str, strength: float) -> LoadedModel:
 def decoder_of(model: DiscreteModel | ContinuousBase, path: Path) -> LoadedDecoder | None:
     """The image decoder of a model: the one in its files, or else one from the search folders."""
     if model.image_decoder is not None:
-        return managed(model.image_decoder)
+        return manage_decoder(model.image_decoder)
     found = find_image_decoder(path, model.family, search_folders()) if model.continuous else None
     return found and open_decoder(found)
 
@@ -211,10 +211,10 @@ def patcher_of(module: torch.nn.Module, model: DiscreteModel | ContinuousBase) -
 
 def open_decoder(path: Path) -> LoadedDecoder:
     """Load an image decoder in fp32 (it is small, and rounding would change tokens). Raises ValueError."""
-    return managed(load_image_decoder(path, dtype=torch.float32, operations=Operations))
+    return manage_decoder(load_image_decoder(path, dtype=torch.float32, operations=Operations))
 
 
-def managed(decoder: Autoencoder) -> LoadedDecoder:
+def manage_decoder(decoder: Autoencoder) -> LoadedDecoder:
     """An image decoder under ComfyUI's memory management."""
     return LoadedDecoder(decoder, ModelPatcher(decoder.module, mm.vae_device(), mm.vae_offload_device()))
 

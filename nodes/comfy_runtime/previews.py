@@ -118,7 +118,7 @@ class Previews:
             self.cost = cost
         return image
 
-    def finished(self, progress: Any) -> Image.Image:
+    def show_finished(self, progress: Any) -> Image.Image:
         """The preview of the complete image, decoded if there is a decoder, whatever was spent: ComfyUI leaves the last
         one on the node, beside the image itself."""
         return self._show(progress, self.decoder is not None)

@@ -63,7 +63,7 @@ class Report:
         if previews is None or (finished and not previews.unfinished):
             return None
         try:
-            preview = previews.finished(progress) if finished else previews(progress)
+            preview = previews.show_finished(progress) if finished else previews(progress)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

@@ -15,7 +15,7 @@ from ...device import graphs
 from ...models.image_decoder import Autoencoder
 from ...samplers.contract import Method
 from ...samplers.generate import AnyRequest
-from .memory import cast_room, fits, load_models_gpu, out_of_memory, total_memory
+from .memory import cast_room, fit_in_memory, load_models_gpu, out_of_memory, total_memory
 from .models import LoadedDecoder, LoadedDrafter, LoadedModel
 from .patcher import Patcher
 from .previews import Previews, Sketcher, measure_palette, measured_tokens
@@ -33,14 +33,14 @@ class Beside(Protocol):
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def hold_interrupts() -> Iterator[None]:
     """Whoever interrupts meanwhile waits until it is over; one who has before is obeyed at once. (Layers ask, too.)"""
     with mm.interrupt_processing_mutex:
         mm.throw_exception_if_processing_interrupted()
         yield
 
 
-graphs.uninterrupted = uninterrupted
+graphs.uninterrupted = hold_interrupts
 
 
 class TooLargeError(ValueError):
@@ -48,7 +48,7 @@ class TooLargeError(ValueError):
 
 
 @contextmanager
-def placed(loaded: LoadedModel, beside: Beside | None, method: Method, request: AnyRequest) -> Iterator[None]:
+def place(loaded: LoadedModel, beside: Beside | None, method: Method, request: AnyRequest) -> Iterator[None]:
     """Model and what it needs beside it on the compute device, with memory for the run. Raises TooLargeError if it
     needs more memory than there is: on a CPU, the system would kill the process."""
     memory, session_key = method.run_bytes(request) + cast_room(loaded.model), method.session_key(request)
@@ -59,9 +59,9 @@ def placed(loaded: LoadedModel, beside: Beside | None, method: Method, request: 
             f"{there_is / 2**30:.1f} GiB in total. Generate fewer images at once (batch_size), or smaller ones."
         )
     together = [loaded.patcher] if beside is None else [loaded.patcher, beside.patcher]  # neither may evict the other
-    if not fits(together, missing(loaded, memory, session_key)):
+    if not fit_in_memory(together, bytes_missing(loaded, memory, session_key)):
         loaded.patcher.release()
-    load_models_gpu(together, memory_required=missing(loaded, memory, session_key))
+    load_models_gpu(together, memory_required=bytes_missing(loaded, memory, session_key))
     for patcher in together:
         bring_the_rest(patcher.model, loaded.model.device)
     try:
@@ -74,18 +74,18 @@ def placed(loaded: LoadedModel, beside: Beside | None, method: Method, request: 
 def sampling(
     loaded: LoadedModel, drafter: LoadedDrafter | None, method: Method, request: AnyRequest
 ) -> Iterator[Report]:
-    """Model and drafter placed (see ``placed``), and the callback of the run, which shows progress and previews and
+    """Model and drafter placed (see ``place``), and the callback of the run, which shows progress and previews and
     raises if the user interrupts."""
-    with placed(loaded, drafter, method, request):
+    with place(loaded, drafter, method, request):
         key = method.session_key(request)
-        memory = missing(loaded, method.run_bytes(request) + cast_room(loaded.model), key)
+        memory = bytes_missing(loaded, method.run_bytes(request) + cast_room(loaded.model), key)
         previews = previews_of(loaded, memory, request.length, request.sketch)
         report = Report(request.length, previews, Status(request).show)
         yield report
         report.finish()
 
 
-def missing(loaded: LoadedModel, memory: int, session_key: Hashable) -> int:
+def bytes_missing(loaded: LoadedModel, memory: int, session_key: Hashable) -> int:
     """Additional bytes that a run needs: none if an earlier run with the same settings left its session with the model,
     whose caches and captured steps are reused."""
     return 0 if session_key is not None and session_key in loaded.patcher.sessions else memory
@@ -120,7 +120,7 @@ def preview_decoder(loaded: LoadedDecoder, memory: int, length: int) -> Autoenco
     """The decoder, fully on the compute device, if that leaves ``memory`` bytes for the run in addition to decoding an
     image of ``length`` tokens; else None."""
     memory += loaded.bytes_for(length * loaded.area)
-    if not fits([loaded.patcher], memory):
+    if not fit_in_memory([loaded.patcher], memory):
         return None
     load_models_gpu([loaded.patcher], memory_required=memory, force_full_load=True)
     return loaded.decoder

@@ -41,7 +41,7 @@ class Status:
         return run | {"left": duration((now - began) * (self.total - done) / (done - before))}
 
 
-def finished(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
+def finished_run(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
     """After a run: also the passes that one for each sampled token would be (``plain``), the seconds that it took, the
     ``size`` (width, height) of an image, the settings that were ``used``, and ``notices`` of what was asked for but not
     done."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.changed_latents import CHANGED, changed, whole_ids
+from ...models.changed_latents import CHANGED, is_changed, whole_ids
 from ...models.image_decoder import ImageDecoder
 from . import models
 from .memory import out_of_memory
@@ -147,7 +147,7 @@ class ARVae:
                 f"{decoder.name} reads {decoder.channels} ([images, channels, rows, columns]): it comes from another "
                 "kind of model. Connect the VAE that belongs to that model."
             )
-        found = changed(latent, decoder.codebook if isinstance(decoder, ImageDecoder) else None)
+        found = is_changed(latent, decoder.codebook if isinstance(decoder, ImageDecoder) else None)
         if found:
             log.warning(CHANGED)
         notify([CHANGED] * found)

@@ -118,7 +118,7 @@ def test_models_that_read_tokens_take_their_vae(caption, readers, name, monkeypa
     texts = caption(model=model, vae=vae, temperature=0.9, seed=3)
     assert [len(tokens) for tokens, _ in asked] == [4, 1] and len({*texts}) > 1
     reader, pixels = captions.reader_of(model).reader, model.model.pixels_per_token
-    scaled = torch.stack([reader.scaled(image, pixels) for image in IMAGES])
+    scaled = torch.stack([reader.scale(image, pixels) for image in IMAGES])
     assert torch.equal(torch.cat([tokens for tokens, _ in asked]), vae.tokens(scaled, 32).cpu())
     assert caption(model=model, vae=vae, image=IMAGES[4:], temperature=0.9, seed=7) == texts[4:]
 

@@ -91,9 +91,9 @@ def test_it_is_the_decoder_s_image(sample, decode, glm_image):
 
 def test_source_images_are_read(sample, decode, edit, positive):
     latent, folder = sample(batch=2), Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image"
-    decoder, encoder = decoders.load(folder, torch.float32), decoders.load_encoder(folder)
+    decoder, encoder = decoders.load(folder, torch.float32), decoders.load_latent_encoder(folder)
     sources = [
-        decoders.Source(encoder.encode_latent(each["image"][None]), each["tokens"]) for each in sources_in(edit())
+        decoders.SourceImage(encoder.encode_latent(each["image"][None]), each["tokens"]) for each in sources_in(edit())
     ]
     wanted = decoder.latents(latent["ar_tokens"], *decoder.read(PROMPT), 5, 2, 1.5, "cpu", sources=sources)
     image = decode(latent, positive=edit(), seed=5)

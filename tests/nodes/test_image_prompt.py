@@ -10,7 +10,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_encoder, load_model
 from comfyui_specar.model_loaders.families import IMAGE_READERS
-from comfyui_specar.models.pictures import resized
+from comfyui_specar.models.pictures import resize
 from comfyui_specar.nodes.comfy_runtime import runs, sources
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from safetensors.torch import load_file, save_file
@@ -48,7 +48,7 @@ def test_images_are_read_in_their_order_and_proportions(ask, emu35, pictures):
     found = positive[0][1]["ar"]["images"]
     assert [tuple(grid.shape) for grid in found] == [(4, 4), (3, 5), (4, 4)]
     for grid, picture in zip(found, pictures, strict=True):
-        pixels = resized(picture[0], *(4 * side for side in grid.shape))
+        pixels = resize(picture[0], *(4 * side for side in grid.shape))
         assert torch.equal(emu35[0].decoder.decoder.encode(pixels[None])[0], grid)
     assert latent["samples"].shape == (1, 16, 4, 4) and not latent["samples"].any()
     assert negative[0][1]["ar"]["text"] == ""

@@ -61,10 +61,10 @@ def test_directml_has_more_than_comfyui_says(tiny, positive, monkeypatch):
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
     monkeypatch.setattr(NextToken, "run_bytes", lambda self, request: 2**31)
     run = tiny[0], None, NextToken(), tiny[0].model.request(positive)
-    with pytest.raises(runs.TooLargeError), runs.placed(*run):
+    with pytest.raises(runs.TooLargeError), runs.place(*run):
         pass
     monkeypatch.setattr(mm, "directml_enabled", True)
-    with runs.placed(*run):
+    with runs.place(*run):
         pass
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfy.cli_args import args
 from comfyui_specar.models.networks import quantised
-from comfyui_specar.models.networks.quantised import narrowed, put_narrow
+from comfyui_specar.models.networks.quantised import narrow_matrix, put_narrow
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
 from ..support.simulated_gpu import GPU
@@ -92,7 +92,7 @@ def streams(monkeypatch, request):
 def narrow_layers(storage, device="cpu"):
     model = torch.nn.Sequential(*(Operations.Linear(64, 64, bias=False) for _ in range(2)))
     for name in "01":
-        put_narrow(model, name, *narrowed(torch.randn(64, 64, device=device), storage))
+        put_narrow(model, name, *narrow_matrix(torch.randn(64, 64, device=device), storage))
     return model
 
 
@@ -134,7 +134,7 @@ def test_a_narrow_layer_that_fails_releases_its_stream(streams, monkeypatch):
 @pytest.mark.parametrize("storage", quantised.NARROW, ids=str)
 def test_copied_narrow_weights_are_those_of_the_layer(storage):
     """The copies of ComfyUI keep dtypes and numbers: on a CPU, to a device that is named otherwise."""
-    weight, scale = narrowed(torch.randn(64, 64), storage)
+    weight, scale = narrow_matrix(torch.randn(64, 64), storage)
     with Operations.Linear.fetch(weight, scale, torch.device("cpu", 0)) as copies:
         assert copies[0].dtype == weight.dtype and torch.equal(copies[0], weight)
         assert scale is None and copies[1] is None or torch.equal(copies[1], scale)

@@ -11,7 +11,7 @@ from comfyui_specar.device import cpu
 from comfyui_specar.device.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.nodes.comfy_runtime import runs
-from comfyui_specar.nodes.comfy_runtime.memory import fits, free_memory, load_models_gpu
+from comfyui_specar.nodes.comfy_runtime.memory import fit_in_memory, free_memory, load_models_gpu
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from comfyui_specar.nodes.comfy_runtime.patcher import Patcher
 from comfyui_specar.samplers.engine import run as engine
@@ -197,7 +197,7 @@ def test_memory_that_models_under_dynamic_vram_hold_counts_as_free(tiny, monkeyp
     if DYNAMIC_VRAM:
         monkeypatch.setattr("comfy_aimdo.model_vbar.vbars_analyze", lambda device=None: asked.append(device) or 2**40)
     assert free_memory(patcher) == 1000 + (2**40 if DYNAMIC_VRAM else 0)
-    assert fits([patcher], 2**30) == DYNAMIC_VRAM == bool(asked)
+    assert fit_in_memory([patcher], 2**30) == DYNAMIC_VRAM == bool(asked)
 
 
 @pytest.mark.parametrize("wrong", [None, RuntimeError("no memory")])

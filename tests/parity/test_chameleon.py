@@ -163,7 +163,7 @@ def test_official_crops():
     grids = chameleon.size_table(48)
     for size, crop in OFFICIAL["omni"]["crops"].items():
         width, height = map(int, size.split()[0].split("x"))
-        assert list(chameleon.cropped(torch.zeros(height, width, 3), 16, grids).shape[1::-1]) == crop
+        assert list(chameleon.crop_to_grid(torch.zeros(height, width, 3), 16, grids).shape[1::-1]) == crop
 
 
 @torch.inference_mode()

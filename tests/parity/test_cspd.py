@@ -21,7 +21,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.families import mar
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
-from comfyui_specar.models.networks.diffusion_head import Schedule
+from comfyui_specar.models.networks.diffusion_head import NoiseSchedule
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.distributions import Normal
 from comfyui_specar.samplers.methods.continuous import ContinuousRun, ContinuousSpeculative, log_ratio, residual
@@ -116,7 +116,7 @@ IMAGES = {"guided": (4.0, 1.0, 4), "unguided": (1.0, 0.95, 3)}  # guidance, temp
 @pytest.mark.parametrize("mode", ["block", "published"])
 def test_whole_images(monkeypatch, mode, name):
     cfg, temperature, length = IMAGES[name]
-    steps = last_steps(Schedule.cosine(25), 12)
+    steps = last_steps(NoiseSchedule.cosine(25), 12)
     noise0 = numbers("first noise of the picture", 2, 16, 16)
     noise_t = numbers("later noise of the picture", 12, 2, 16, 16)
 

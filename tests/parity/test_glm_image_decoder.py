@@ -58,7 +58,7 @@ def decoder(folder):
 
 @pytest.fixture(scope="module")
 def encoder(folder):
-    return glm_image.load_encoder(folder)
+    return glm_image.load_latent_encoder(folder)
 
 
 def picture(rows: int, cols: int) -> torch.Tensor:

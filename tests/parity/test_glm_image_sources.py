@@ -97,7 +97,7 @@ def test_images_are_scaled_as_by_the_processor(processor):
     scaling = Scaling(PREPROCESSOR["min_pixels"], PREPROCESSOR["max_pixels"])
     mean, std = (torch.tensor(each) for each in (scaling.image_mean, scaling.image_std))
     for size, wanted in zip(SIZES, found["pixel_values"].split([6, 4, 8]), strict=True):
-        seen = scaling.seen(picture(*size), SIDE)
+        seen = scaling.scale_to_encode(picture(*size), SIDE)
         assert_as_exact(lambda seen=seen: patches((seen - mean) / std), wanted)
 
 

@@ -25,7 +25,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.families import mar
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
-from comfyui_specar.models.networks.diffusion_head import Schedule
+from comfyui_specar.models.networks.diffusion_head import NoiseSchedule
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods import continuous_next_token
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken, mask_schedule
@@ -60,7 +60,7 @@ def close(compute, *names, apart=0):
 
 def schedule(steps, last=None, kind="ddpm"):
     """All of ``steps`` denoising steps, or the ``last`` of them."""
-    whole = Schedule.cosine(steps, kind)
+    whole = NoiseSchedule.cosine(steps, kind)
     return whole if last is None else last_steps(whole, last)
 
 
@@ -100,21 +100,21 @@ def test_denoising_network(model):
 @pytest.mark.parametrize("steps", INDICES)
 def test_mean_and_log_variance(model, steps):
     """Row by row: the first step multiplies numbers and their errors by 316."""
-    given = NOISY, torch.tensor(INDICES[steps]), Z, Schedule.cosine(steps)
+    given = NOISY, torch.tensor(INDICES[steps]), Z, NoiseSchedule.cosine(steps)
     close(lambda: model.head.mean_log_variance(*given), f"mean_{steps}", f"log_variance_{steps}", apart=1)
 
 
 def test_respacing():
-    lines = [" ".join(map(str, Schedule.cosine(n).timesteps.tolist())) for n in range(2, 1001)]
+    lines = [" ".join(map(str, NoiseSchedule.cosine(n).timesteps.tolist())) for n in range(2, 1001)]
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == OFFICIAL["respacing_sha256"]
     for steps, wanted in OFFICIAL["timesteps"].items():
-        assert Schedule.cosine(int(steps)).timesteps.tolist() == wanted
+        assert NoiseSchedule.cosine(int(steps)).timesteps.tolist() == wanted
 
 
 @pytest.mark.parametrize("steps", [5, 100, 1000])
 def test_tables(steps):
     """To fp32 precision in every entry, the tiny ones at both ends included."""
-    ours, wanted = Schedule.cosine(steps), OFFICIAL[f"tables_{steps}"]
+    ours, wanted = NoiseSchedule.cosine(steps), OFFICIAL[f"tables_{steps}"]
     for name, found in {
         "sqrt_alphas_cumprod": ours.signal,
         "sqrt_one_minus_alphas_cumprod": ours.noise,

@@ -95,7 +95,7 @@ def use_decoder(folder: Path, name: str) -> None:
 
 def use_glm_image(folder: Path) -> None:
     glm_image.load(folder, torch.float32).decode_tokens(torch.zeros(1, 1, 1, dtype=torch.int64), 'a "b"', steps=1)
-    glm_image.load_encoder(folder).encode_latent(torch.zeros(1, 32, 32, 3))
+    glm_image.load_latent_encoder(folder).encode_latent(torch.zeros(1, 32, 32, 3))
 
 
 def use_sources(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from comfyui_specar.models.networks import mar as net
-from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, NoiseSchedule
 from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.networks.mar import MARConfig
 from safetensors.torch import save_file
@@ -48,7 +48,7 @@ def write_mar(path: Path, config: MARConfig = MAR, **metadata) -> Path:
     return path
 
 
-def last_steps(schedule: Schedule, count: int) -> Schedule:
+def last_steps(schedule: NoiseSchedule, count: int) -> NoiseSchedule:
     """The ``count`` last denoising steps of a schedule, from moderate noise.
 
     With all steps a random network ends at values of 1e5, because nothing cancels the first noise.

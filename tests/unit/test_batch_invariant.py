@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from comfyui_specar import api
 from comfyui_specar.device import batch_invariant
 from comfyui_specar.kernels.attention import additive, attend
-from comfyui_specar.models.networks.cache import KVCache, slots_of
+from comfyui_specar.models.networks.cache import KVCache, cache_slots
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.methods.jacobi import SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -79,7 +79,7 @@ def test_the_fewest_queries_of_a_block_are_found_by_trying(monkeypatch, forgetfu
 
 
 def test_a_cache_has_a_length_that_can_be_read(fickle_attention):
-    slots = slots_of(1, 128, torch.bfloat16, torch.device("cpu"))
+    slots = cache_slots(1, 128, torch.bfloat16, torch.device("cpu"))
     cache = KVCache.of(1, 2, 3, slots, 8, torch.bfloat16, torch.device("cpu"))
     assert cache.capacity == cache.set_attention_length(None) == 384
     assert KVCache.of(1, 2, 3, slots, 8, torch.bfloat16, torch.device("cpu"), into=cache) is cache

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_specar.device.captured import ROWS, padded_rows, padded_tokens
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, NoiseSchedule
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
@@ -153,7 +153,7 @@ def test_nothing_is_captured_or_padded_elsewhere(models, monkeypatch):
 @fp64()
 def test_rows_of_the_head_do_not_depend_on_padding():
     head, graphs = DiffusionHead(4, 8, 8, 2, first=600), TapeGraphs(torch.device("cpu"))
-    schedule = Schedule.cosine(5, first=600)
+    schedule = NoiseSchedule.cosine(5, first=600)
     noise0, noise, z, other = (torch.randn(*size) for size in ((8, 4), (5, 8, 4), (8, 8), (8, 8)))
     scale = torch.linspace(1, 3, 8)
     wanted = head.denoise(z, other, scale, 0.9, noise0, noise, schedule)

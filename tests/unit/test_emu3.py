@@ -90,7 +90,7 @@ def test_tokenizers_of_either_layout_are_found(tmp_path, folders):
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file == beside / "tokenizer.json"
     tiny.write_ranks(bare)  # its own goes first
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file == bare / "emu3.tiktoken"
-    second = emu3.open_tokenizer(bare / "model.safetensors", [], emu3.ranked(131072), "BAAI/Emu3.5-Image")
+    second = emu3.open_tokenizer(bare / "model.safetensors", [], emu3.special_tokens(131072), "BAAI/Emu3.5-Image")
     assert isinstance(second, RankTokenizer) and len(second) == 264 + 3 + 205 + 3 + 131072
 
 

@@ -29,10 +29,12 @@ def decoder(folder):
 @pytest.fixture(scope="module")
 def sources(folder):
     """Of 2 x 1 and of 1 x 3 tokens."""
-    encoder, seeded = glm_image.load_encoder(folder), torch.Generator().manual_seed(1)
+    encoder, seeded = glm_image.load_latent_encoder(folder), torch.Generator().manual_seed(1)
     codes = torch.tensor([[3], [1]]), torch.tensor([[4, 1, 5]])
     images = (torch.rand(1, *(32 * side for side in each.shape), 3, generator=seeded) for each in codes)
-    return [glm_image.Source(encoder.encode_latent(image), each) for image, each in zip(images, codes, strict=True)]
+    return [
+        glm_image.SourceImage(encoder.encode_latent(image), each) for image, each in zip(images, codes, strict=True)
+    ]
 
 
 def test_codes_become_pixels(decoder):
@@ -63,8 +65,8 @@ def test_source_images_change_the_image(decoder, sources):
     tokens = torch.arange(6).view(1, 2, 3)
     plain = latents(decoder, tokens, [])
     assert torch.equal(plain, decoder.latents(tokens, *decoder.read("a sign"), 3, 2, 1.5, "cpu"))
-    recoded = [glm_image.Source(sources[0].latent, sources[0].tokens + 1), sources[1]]
-    repainted = [glm_image.Source(-sources[0].latent, sources[0].tokens), sources[1]]
+    recoded = [glm_image.SourceImage(sources[0].latent, sources[0].tokens + 1), sources[1]]
+    repainted = [glm_image.SourceImage(-sources[0].latent, sources[0].tokens), sources[1]]
     found = [plain, *(latents(decoder, tokens, each) for each in (sources, sources[:1], recoded, repainted))]
     for i, one in enumerate(found):
         assert one.isfinite().all() and not any(torch.allclose(one, other, atol=1e-3) for other in found[:i])
@@ -162,11 +164,11 @@ def test_a_vae_without_encoder_makes_images_but_reads_none(tmp_path, decoder):
     tokens = torch.arange(6).view(1, 2, 3)
     images = (each.decode_tokens(tokens, "a sign", steps=1) for each in (load(folder), decoder))
     assert torch.equal(*images)
-    refused(folder, "VAE without encoder", "source images", "zai-org/GLM-Image", loader=glm_image.load_encoder)
+    refused(folder, "VAE without encoder", "source images", "zai-org/GLM-Image", loader=glm_image.load_latent_encoder)
     save_file({name: tensor for name, tensor in weights.items() if name != "encoder.conv_out.bias"}, file)
-    refused(folder, "encoder.conv_out.bias", "incomplete", loader=glm_image.load_encoder)
+    refused(folder, "encoder.conv_out.bias", "incomplete", loader=glm_image.load_latent_encoder)
     save_file(weights | {"encoder.mid_block.attentions.0.to_q.bias": torch.zeros(64)}, file)
-    refused(folder, "attentions.0.to_q.bias", loader=glm_image.load_encoder)
+    refused(folder, "attentions.0.to_q.bias", loader=glm_image.load_latent_encoder)
 
 
 def test_parts_of_different_models(tmp_path):

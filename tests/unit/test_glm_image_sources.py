@@ -36,12 +36,12 @@ def test_an_image_is_scaled_to_whole_tokens():
     assert scaling.grid(1024, 768, 32) == (32, 24) and scaling.grid(1030, 700, 32) == (32, 22)
     assert scaling.grid(100, 50, 32) == (32, 16) and scaling.grid(4096, 8192, 32) == (32, 64)
     image = torch.rand(520, 517, 3)
-    assert scaling.scaled(image, 32).shape == (512, 512, 3) and scaling.seen(image, 32).shape == (256, 256, 3)
+    assert scaling.scale(image, 32).shape == (512, 512, 3) and scaling.scale_to_encode(image, 32).shape == (256, 256, 3)
 
 
 def test_an_image_of_whole_tokens_reaches_the_decoder_as_it_is():
     image = (torch.rand(544, 512, 3) * 255).round() / 255
-    assert torch.equal(Scaling().scaled(image, 32), image)
+    assert torch.equal(Scaling().scale(image, 32), image)
 
 
 @pytest.mark.parametrize(("height", "width"), [(15, 40), (100, 401), (4, 4)])

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_specar.kernels import linear
-from comfyui_specar.models.networks.quantised import stored
+from comfyui_specar.models.networks.quantised import to_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..support.triton_kernels import agrees, interpreted
@@ -20,7 +20,7 @@ def problem(rows, outer, inner, storage, dtype=torch.float32):
     generator = torch.Generator().manual_seed(rows + outer + inner)
     x = torch.randn(rows, inner, generator=generator).to(dtype)
     if storage == FP8:
-        return x, stored((torch.randn(outer, inner, generator=generator) * 3).to(FP8)), None
+        return x, to_bits((torch.randn(outer, inner, generator=generator) * 3).to(FP8)), None
     if storage == INT4:
         groups = -(-inner // linear.GROUP)
         weight = torch.randint(256, (outer, groups, linear.GROUP // 2), generator=generator, dtype=torch.uint8)
@@ -98,7 +98,7 @@ def test_devices_without_a_kernel_of_ours_multiply_once(rows, storage):
             for size, dtype in ((32, torch.uint8), (2, torch.bfloat16))
         )
     else:
-        weight, scale = stored(weight.to(storage)), torch.empty(11008, device="meta") if storage == INT8 else None
+        weight, scale = to_bits(weight.to(storage)), torch.empty(11008, device="meta") if storage == INT8 else None
     with Counting() as operations:
         assert linear.linear_narrow(x, weight, scale).shape == (rows, 11008)
     assert operations.count < 16

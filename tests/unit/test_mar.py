@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.models.networks import mar
-from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, NoiseSchedule
 
 from ..support.tiny import fill
 from ..support.tiny_mar import DEPTH, MAR, WIDTH, last_steps, mar_weights
@@ -76,17 +76,17 @@ def test_positions_of_other_grids(model):
 @pytest.mark.parametrize("steps", [0, 1, 1001])
 def test_illegal_numbers_of_steps(steps):
     with pytest.raises(ValueError, match=rf"2 to 1000 steps.* {steps}\b"):
-        Schedule.cosine(steps)
+        NoiseSchedule.cosine(steps)
 
 
 def test_unknown_kinds_of_sampling():
     with pytest.raises(ValueError, match="ddpm or ddim.*'euler'"):
-        Schedule.cosine(10, "euler")
+        NoiseSchedule.cosine(10, "euler")
 
 
 def test_tables_are_built_on_the_cpu_while_models_are_built_elsewhere():
     with torch.device("meta"):
-        assert Schedule.cosine(5).signal.device.type == "cpu"
+        assert NoiseSchedule.cosine(5).signal.device.type == "cpu"
 
 
 Z, OTHER = numbers("z", 6, 32), numbers("z of no prompt", 6, 32)
@@ -94,7 +94,7 @@ NOISE0 = numbers("first noise", 6, 16)
 
 
 def run(head, cfg=1.0, temperature=1.0, kind="ddpm", uncond=None, noise="later noise", noise0=NOISE0, z=Z):
-    schedule = last_steps(Schedule.cosine(25, kind), 8)
+    schedule = last_steps(NoiseSchedule.cosine(25, kind), 8)
     return head.denoise(z, uncond, cfg, temperature, noise0, numbers(noise, 8, 6, 16), schedule)
 
 
@@ -105,7 +105,7 @@ def test_noise_is_used_where_it_should_be(head):
     assert torch.equal(cold[0].mean, cold[1].mean) and (cold[0].log_std == -math.inf).all()
     ddim = [run(head, kind="ddim", noise=name).mean for name in ("later noise", "quite other noise")]
     assert torch.equal(*ddim) and not torch.allclose(ddim[0], cold[0].mean, atol=1e-2)
-    schedule, noise = last_steps(Schedule.cosine(25), 8), numbers("later noise", 8, 6, 16)
+    schedule, noise = last_steps(NoiseSchedule.cosine(25), 8), numbers("later noise", 8, 6, 16)
     noise[-1] = 1e3  # the last step adds none
     assert torch.equal(head.denoise(Z, None, 1.0, 1.0, NOISE0, noise, schedule).mean, end.mean)
     with pytest.raises(ValueError, match="8 .*100 steps"):
@@ -113,7 +113,7 @@ def test_noise_is_used_where_it_should_be(head):
 
 
 def test_temperature_scales_the_width_but_not_the_path_of_widths(head):
-    schedule = last_steps(Schedule.cosine(25), 2)  # one step with noise, then the last
+    schedule = last_steps(NoiseSchedule.cosine(25), 2)  # one step with noise, then the last
     x, noise = NOISE0, torch.zeros(2, 6, 16)  # no noise: both temperatures take the same way
     warm, cool = (head.denoise(Z, None, 1.0, t, x, noise, schedule) for t in (1.0, 0.5))
     assert torch.equal(warm.mean, cool.mean) and torch.equal(warm.path, cool.path)
@@ -140,7 +140,7 @@ def test_guidance(head):
 
 def test_the_variance_is_that_of_the_prompt(head):
     """Of the first step, where both branches read the same noise: guided or not, the widths are the same."""
-    schedule = last_steps(Schedule.cosine(25), 1)
+    schedule = last_steps(NoiseSchedule.cosine(25), 1)
     nothing = torch.zeros(1, 6, 16)
     plain = head.denoise(Z, None, 1.0, 1.0, NOISE0, nothing, schedule)
     guided = head.denoise(Z, OTHER, 4.0, 1.0, NOISE0, nothing, schedule)

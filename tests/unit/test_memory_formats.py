@@ -45,7 +45,7 @@ def made(name, folder):
     if name == "GLM-Image's VAE":
         tiny_glm_image.write_decoder(folder)
         vae = glm_image.load(folder, torch.float32).vae
-        return of_decoder(vae, glm_image.load_encoder(folder).encode_latent)
+        return of_decoder(vae, glm_image.load_latent_encoder(folder).encode_latent)
     if name == "GLM-Image's source encoder":
         path = tiny_glm_image.write(folder)
         encoder = load_encoder(path, api.load_model(path))
@@ -54,7 +54,7 @@ def made(name, folder):
     if name == "Janus's tower":
         path = tiny_janus.write(folder)
         reader = load_reader(path, api.load_model(path))
-        return Subject(40, 60, lambda images: reader.reading(torch.stack([reader.scaled(x, 16) for x in images])))
+        return Subject(40, 60, lambda images: reader.reading(torch.stack([reader.scale(x, 16) for x in images])))
     return of_decoder(load_image_decoder(WRITE[name][0](folder)))
 
 

@@ -9,7 +9,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.families.harmon import HarmonModel
 from comfyui_specar.model_loaders.text.t5 import T5Encoder
-from comfyui_specar.models.changed_latents import repeated, strayed, whole_ids
+from comfyui_specar.models.changed_latents import is_off_codebook, is_repeated, whole_ids
 from comfyui_specar.models.sizes import unsupported_size
 from comfyui_specar.models.text import prompt_settings
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -194,9 +194,9 @@ def test_a_latent_as_it_was_generated_is_no_changed_one(rows, cols, batch, kind,
     """Nor one stored in half precision, turned or cropped."""
     latent = image(rows, cols, book(kind), batch).to(dtype)
     for each in (latent, latent.flip(-1), latent.rot90(1, (-2, -1)), latent[..., 1:-2, 2:]):
-        assert not strayed(each, book(kind)) and not repeated(each)
+        assert not is_off_codebook(each, book(kind)) and not is_repeated(each)
     blank = latent[..., :1, :1].expand_as(latent)
-    assert not strayed(blank, book(kind)) and not repeated(blank)
+    assert not is_off_codebook(blank, book(kind)) and not is_repeated(blank)
 
 
 @given(SIDES, SIDES, KINDS, st.sampled_from([1.25, 1.5, 2.0, 3.0]), st.sampled_from(["nearest-exact", "bilinear"]))
@@ -204,14 +204,14 @@ def test_a_latent_as_it_was_generated_is_no_changed_one(rows, cols, batch, kind,
 def test_a_latent_that_was_scaled_is_told(rows, cols, kind, factor, mode):
     latent = image(rows, cols, book(kind))
     scaled = F.interpolate(latent, (round(rows * factor), round(cols * factor)), mode=mode)
-    assert strayed(scaled, book(kind)) or repeated(scaled)
+    assert is_off_codebook(scaled, book(kind)) or is_repeated(scaled)
 
 
 @given(KINDS, st.floats(0.1, 0.9))
 @settings(deadline=None, max_examples=20)
 def test_a_latent_that_was_blended_is_told(kind, share):
     latent = image(8, 8, book(kind))
-    assert strayed(torch.lerp(latent, latent.roll(1, -1), share), book(kind))
+    assert is_off_codebook(torch.lerp(latent, latent.roll(1, -1), share), book(kind))
 
 
 def test_ids_that_were_blended_are_refused():

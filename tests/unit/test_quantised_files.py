@@ -14,7 +14,7 @@ from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_
 from comfyui_specar.model_loaders.files.convrot import rotated
 from comfyui_specar.model_loaders.files.gptq import with_gptq
 from comfyui_specar.model_loaders.files.scaled import with_scales
-from comfyui_specar.models.networks.quantised import NarrowLinear, narrowed
+from comfyui_specar.models.networks.quantised import NarrowLinear, narrow_matrix
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file
 
@@ -260,7 +260,7 @@ def test_what_a_second_rounding_to_4_bits_costs(name, total, tmp_path):
     weight = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
     pack, about = MATRICES[name]
     matrix = read(pack("a.weight", weight)[0], tmp_path / "x", about)
-    again = in_storage(*narrowed(matrix, INT4), torch.float32).view_as(weight)
+    again = in_storage(*narrow_matrix(matrix, INT4), torch.float32).view_as(weight)
     assert 100 * float((again - weight).norm() / weight.norm()) == pytest.approx(total, rel=0.06)
 
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from comfyui_specar.models import neighbours
-from comfyui_specar.models.neighbours import nearest, neighbour_table
+from comfyui_specar.models.neighbours import compute_neighbours, neighbour_table
 from comfyui_specar.samplers.rules.lantern import Lantern
 from safetensors.torch import load_file, save_file
 
@@ -51,9 +51,9 @@ def test_equal_vectors_are_nearest_in_the_order_of_the_codes():
 
 def test_chunks_do_not_show(monkeypatch):
     book = codes(97)
-    whole = nearest(book, 30)
+    whole = compute_neighbours(book, 30)
     monkeypatch.setattr(neighbours, "_CHUNK", 200)
-    assert torch.equal(nearest(book, 30), whole)
+    assert torch.equal(compute_neighbours(book, 30), whole)
 
 
 @pytest.mark.parametrize("count", [0, -1, 50, 1000])
@@ -73,13 +73,13 @@ def cache(tmp_path, monkeypatch):
 
 def spy(monkeypatch):
     """Every computation from here on."""
-    computed, real = [], neighbours.nearest
-    monkeypatch.setattr(neighbours, "nearest", lambda *given: computed.append(given[1]) or real(*given))
+    computed, real = [], neighbours.compute_neighbours
+    monkeypatch.setattr(neighbours, "compute_neighbours", lambda *given: computed.append(given[1]) or real(*given))
     return computed
 
 
 def test_a_table_is_computed_once_and_cut_to_size(cache, monkeypatch):
-    book, wanted = codes(60), nearest(codes(60), 59)
+    book, wanted = codes(60), compute_neighbours(codes(60), 59)
     computed = spy(monkeypatch)
     for count in (5, 40, 1):
         assert torch.equal(neighbour_table(book, count), wanted[:, :count])
@@ -95,7 +95,7 @@ def test_another_codebook_has_another_file(cache):
     other = book.clone()
     other[-1, -1] += 9
     books = (book, other, book[:, :2], codes(60, seed=1))
-    assert all(torch.equal(neighbour_table(b, 5), nearest(b, 5)) for b in books)
+    assert all(torch.equal(neighbour_table(b, 5), compute_neighbours(b, 5)) for b in books)
     assert len(list(cache.iterdir())) == 4
     assert not torch.equal(neighbour_table(book, 5), neighbour_table(other, 5))
 
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_only_costs_time(cache, monkeypatch, cap
         first = neighbour_table(book, 7)
         assert len(caplog.records) == 1 and str(cache) in caplog.text
         assert torch.equal(neighbour_table(book, 7), first)
-    assert computed == [40, 40] and torch.equal(first, nearest(book, 7))
+    assert computed == [40, 40] and torch.equal(first, compute_neighbours(book, 7))
     assert obstacle == "folder" or list(cache.iterdir()) == [], "no half-written file stays behind"
 
 

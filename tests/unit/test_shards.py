@@ -14,7 +14,7 @@ from comfyui_specar.model_loaders.files.checkpoint import (
     tensor_names,
     weight_file,
 )
-from comfyui_specar.models.networks.quantised import stored
+from comfyui_specar.models.networks.quantised import to_bits
 from safetensors.torch import load_file, save_file
 
 from ..support import comfy_quant, quantised_layouts, tiny_chameleon, tiny_janus
@@ -208,7 +208,7 @@ def test_matrices_of_layers_are_stored_narrow_and_the_rest_is_not(tmp_path):
         matrix = ".layers." in name and tensor.ndim == 2 and "norm" not in name
         assert tensor.dtype == (torch.uint8 if matrix else torch.bfloat16), name
         wanted = whole.state_dict()[name]
-        kept = stored(wanted.to(storage)) if matrix else wanted.to(torch.bfloat16)
+        kept = to_bits(wanted.to(storage)) if matrix else wanted.to(torch.bfloat16)
         assert torch.equal(tensor, kept), name
 
 

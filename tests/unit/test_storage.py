@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_specar.kernels import linear
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.model_loaders.storage import Way, candidates, choose, reason
+from comfyui_specar.model_loaders.storage import Plan, choose_storage, explain, storages
 from comfyui_specar.models.conditions import precision
 from comfyui_specar.models.memory import offload_embedding, weight_bytes
 from comfyui_specar.models.networks.quantised import quantise_groups
@@ -57,7 +57,7 @@ DISCRETE = declared("TINY", continuous=False)
 
 def ways_of(weights, beside, dtype=torch.bfloat16, storages=(BF16, INT8, INT4)):
     return [
-        Way(dtype, each, int(size * GIB), beside[each is not None] * GIB)
+        Plan(dtype, each, int(size * GIB), beside[each is not None] * GIB)
         for each, size in zip(storages, weights, strict=True)
     ]
 
@@ -66,7 +66,7 @@ def ways_of(weights, beside, dtype=torch.bfloat16, storages=(BF16, INT8, INT4)):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_choice_for_every_card_and_model(name, reads_narrow):
     ways = ways_of(*MODELS[name])
-    found = tuple(choose(ways, (card - 1) * GIB, reads_narrow).storage for card in CARDS)
+    found = tuple(choose_storage(ways, (card - 1) * GIB, reads_narrow).storage for card in CARDS)
     assert found == (CHOSEN if reads_narrow else WITHOUT)[name]
 
 
@@ -85,10 +85,10 @@ def test_never_narrower_than_what_fits_nor_with_more_memory(seed, reads_narrow):
     numbers, more, rest, room = (draw.uniform(0.1, 40) for _ in range(4))
     bytes_of = {None: dtype.itemsize, torch.int8: 1, torch.uint4: 0.5625}
     ways = [
-        Way(dtype, each, int((numbers * bytes_of[each] + more) * GIB), (rest + room * (each is not None)) * GIB)
-        for each in candidates(own, reads_narrow)
+        Plan(dtype, each, int((numbers * bytes_of[each] + more) * GIB), (rest + room * (each is not None)) * GIB)
+        for each in storages(own, reads_narrow)
     ]
-    chosen = [ways.index(choose(ways, free * GIB, reads_narrow)) for free in range(0, 300)]
+    chosen = [ways.index(choose_storage(ways, free * GIB, reads_narrow)) for free in range(0, 300)]
     assert chosen == sorted(chosen, reverse=True) and chosen[-1] == 0
     for free, index in enumerate(chosen):
         assert not any(way.needed <= free * GIB for way in ways[:index])
@@ -100,7 +100,7 @@ def test_where_nothing_fits_the_narrowest_copies_least_and_the_gpu_reads_least()
         ways = ways_of(weights, beside)
         for free in range(0, int(ways[-1].needed), GIB // 4):
             copied = [way.streamed(free) for way in ways]
-            assert copied == sorted(copied, reverse=True) and choose(ways, free, True) is ways[-1]
+            assert copied == sorted(copied, reverse=True) and choose_storage(ways, free, True) is ways[-1]
         assert [way.weights for way in ways] == sorted((way.weights for way in ways), reverse=True)
 
 
@@ -140,7 +140,7 @@ def test_the_bytes_that_widening_moves_are_those_of_its_operations(storage, dtyp
         x = torch.zeros(1, columns, dtype=dtype, device="cuda:0")
         with Traffic() as traffic:
             linear.few_rows.reference(x, *given)
-    assert traffic.bytes == pytest.approx(Way(dtype, storage, size, 0).moved(), rel=0.06)
+    assert traffic.bytes == pytest.approx(Plan(dtype, storage, size, 0).moved(), rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -156,23 +156,23 @@ def test_the_bytes_that_widening_moves_are_those_of_its_operations(storage, dtyp
 )
 def test_the_choice_in_words(free, reads_narrow, words):
     ways, free = ways_of(*MODELS["lumina-mgpt-7b"]), free * GIB
-    assert re.search(words, reason(ways, choose(ways, free, reads_narrow), free, reads_narrow))
+    assert re.search(words, explain(ways, choose_storage(ways, free, reads_narrow), free, reads_narrow))
 
 
 def test_a_narrow_file_is_not_rounded_to_other_bits():
     """Without Triton, it is widened if that fits. One in 8 bits may become one in 4."""
     for own in (torch.float8_e4m3fn, torch.int8):
-        assert candidates(own, True) == (own, torch.uint4) and candidates(own, False) == (None, own, torch.uint4)
-    assert candidates(torch.uint4, True) == (torch.uint4,) and candidates(torch.uint4, False) == (None, torch.uint4)
-    assert candidates(None, True) == candidates(None, False) == (None, torch.int8, torch.uint4)
+        assert storages(own, True) == (own, torch.uint4) and storages(own, False) == (None, own, torch.uint4)
+    assert storages(torch.uint4, True) == (torch.uint4,) and storages(torch.uint4, False) == (None, torch.uint4)
+    assert storages(None, True) == storages(None, False) == (None, torch.int8, torch.uint4)
 
 
 @pytest.mark.parametrize("reads_narrow", [True, False])
 def test_of_a_file_in_4_bits_nothing_is_said_about_what_it_changes(reads_narrow):
     ways = [
-        ways_of(*MODELS["lumina-mgpt-7b"])[0 if each is None else 2] for each in candidates(torch.uint4, reads_narrow)
+        ways_of(*MODELS["lumina-mgpt-7b"])[0 if each is None else 2] for each in storages(torch.uint4, reads_narrow)
     ]
-    said = reason(ways, ways[-1], 8 * GIB, reads_narrow)
+    said = explain(ways, ways[-1], 8 * GIB, reads_narrow)
     assert "int4 (storage)" in said and "change images" not in said
 
 

@@ -11,7 +11,7 @@ import torch
 from comfyui_specar.device.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.models.drafters import pair
+from comfyui_specar.models.drafters import as_drafter
 from comfyui_specar.models.networks.backbone import BackboneConfig
 from comfyui_specar.models.networks.eagle import Eagle
 from comfyui_specar.models.text.prompt_encoders import MissingEncoder
@@ -185,7 +185,7 @@ def test_every_size_of_the_target_may_be_named(target, tmp_path):
 def test_a_smaller_model_without_its_tokenizer_borrows_the_targets(target, tmp_path):
     small = text_model(dim=16, layers=1)
     small.prompt_encoder, small.prefix.null = MissingEncoder("no tokenizer"), None
-    drafter = pair(small, target, tmp_path)
+    drafter = as_drafter(small, target, tmp_path)
     assert small.prompt_encoder is target.prompt_encoder and small.prefix.null is target.prefix.null
     assert drafter.family == "text" and not drafter.own_words
 
@@ -194,7 +194,7 @@ def test_a_smaller_model_reads_prompts_with_its_own_tokenizer(target, tmp_path):
     """Its special tokens may have other ids. What was given as ids stays as it is."""
     small = text_model(dim=16, layers=1)
     small.prompt_encoder = replace(small.prompt_encoder, write=lambda text, grid: [*map(ord, text), *grid, 6])
-    drafter = pair(small, target, tmp_path)
+    drafter = as_drafter(small, target, tmp_path)
     for prompt, negative, wanted in (
         (target.encode_prompt("#"), None, [[35, 4, 3, 6], None]),
         (target.encode_prompt("#"), target.encode_prompt("$"), [[35, 4, 3, 6], [36, 4, 3, 6]]),
@@ -220,7 +220,7 @@ def test_a_smaller_model_of_other_words_is_refused(target, tmp_path, change, wor
     small = text_model(dim=16, layers=1)
     change(small)
     with pytest.raises(CheckpointError) as caught:
-        pair(small, target, tmp_path / "small")
+        as_drafter(small, target, tmp_path / "small")
     assert all(word in str(caught.value) for word in ("small", *words)), caught.value
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.families import xar
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from comfyui_specar.models.drafters import pair
+from comfyui_specar.models.drafters import as_drafter
 from comfyui_specar.models.networks import xar as net
 from comfyui_specar.models.networks.xar import Flow, FlowNumbers, XARConfig, cell_order
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
@@ -241,7 +241,7 @@ def ones(tmp_path_factory):
         xar.load(open_checkpoint(write(tmp_path_factory.mktemp("ones"), sizes, cell=1)), torch.float32, None, ())
         for sizes in ({"blocks": 1}, {"dim": 16, "blocks": 1, "hidden": 24})
     )
-    return target, pair(drafter, target, Path("xar.safetensors"))
+    return target, as_drafter(drafter, target, Path("xar.safetensors"))
 
 
 def test_files_say_how_large_cells_are(ones, model, tmp_path):
@@ -255,7 +255,7 @@ def test_files_say_how_large_cells_are(ones, model, tmp_path):
         *range(4, 8),
     ]
     with pytest.raises(CheckpointError, match="cells of 1 tokens.*cells of 64 tokens"):
-        pair(ones[1], model, Path("xar.safetensors"))
+        as_drafter(ones[1], model, Path("xar.safetensors"))
 
 
 @torch.inference_mode()

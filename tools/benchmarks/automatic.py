@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from comfyui_specar.model_loaders.storage import Way, candidates, choose
+from comfyui_specar.model_loaders.storage import Plan, choose_storage, storages
 from comfyui_specar.models.memory import weight_bytes
 from comfyui_specar.models.networks.quantised import largest_matrix
 from comfyui_specar.samplers.engine.memory import image_bytes
@@ -25,24 +25,24 @@ MODELS = {
 }
 
 
-def ways(size: str) -> list[Way]:
+def ways(size: str) -> list[Plan]:
     """The ways to store a released model that is computed in bf16, widest first."""
     dtype = torch.bfloat16
     model = sizes.build(sizes.SIZES[size], dtype, torch.device("meta"))
     return [
-        Way(
+        Plan(
             dtype,
             storage,
             weight_bytes(model, dtype, storage),
             max(LEAST, image_bytes(model, dtype, largest_matrix(model) if storage else 0) + RESERVED),
         )
-        for storage in candidates(None, True)
+        for storage in storages(None, True)
     ]
 
 
-def cell(ways: list[Way], free: float, reads_narrow: bool) -> str:
+def cell(ways: list[Plan], free: float, reads_narrow: bool) -> str:
     """The choice, and what is copied in every forward pass."""
-    way = choose(ways, free, reads_narrow)
+    way = choose_storage(ways, free, reads_narrow)
     streamed = way.streamed(free)
     return way.name.removesuffix(" (storage)") + (f", {streamed / GIB:.1f} GiB streamed" if streamed else "")
 

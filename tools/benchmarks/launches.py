@@ -28,7 +28,7 @@ from comfyui_specar.kernels import noise
 from comfyui_specar.models import ar_model
 from comfyui_specar.models.ar_model import DiscreteModel
 from comfyui_specar.models.continuous_model import MaskedModel, MaskedState
-from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, NoiseSchedule
 from comfyui_specar.models.networks.mar import MAR, MARConfig
 from comfyui_specar.models.text.prompt_encoders import MissingEncoder
 from comfyui_specar.samplers import constants
@@ -184,11 +184,11 @@ class Case:
 def mar_b(counts: Launches) -> tuple[MaskedModel, MaskedState]:
     """MAR-B in bf16, its head in fp32, and the state of a guided run of one image."""
     with fake_tensor.unset_fake_temporarily():
-        schedule = Schedule.cosine()  # reads a number
+        schedule = NoiseSchedule.cosine()  # reads a number
     schedule = graphs.mapped(lambda table: torch.empty_like(table, device=GPU), schedule)
     with sizes.built_as(torch.bfloat16, GPU):
         backbone = MAR(MARConfig())
-    with sizes.built_as(torch.float32, GPU), patch.object(Schedule, "cosine", return_value=schedule):
+    with sizes.built_as(torch.float32, GPU), patch.object(NoiseSchedule, "cosine", return_value=schedule):
         head = DiffusionHead(backbone.config.channels, backbone.config.dim, width=1024, depth=6)
     encoder = MissingEncoder("Random weights read no prompts.")
     model = MaskedModel(backbone, head, "mar", 0.2325, ContinuousParams(cfg=2.9), encoder)

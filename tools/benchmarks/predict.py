@@ -24,7 +24,7 @@ from functools import cache, partial
 from math import ceil
 from typing import Any
 
-from comfyui_specar.model_loaders.storage import Way, choose
+from comfyui_specar.model_loaders.storage import Plan, choose_storage
 from comfyui_specar.samplers.drafts.auto import RANKS, Acceptance, Auto, best_paths, expected, reached_in
 from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.drafts.trees import Path, published
@@ -376,14 +376,14 @@ def auto(card: Card, model: Model, storage: str) -> tuple[int, float]:
 
 
 @cache
-def ways_of(size: str) -> tuple[Way, ...]:
+def ways_of(size: str) -> tuple[Plan, ...]:
     return tuple(ways(size))
 
 
 def stored(card: Card, model: Model) -> str | None:
     """The widest way to store a model with which it fits the card (None: it does not)."""
     free = card.memory * GIB - TAKEN
-    way = choose(list(ways_of(model.size)), free, True)
+    way = choose_storage(list(ways_of(model.size)), free, True)
     return None if way.streamed(free) else way.name.removesuffix(" (storage)")
 
 

@@ -20,7 +20,7 @@ from comfyui_specar.models.networks.eagle import Eagle
 from comfyui_specar.models.networks.janus import CodeEmbedding, CodeHead
 from comfyui_specar.models.networks.positions import GridPositions, SequencePositions
 from comfyui_specar.models.networks.prefix import CaptionPrefix, TextPrefix
-from comfyui_specar.models.networks.quantised import narrow_names, narrowed, put_narrow
+from comfyui_specar.models.networks.quantised import narrow_matrix, narrow_names, put_narrow
 from comfyui_specar.models.text.prompt_encoders import MissingEncoder
 from comfyui_specar.samplers.contract import SamplingParams
 from torch import nn
@@ -165,7 +165,7 @@ def narrow(model: DiscreteModel, storage: torch.dtype) -> None:
     """Keep the large matrices in a narrow storage."""
     for name in narrow_names(model, storage):
         weight = model.get_submodule(name).weight.detach()
-        put_narrow(model, name, *narrowed(weight, storage))
+        put_narrow(model, name, *narrow_matrix(weight, storage))
 
 
 def prompt(model: DiscreteModel) -> list:

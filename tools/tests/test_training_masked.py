@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from comfyui_specar import api
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.models.image_decoder import ImageDecoder
-from comfyui_specar.models.networks.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.networks.diffusion_head import DiffusionHead, NoiseSchedule
 from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.networks.vq import VQConfig, VQModel
 from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images
@@ -80,7 +80,7 @@ def test_only_unknown_tokens_are_learnt_from_known_ones(model):
 
 def test_bound_is_zero_for_the_true_noise_and_width():
     """A head that knows the noise, and predicts the narrowest width, matches the true posterior."""
-    schedule, tokens = Schedule.cosine(1000), torch.randn(500, 4)
+    schedule, tokens = NoiseSchedule.cosine(1000), torch.randn(500, 4)
     head = DiffusionHead(4, 8, 8, 1)
 
     class Oracle(torch.nn.Module):
@@ -99,7 +99,7 @@ def test_bound_is_zero_for_the_true_noise_and_width():
 
 def test_bound_does_not_move_the_mean():
     head, tokens = DiffusionHead(4, 8, 8, 1), torch.randn(64, 4)
-    loss = masked.diffusion_loss(head, Schedule.cosine(1000), torch.randn(64, 8), tokens, torch.Generator())
+    loss = masked.diffusion_loss(head, NoiseSchedule.cosine(1000), torch.randn(64, 8), tokens, torch.Generator())
     loss.bound.backward()
     gradient = head.net.final_layer.linear.weight.grad
     assert gradient[:4].abs().max() == 0 and gradient[4:].abs().max() > 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model_loaders.files.checkpoint import open_checkpoint
-from ...models.networks.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
+from ...models.networks.diffusion_head import TRAINING_STEPS, DiffusionHead, NoiseSchedule
 from ...models.networks.kl_vae import KLModel
 from ...models.networks.mar import MAR, MARConfig
 from .captions import Captions
@@ -125,7 +125,7 @@ class DiffusionLoss:
 
 
 def diffusion_loss(
-    head: DiffusionHead, schedule: Schedule, z: Tensor, tokens: Tensor, generator: torch.Generator
+    head: DiffusionHead, schedule: NoiseSchedule, z: Tensor, tokens: Tensor, generator: torch.Generator
 ) -> DiffusionLoss:
     """The loss of improved DDPM (Nichol & Dhariwal, 2021, section 3.1), one random step per row.
 
@@ -190,7 +190,9 @@ class Latents(Views):
 
 
 @torch.no_grad()
-def held_out_error(model: MaskedTextToImage, schedule: Schedule, batch: tuple[Tensor, Tensor, Tensor]) -> list[float]:
+def held_out_error(
+    model: MaskedTextToImage, schedule: NoiseSchedule, batch: tuple[Tensor, Tensor, Tensor]
+) -> list[float]:
     """Error of the noise with 0, 1/4, 1/2 and 3/4 of the tokens known, with fixed random numbers."""
     captions, dropped, tokens = batch
     count, length = tokens.shape[:2]
@@ -225,7 +227,7 @@ def train(
     captions.random.seed(training.step)
     latents = Latents(setting, cfg, images, captions, vae, scale, seed=training.step)
     unseen = Latents(setting, cfg, images, captions, vae, scale, seed=10**6).sample(64, held_out=True)
-    schedule = Schedule.cosine(TRAINING_STEPS, device=device)
+    schedule = NoiseSchedule.cosine(TRAINING_STEPS, device=device)
     generator = torch.Generator(device).manual_seed(training.step)
 
     def losses(_fraction: float) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from comfyui_specar.kernels.linear import few_rows
 from comfyui_specar.kernels.rotation import factors_of
 from comfyui_specar.models.networks.cache import KVCache, RotaryTable
 from comfyui_specar.models.networks.products import product
-from comfyui_specar.models.networks.quantised import narrowed, put_narrow
+from comfyui_specar.models.networks.quantised import narrow_matrix, put_narrow
 from torch import Tensor, nn
 
 from ..subjects import STORAGES
@@ -107,7 +107,7 @@ def layers_of(
     while not found or len(found) < copies_of(bytes_of(found[0]), dry):
         found.append(nn.Linear(inner, outer, bias=False, dtype=dtype, device=device))
         if storage:
-            put_narrow(found, str(len(found) - 1), *narrowed(found[-1].weight.detach(), STORAGES[storage]))
+            put_narrow(found, str(len(found) - 1), *narrow_matrix(found[-1].weight.detach(), STORAGES[storage]))
     return list(found)
 
 
