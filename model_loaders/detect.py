@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ..device.placed import Placed
 from ..limits.limits import shown
 from ..models.ar_model import DiscreteModel
 from ..models.continuous_model import ContinuousBase
@@ -46,6 +48,7 @@ from .files.checkpoint import (
 from .files.errors import CheckpointError, as_released
 from .files.quantised import LazyMatrix
 
+P = TypeVar("P", bound=Placed)
 logger = logging.getLogger(__name__)
 
 LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
@@ -101,8 +104,8 @@ def load_model(
         )
     if not (storage is None or callable(storage) or storage in NARROW):
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
-    device, grid = usable(device), grid and legal_grid(grid)
-    checkpoint = replace(opened(path, adapters), storage=storage)
+    device, grid = usable_device(device), grid and legal_grid(grid)
+    checkpoint = replace(open_with_adapters(path, adapters), storage=storage)
     model = build(checkpoint, dtype or fastest_dtype(device, path), grid, search_folders, operations)
     if int8_cache and model.continuous:
         raise CheckpointError(
@@ -111,15 +114,15 @@ def load_model(
         )
     model.int8_cache = int8_cache
     if isinstance(model, DiscreteModel):
-        attach_decoder(model, image_decoders(checkpoint.path, model.family, search_folders, operations))
-    model.to(device)
-    model.device = device
-    return model
+        attach_decoder(model, checkpoint.path, search_folders, operations)
+    return place(model, device)
 
 
-def attach_decoder(model: DiscreteModel, decoders: Iterable[Autoencoder]) -> None:
-    """Attach the first image decoder with the model's number of codes; log a warning for each other one."""
-    for decoder in decoders:
+def attach_decoder(model: DiscreteModel, path: Path, search_folders: Sequence[Path], operations) -> None:
+    """Attach the first image decoder with the number of codes of the model in a weight file; log a warning for each
+    other one. Raises CheckpointError for one that cannot be read."""
+    for file in decoder_files(path, model.family, search_folders):
+        decoder = load_image_decoder(file, operations=operations)
         if isinstance(decoder, ImageDecoder) and decoder.codes == model.vocab:
             model.attach_codebook(decoder.codebook, decoder.factor)
             model.image_decoder = decoder
@@ -127,7 +130,20 @@ def attach_decoder(model: DiscreteModel, decoders: Iterable[Autoencoder]) -> Non
         logger.warning("%s is not the image decoder of this model, which has %d codes.", decoder.name, model.vocab)
 
 
-def usable(device: str | torch.device) -> torch.device:
+def place(module: P, device: torch.device) -> P:
+    """The module, moved to the device that it computes on."""
+    module.to(device)
+    module.device = device
+    return module
+
+
+def released(load: Callable[..., Any], checkpoint: Checkpoint, *arguments: Any) -> Any:
+    """What ``load`` makes of a checkpoint, if it is as released. Raises CheckpointError where it cannot."""
+    with as_released(checkpoint.path):
+        return load(checkpoint, *arguments)
+
+
+def usable_device(device: str | torch.device) -> torch.device:
     """The device. Raises ValueError for one that is not there."""
     try:
         torch.empty(0, device=device)
@@ -138,7 +154,7 @@ def usable(device: str | torch.device) -> torch.device:
     return torch.device(device)
 
 
-def opened(path: str | Path, adapters: Sequence[tuple[str | Path, float]]) -> Checkpoint:
+def open_with_adapters(path: str | Path, adapters: Sequence[tuple[str | Path, float]]) -> Checkpoint:
     """The checkpoint of a model's file or folder, with LoRAs. Raises CheckpointError, and TypeError for adapters that
     are no pairs of a path and a number."""
     checkpoint = open_checkpoint(model_file(path))
@@ -157,13 +173,21 @@ def opened(path: str | Path, adapters: Sequence[tuple[str | Path, float]]) -> Ch
 
 
 def model_file(path: str | Path) -> Path:
-    """The weight file of a model or drafter. Raises CheckpointError for a folder without one."""
+    """The weight file of a model or drafter. Raises CheckpointError for a folder without one, and for one of several
+    shards."""
     if os.path.isdir(Path(path) / glm_image.MODEL):  # unlike Path.is_dir, it accepts invalid names
         raise CheckpointError(
             f"{path} is a whole release of GLM-Image. Choose its folder {glm_image.MODEL}, which "
             "holds the model; its image decoder is found from there."
         )
-    return weight_file(Path(path))
+    file = weight_file(Path(path))
+    part = re.search(r"-\d+-of-(\d+)\.[a-z]+$", file.name)
+    if part and int(part[1]) > 1:
+        raise CheckpointError(
+            f"{file.name} is one of several shards. Choose their folder, {file.parent.name}, which contains "
+            f"{' or '.join(name for name in WEIGHT_FILES if name.endswith(INDEX))} as the list of all shards."
+        )
+    return file
 
 
 def fastest_dtype(device: torch.device, path: str | Path) -> torch.dtype:
@@ -177,28 +201,15 @@ def build(
     checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations
 ) -> DiscreteModel | ContinuousBase:
     """The model of a checkpoint. Raises CheckpointError if it is unsupported or damaged."""
-    refuse_part(checkpoint.path)
     family = family_of(checkpoint)
     if family is None:
-        raise CheckpointError(unknown_model(checkpoint))
-    if isinstance(checkpoint.storage, torch.dtype) and family.continuous:
+        raise CheckpointError(unknown(checkpoint, "model"))
+    if family.continuous and isinstance(checkpoint.storage, torch.dtype):
         raise CheckpointError(
             f"{title(checkpoint.path)} is a continuous model: int8, fp8 and int4 storage are supported only for models "
             "of token ids. Choose another dtype."
         )
-    with as_released(checkpoint.path):
-        model = family.load(checkpoint, dtype, grid, search, operations)
-    return model
-
-
-def refuse_part(path: Path) -> None:
-    """Raise CheckpointError if the file is one of several shards."""
-    part = re.search(r"-\d+-of-(\d+)\.[a-z]+$", path.name)
-    if part and int(part[1]) > 1:
-        raise CheckpointError(
-            f"{path.name} is one of several shards. Choose their folder, {path.parent.name}, which contains "
-            f"{' or '.join(name for name in WEIGHT_FILES if name.endswith(INDEX))} as the list of all shards."
-        )
+    return released(family.load, checkpoint, dtype, grid, search, operations)
 
 
 def family_of(checkpoint: Checkpoint) -> Family | None:
@@ -220,7 +231,7 @@ def load_drafter(
     """
     if not hasattr(model, "request"):
         raise TypeError(f"model is {model!r}, but must be that of load_model(path).")
-    device = usable(device or model.device)
+    device = usable_device(device or model.device)
     checkpoint = open_checkpoint(model_file(path))
     dtype, family = dtype or model.dtype, family_of(checkpoint)
     if eagle.recognise(checkpoint.tensors):
@@ -229,15 +240,12 @@ def load_drafter(
                 f"{checkpoint.path.name} is an EAGLE drafter, which drafts {DiscreteModel.tokens}, but the model "
                 f"generates {model.tokens}. Its drafter is a smaller model of its family."
             )
-        with as_released(checkpoint.path):
-            drafter = eagle.load(checkpoint, model, dtype, operations)
+        drafter = released(eagle.load, checkpoint, model, dtype, operations)
     elif family is not None:
-        small = build(checkpoint, dtype, None, (), operations)
-        drafter = as_drafter(small, model, checkpoint.path)
+        drafter = as_drafter(build(checkpoint, dtype, None, (), operations), model, checkpoint.path)
     else:
-        raise CheckpointError(unknown_drafter(checkpoint.path, checkpoint.tensors))
-    drafter.module.to(device)
-    drafter.module.device = device
+        raise CheckpointError(unknown(checkpoint, "drafter"))
+    place(drafter.module, device)
     return drafter
 
 
@@ -257,11 +265,9 @@ def load_reader(
     if model.family not in family.readers:
         name = f"{title(model_file(path))} ({model.family})"
         raise CheckpointError(f"{name} {family.silent}. Models that do both: {', '.join(DESCRIBERS)}.")
-    checkpoint = opened(path, adapters)
-    with as_released(checkpoint.path):
-        reader = family.readers[model.family](checkpoint, model, search_folders, operations)
-    reader.reading.to(model.device)
-    reader.reading.device = model.device
+    load = family.readers[model.family]
+    reader = released(load, open_with_adapters(path, adapters), model, search_folders, operations)
+    place(reader.reading, model.device)
     return reader
 
 
@@ -280,43 +286,28 @@ def load_encoder(
             f"{title(model_file(path))} ({model.family}) has no encoder of its own. If it reads images with its "
             "prompt, its image decoder encodes them."
         )
-    checkpoint = opened(path, adapters)
-    with as_released(checkpoint.path):
-        encoder = family.encoder(checkpoint, model, search_folders, operations)
-    encoder.to(model.device)
-    encoder.device = model.device
-    return encoder
+    encoder = released(family.encoder, open_with_adapters(path, adapters), model, search_folders, operations)
+    return place(encoder, model.device)
 
 
-def unknown_drafter(path: Path, tensors: dict[str, torch.Tensor]) -> str:
-    """Error message for a file that is not a drafter."""
-    if any(name.startswith("midlayer.") for name in tensors):
-        return f"{path.name} is an EAGLE-3 drafter. Only EAGLE drafters with one hidden state per token are supported."
-    if is_image_decoder(tensors):
-        return f"{path.name} is an image decoder, not a drafter. Load it with Load AR Image Decoder."
-    names = ", ".join(sorted(tensors)[:4])
-    return (
-        f"{path.name} is neither an EAGLE drafter nor a model of a supported family ({NAMES}). Its first "
-        f"tensors are: {names}."
-    )
-
-
-def unknown_model(checkpoint: Checkpoint) -> str:
-    """Error message for a file that is not a model of a supported family."""
+def unknown(checkpoint: Checkpoint, wanted: str) -> str:
+    """Error message for a file that is not a ``wanted`` one: a model or a drafter."""
     path, tensors = checkpoint.path, checkpoint.tensors
+    name = f"{path.parent.name}/{path.name}" if path.name in WEIGHT_FILES else path.name
     if is_image_decoder(tensors):
-        return f"{path.name} is an image decoder, not a model. Load it with Load AR Image Decoder."
+        return f"{name} is an image decoder, not a {wanted}. Load it with Load AR Image Decoder."
     if eagle.recognise(tensors):
-        return f"{path.name} is an EAGLE drafter, not a model. Load it with Load AR Drafter, together with its model."
+        return f"{name} is an EAGLE drafter, not a {wanted}. Load it with Load AR Drafter, together with its model."
+    if any(tensor.startswith("midlayer.") for tensor in tensors):
+        return f"{name} is an EAGLE-3 drafter. Only EAGLE drafters with one hidden state per token are supported."
     if (path.parent.parent / glm_image.MODEL).is_dir():
         return f"{path.parent.name} does not generate GLM-Image's tokens. Choose its folder {glm_image.MODEL}."
-    names = ", ".join(sorted(tensors)[:4])
     architecture = checkpoint.settings.get("architectures") or checkpoint.settings.get("model_type")
     says = f"Its config.json says {architecture}; its" if architecture else "Its"
     if isinstance(checkpoint.quantisation, dict):  # by a program that gives other names to the tensors
         says = f"It is quantised by {shown(checkpoint.quantisation.get('quant_method'))}, which may be why. {says}"
-    where = f"{path.parent.name}/{path.name}" if path.name in WEIGHT_FILES else path.name
-    return f"{where} is not of a supported model family ({NAMES}). {says} first tensors are: {names}."
+    names = ", ".join(sorted(tensors)[:4])
+    return f"{name} is no {wanted} of a supported model family ({NAMES}). {says} first tensors are: {names}."
 
 
 def is_image_decoder(tensors: Collection[str]) -> bool:
@@ -332,7 +323,7 @@ def load_image_decoder(
     dtype None: fp32. Raises CheckpointError for unsupported or damaged files, ValueError for a device that is not
     there.
     """
-    path, device = Path(path), usable(device)
+    path, device = Path(path), usable_device(device)
     file = decoder_in(path) if os.path.isdir(path) else path
     checkpoint = open_checkpoint(file or weight_file(path, DECODER_FILES))
     kind = next((kind for kind in KINDS if kind.recognise(checkpoint.tensors)), None)
@@ -341,8 +332,7 @@ def load_image_decoder(
         raise CheckpointError(
             f"{checkpoint.path.name} is not a supported image decoder. Its first tensors are: {names}."
         )
-    with as_released(checkpoint.path):
-        decoder = kind.load(checkpoint, dtype or torch.float32, operations)
+    decoder = released(kind.load, checkpoint, dtype or torch.float32, operations)
     decoder.module.to(device)
     return decoder
 
@@ -377,13 +367,6 @@ def find_image_decoder(model_path: str | Path, family: str, search_folders: Sequ
     """The image decoder of a model of ``family``: in the same file, beside it or its folder, or, under a released
     name, in the search folders."""
     return next(iter(decoder_files(model_file(model_path), family, search_folders)), None)
-
-
-def image_decoders(path: Path, family: str, search: Sequence[Path], operations) -> Iterator[Autoencoder]:
-    """Candidates for the image decoder of the model in a weight file, most likely first (fp32), loaded lazily. Raises
-    CheckpointError for one that cannot be read."""
-    for file in decoder_files(path, family, search):
-        yield load_image_decoder(file, operations=operations)
 
 
 def decoder_files(path: Path, family: str, search_folders: Sequence[Path]) -> list[Path]:

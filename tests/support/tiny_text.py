@@ -48,7 +48,7 @@ def text_model(
         TextPrefix(WORDS, backbone.config.dim, null),
         family,
         GRIDS[0],
-        SamplingParams(cfg=3.0, top_k=8),
+        SamplingParams(cfg=3.0, top_k=min(8, codes)),
         TextEncoder(Letters(), write, GRIDS[0]),
         positions=SequencePositions(500.0),
         grids=GRIDS,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.detect import load_model, model_file, opened
+from comfyui_specar.model_loaders.detect import load_model, model_file, open_with_adapters
 from comfyui_specar.model_loaders.files.adapters import with_adapter
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.model_loaders.files.errors import CheckpointError
@@ -113,7 +113,7 @@ def test_a_lora_changes_the_rows_and_columns_that_a_format_did_not_pad(tmp_path,
     rewritten(file, narrowed)
     assert any(open_checkpoint(file).tensors[f"{name}.weight"].shape != shape for name, shape in shapes.items())
     by_hand = merged(merged(wide, modules, 6 / RANK), modules, -0.5 * 6 / RANK)
-    changed = opened(file, loras).tensors
+    changed = open_with_adapters(file, loras).tensors
     assert all(torch.equal(changed[f"{module}.weight"].float(), by_hand[f"{module}.weight"]) for module in modules)
     assert load_model(file, dtype=torch.float32, adapters=loras)
 
@@ -289,7 +289,7 @@ TOWER = "model.vision_model.encoder.layers.1.self_attn.q_proj"
 def test_a_lora_of_either_layout_of_janus_changes_the_part_that_it_names(tmp_path, name, module):
     file = model_file(tiny_janus.write(tmp_path / "model", vision=64))  # its two towers have the same shapes
     lora = write_lora(tmp_path / "lora", file, [module], {module: name})
-    changed = opened(file, [(lora, 1.0)]).tensors
+    changed = open_with_adapters(file, [(lora, 1.0)]).tensors
     assert [key for key, tensor in changed.items() if type(tensor) is not torch.Tensor] == [f"{module}.weight"]
 
 
@@ -302,7 +302,7 @@ def test_a_lora_under_transformers_names_changes_deepseeks_layout(tmp_path):
         "language_model.lm_head": "lm_head",
     }
     lora = write_lora(tmp_path / "lora", file, [*modules], modules)
-    changed = opened(file, [(lora, 1.0)]).tensors
+    changed = open_with_adapters(file, [(lora, 1.0)]).tensors
     lazy = [key.removesuffix(".weight") for key, tensor in changed.items() if type(tensor) is not torch.Tensor]
     assert sorted(lazy) == sorted(modules)
 
@@ -315,7 +315,7 @@ def test_a_lora_of_any_layout_of_emu3_changes_any_other(tmp_path):
         for theirs in roots:
             name = f"{theirs}layers.1.mlp.up_proj"
             lora = write_lora(tmp_path / f"{own} {theirs}", file, [module], {module: name})
-            assert type(opened(file, [(lora, 1.0)]).tensors[f"{module}.weight"]) is LazyMatrix
+            assert type(open_with_adapters(file, [(lora, 1.0)]).tensors[f"{module}.weight"]) is LazyMatrix
 
 
 def test_where_a_name_may_mean_two_places_their_shapes_decide_or_both_are_told(tmp_path):
@@ -324,12 +324,12 @@ def test_where_a_name_may_mean_two_places_their_shapes_decide_or_both_are_told(t
         file = model_file(tiny_janus.write(tmp_path / f"{vision}", vision=vision))
         lora = write_lora(tmp_path / f"lora {vision}", file, [LM], {LM: name})
         if vision == 32:
-            assert type(opened(file, [(lora, 1.0)]).tensors[f"{LM}.weight"]) is LazyMatrix
+            assert type(open_with_adapters(file, [(lora, 1.0)]).tensors[f"{LM}.weight"]) is LazyMatrix
         else:
             with pytest.raises(
                 CheckpointError, match=rf"{LM}.weight and {TOWER}.weight|{TOWER}.weight and {LM}.weight"
             ):
-                opened(file, [(lora, 1.0)])
+                open_with_adapters(file, [(lora, 1.0)])
 
 
 def test_an_entry_for_a_tower_that_a_model_lacks_changes_nothing_else(tmp_path):
@@ -337,7 +337,7 @@ def test_an_entry_for_a_tower_that_a_model_lacks_changes_nothing_else(tmp_path):
     own = "language_model.model.layers.1.self_attn.q_proj"
     lora = write_lora(tmp_path / "lora", file, [own], {own: "vision_tower.model.layers.1.self_attn.q_proj"})
     with pytest.raises(CheckpointError, match="does not have"):
-        opened(file, [(lora, 1.0)])
+        open_with_adapters(file, [(lora, 1.0)])
 
 
 OTHERS = {
@@ -368,5 +368,5 @@ def test_adapters_of_another_form_are_refused(tmp_path, simplear):
     for given in (lora, str(lora), [lora], [(lora, "1")], {lora: 1.0}, (lora, 1.0), [(lora, 1.0, 2)], [(1, 1.0)], 1):
         with pytest.raises(TypeError, match=r"adapters .*\[\(path, 1.0\)\]"):
             load_model(simplear, adapters=given)
-    by_text, by_list = ([*opened(simplear, given).tensors] for given in ([(str(lora), 1)], ([lora, 1.0],)))
+    by_text, by_list = ([*open_with_adapters(simplear, given).tensors] for given in ([(str(lora), 1)], ([lora, 1.0],)))
     assert by_text == by_list

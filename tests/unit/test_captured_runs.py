@@ -316,7 +316,7 @@ def test_a_device_has_its_number(monkeypatch, tmp_path):
     """That of tensors is cuda:0, which is another one than cuda: weights would seem to lie elsewhere."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *args: self)
-    monkeypatch.setattr(detect, "usable", torch.device)  # there is none here
+    monkeypatch.setattr(detect, "usable_device", torch.device)  # there is none here
     model = load_model(write_llamagen(tmp_path / "model.safetensors", False), device="cuda", dtype=torch.float32)
     assert model.device == torch.device("cuda:0")
 

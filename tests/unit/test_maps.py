@@ -15,7 +15,7 @@ from ..support.mapped_files import maps
 from ..support.tiny import VOCAB, llamagen, vq_weights, write_llamagen
 
 LOADERS = [(api, name) for name in ("load_model", "load_drafter", "load_image_decoder", "load_trace")]
-LOADERS += [(glm_image, "load"), (glm_image, "load_encoder")]
+LOADERS += [(glm_image, "load"), (glm_image, "load_latent_encoder")]
 KINDS = [name for name in SEEDS if name != "MAR as released"]  # too small to be known without metadata
 COPIED = {"Emu3's ranks", "Cosmos", "trace"}  # that keep no map in any case
 WITH_TEXT = "text_encoder.safetensors"
