@@ -6,7 +6,7 @@ It joins a backbone, a prefix (what precedes the image tokens) and a token layou
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -24,7 +24,7 @@ from .networks.backbone import Backbone
 from .networks.cache import KVCache, cache_slots
 from .networks.positions import GridPositions, Positions, Table, rotation_of
 from .networks.prefix import TextPrefix
-from .requests import check_kept, check_length, image_defaults
+from .requests import check_kept, check_length
 from .sizes import check_grid
 from .text.prompt_encoders import Images, PromptEncoder, grids_of
 from .text.prompts import Conditioning, EncodedPrompt, Prompted
@@ -56,9 +56,10 @@ class DiscreteModel(Prompted):
     the last ids of the backbone's vocabulary, in this order. longest: maximum number of tokens, prompt included (None:
     no limit). word_ids: if image tokens are part of a language model's vocabulary, their ids in it. preview: grid of an
     image -> grid of the smaller one that the model generates before it, unless its prompt has images. guidance: was it
-    trained with a second branch. ``image_decoder``: the one loaded with the model, if any; its code vectors are
-    ``codebook``. ``id_latents``: whether latents contain token ids although there is a codebook. ``device``: the
-    compute device, set by ComfyUI's model management. ``int8_cache``: whether keys and values are stored in int8.
+    trained with a second branch. ``image_defaults``: as ``defaults``, for prompts with images. ``image_decoder``: the
+    one loaded with the model, if any; its code vectors are ``codebook``. ``id_latents``: whether latents contain token
+    ids although there is a codebook. ``device``: the compute device, set by ComfyUI's model management. ``int8_cache``:
+    whether keys and values are stored in int8.
     """
 
     continuous = any_grid = False
@@ -88,6 +89,8 @@ class DiscreteModel(Prompted):
         self.family, self.grid, self.defaults = family, grid, defaults
         self.grids = tuple(grids) or (grid,)
         self.prompt_encoder, self.longest = prompt_encoder, longest
+        images = self.image_prompts
+        self.image_defaults = replace(defaults, **(images.params if images else {}))
         self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, SIDE)
         self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
         self.vocab_total = backbone.config.vocab
@@ -125,14 +128,14 @@ class DiscreteModel(Prompted):
         The image has the given ``layout``, or that of ``grid`` (rows, cols), or the default. kept [B, rows, cols]
         (bool): keep mask for ``tokens`` [B, rows, cols] (int64). strength and skippable [1 or B, rows, cols]: see
         Request. params: fields of SamplingParams; None: the model's default, with images in the prompt its
-        ``image_defaults`` (requests.py). Raises ValueError for unsupported values.
+        ``image_defaults``. Raises ValueError for unsupported values.
         """
         size = (layout.rows, layout.cols) if layout else check_grid(self, *(grid or self.grid))
         shape = batch, *size
         check_grids(shape, tokens=tokens, kept=kept, strength=strength, skippable=skippable)
         check_both(tokens, kept)
         positive, other = self.read_both(conditioning, negative, batch, size)
-        own = image_defaults(self) if positive.images else self.defaults
+        own = self.image_defaults if positive.images else self.defaults
         asked = chosen_params(own, params, "models of token ids")
         if asked.guided and not self.guidance:
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")

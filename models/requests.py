@@ -1,19 +1,9 @@
-"""What a request to a model of token ids is checked with, and which parameters it has by default."""
+"""Checks of requests to models of token ids."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
-
-from ..samplers.contract import SamplingParams
-
-
-def image_defaults(model: Any) -> SamplingParams:
-    """The own sampling parameters of a DiscreteModel for prompts with images."""
-    return replace(model.defaults, **(model.image_prompts.params if model.image_prompts else {}))
 
 
 def check_kept(tokens: Tensor, kept: Tensor, vocab: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +15,7 @@ from ..models.memory import weight_bytes
 from .comfy_runtime import memory
 
 
-@dataclass(frozen=True)
-class MemoryRow:
+class MemoryRow(NamedTuple):
     """dtype: choices of Load AR Checkpoint. weights, cache: bytes on the compute device, of one image with guidance
     (without, if the model has none). verdict: whether they fit; None if the memory of the device is unknown."""
 
@@ -51,3 +51,25 @@ def verdict(device: torch.device, way: Plan) -> str | None:
     if way.needed <= total:
         return "fits"
     return "does not fit" if device.type == "cpu" or way.beside > total else "fits with streamed weights"
+
+
+def memory_lines(rows: Iterable[MemoryRow], device: torch.device, guided: bool) -> list[str]:
+    """The table as text."""
+    total = memory.total_memory(device)
+    has = "" if math.isinf(total) else f" of {in_units(int(total))}"
+    return [
+        f"memory by dtype on {device}{has} (weights + KV cache of one image{' with guidance' * guided}, calculated):",
+        *(
+            f"  {row.dtype}: {in_units(row.weights)} + {in_units(row.cache)} = {in_units(row.weights + row.cache)}"
+            + (f", {row.verdict}" if row.verdict else "")
+            for row in rows
+        ),
+    ]
+
+
+def in_units(number: int) -> str:
+    """A number of bytes in KiB, MiB or GiB."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20)):
+        if number >= step:
+            return f"{number / step:.2f} {unit}"
+    return f"{number / 1024:.1f} KiB"

@@ -7,8 +7,8 @@ from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.models.memory import offload_embedding
 from comfyui_specar.nodes.comfy_runtime.memory import beside_weights
 from comfyui_specar.nodes.comfy_runtime.models import open_model
-from comfyui_specar.nodes.memory_table import memory_table
-from comfyui_specar.nodes.model_info import in_units, memory_lines, report, summarize
+from comfyui_specar.nodes.memory_table import in_units, memory_lines, memory_table
+from comfyui_specar.nodes.model_info import report, summarize
 
 from ..support import tiny_emu3
 
@@ -67,14 +67,14 @@ def test_special_tokens_words_and_sizes_of_a_language_model(tmp_path):
     offload_embedding(model)
     summary = summarize(model)
     words = model.prefix.embedding.weight
-    assert summary.bytes_of_words == words.numel() * 4 and summary.prompt == 128
-    assert summary.parameters == words.numel() + sum(p.numel() for p in model.parameters())
-    ids = [i for kind in summary.specials.values() for i in kind]
-    assert ids == list(range(model.vocab, model.vocab_total)) and len(summary.specials["end of a row"]) == 1
-    assert summary.sequence == model.layout().length > summary.picture[0] * summary.picture[1]
+    assert summary["bytes_of_words"] == words.numel() * 4 and summary["prompt"] == 128
+    assert summary["parameters"] == words.numel() + sum(p.numel() for p in model.parameters())
+    ids = [i for kind in summary["specials"].values() for i in kind]
+    assert ids == list(range(model.vocab, model.vocab_total)) and len(summary["specials"]["end of a row"]) == 1
+    assert summary["sequence"] == model.layout().length > summary["picture"][0] * summary["picture"][1]
     rows, cols = model.grid
-    assert len(summary.sizes) == len(model.grids)
-    assert summary.sizes[0] == (cols * model.pixels_per_token, rows * model.pixels_per_token)
+    assert len(summary["sizes"]) == len(model.grids)
+    assert summary["sizes"][0] == (cols * model.pixels_per_token, rows * model.pixels_per_token)
     text = report("Emu3", summary, "no decoder")
     assert "end of a row" in text and "word embeddings, in main memory" in text and "no decoder" in text
 

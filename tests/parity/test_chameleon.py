@@ -36,7 +36,6 @@ from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_reader
 from comfyui_specar.model_loaders.families import chameleon
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
-from comfyui_specar.models.requests import image_defaults
 from comfyui_specar.samplers.layout import TokenLayout
 from tokenizers import Tokenizer
 
@@ -139,8 +138,8 @@ def test_states_and_image_after_an_image(omni, references):
     grid = (2, 6)
     assert_same_states(omni, references["lumina"], PROMPT, seen(grid), grid, [SEEN])
     assert_same_image(omni, references["lumina"], PROMPT, seen(grid), grid, cfg=3, images=[SEEN])
-    assert image_defaults(omni).cfg == OFFICIAL["omni"]["cfg"]
-    assert image_defaults(omni).top_k == min(OFFICIAL["omni"]["image_top_k"], 32)
+    assert omni.image_defaults.cfg == OFFICIAL["omni"]["cfg"]
+    assert omni.image_defaults.top_k == min(OFFICIAL["omni"]["image_top_k"], 32)
 
 
 # A question about an image

@@ -28,7 +28,6 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.families import emu35
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
-from comfyui_specar.models.requests import image_defaults
 from comfyui_specar.samplers.layout import TokenLayout
 
 from ..support import tiny_emu35 as tiny
@@ -151,7 +150,7 @@ def test_forced_tokens(grid):
 def test_official_sizes_and_parameters(model):
     official = {tuple(map(int, size.split("*"))) for size in OFFICIAL["sizes"].values()}
     assert official | {(32, 32)} == set(emu35.SIZES) and emu35.SIZES[0] == (55, 73)
-    for params, official in ((model.defaults, OFFICIAL), (image_defaults(model), OFFICIAL["x2i"])):
+    for params, official in ((model.defaults, OFFICIAL), (model.image_defaults, OFFICIAL["x2i"])):
         assert (params.cfg, params.top_k) == (official["cfg"], tiny.CODES) and official["top_k"] == 5120
 
 

@@ -7,7 +7,6 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.models import branches
-from comfyui_specar.models.requests import image_defaults
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.methods.jacobi import SJD
@@ -113,7 +112,7 @@ def test_auto_is_the_authors_choice_for_images(family):
     model = family.model
     edit, plain = (model.request(prompt).params for prompt in (family.prompt, model.encode_prompt("3")))
     assert (edit.cfg, edit.temperature, edit.top_k, edit.top_p) == AUTHORS[model.family]
-    assert plain == model.defaults and edit == image_defaults(model)
+    assert plain == model.defaults and edit == model.image_defaults
     assert model.request(family.prompt, cfg=1.0, top_k=7).params.top_k == 7
     other = model.encode_prompt("3", IMAGES[:1])
     assert model.request(model.encode_prompt("3"), other).params == model.defaults, "those of the prompt count"
@@ -136,9 +135,9 @@ def test_a_cfg_far_above_that_of_edits_is_said(family):
 def test_names_and_sizes_that_decide(tmp_path):
     omni = tiny_chameleon.write(tmp_path, codes=256)
     model = load_model(omni.rename(omni.with_name("Lumina-mGPT-tiny-Omni")))
-    assert (model.defaults.top_k, image_defaults(model).top_k) == (256, 200)
+    assert (model.defaults.top_k, model.image_defaults.top_k) == (256, 200)
     emu = load_model(tiny_emu35.write(tmp_path / "Emu3.5"))
-    assert emu.defaults.cfg == image_defaults(emu).cfg == 2
+    assert emu.defaults.cfg == emu.image_defaults.cfg == 2
 
 
 @pytest.mark.parametrize(("write", "name"), [(tiny_emu35.write, "mine"), (tiny_chameleon.write, "Lumina-tiny-Omni")])
@@ -147,4 +146,4 @@ def test_what_a_file_says_of_itself_counts_for_both(write, name, tmp_path):
     folder = folder.rename(folder.with_name(name))
     own = json.loads((folder / "config.json").read_text(encoding="utf-8"))["specar"]
     model = load_model(edited(folder, specar=own | {"defaults": {"cfg": 2.5, "top_k": 9}}))
-    assert model.defaults == image_defaults(model) == SamplingParams(cfg=2.5, top_k=9)
+    assert model.defaults == model.image_defaults == SamplingParams(cfg=2.5, top_k=9)
