@@ -36,15 +36,15 @@ class Plan:
         return _NAMES[self.storage or self.dtype]
 
     @property
-    def needed(self) -> float:
+    def bytes_needed(self) -> float:
         """Bytes that must be free for all weights to be on the GPU during a run, with a margin."""
         return MARGIN * self.weights + self.beside
 
-    def streamed(self, free: float) -> float:
+    def bytes_streamed(self, free: float) -> float:
         """Bytes of the weights that every forward pass copies from main memory if ``free`` bytes are free."""
         return min(self.weights, max(0.0, self.weights + self.beside - free))
 
-    def moved(self) -> float:
+    def bytes_moved(self) -> float:
         """Bytes of the GPU's memory that a forward pass without Triton kernels reads and writes for the weights.
 
         Wide weights are read once. A narrow matrix is widened first (see kernels/linear.py). With b bytes per wide
@@ -57,25 +57,25 @@ class Plan:
         return self.weights * per_byte.get(self.storage, 1)
 
 
-def choose_storage(ways: Sequence[Plan], free: float, reads_narrow: bool) -> Plan:
-    """The way to store a model on a GPU with ``free`` bytes of memory.
+def choose_storage(plans: Sequence[Plan], free: float, reads_narrow: bool) -> Plan:
+    """The plan to store a model on a GPU with ``free`` bytes of memory.
 
-    ways: of one model, widest first. reads_narrow: are there Triton kernels, which read narrow weights as they are?
+    plans: of one model, widest first. reads_narrow: are there Triton kernels, which read narrow weights as they are?
 
-    With them, it is the widest way that fits (``needed``). If none fits, it is the narrowest: it copies fewest bytes
-    over PCIe per pass, which takes most of the time (7 GB at 25 GB/s: 0.3 s), and the GPU reads fewest, too.
+    With them, it is the widest plan that fits (``bytes_needed``). If none fits, it is the narrowest: it copies fewest
+    bytes over PCIe per pass, which takes most of the time (7 GB at 25 GB/s: 0.3 s), and the GPU reads fewest, too.
 
-    Without them, narrow weights are widened in every pass, so it is the way whose passes take least time, in bytes of
-    the GPU's memory: ``moved`` and LINK times ``streamed``. Wide weights that fit always win. Those of N numbers in
-    bf16, 2 N bytes, lose to int8 that fits (9 N moved) if 2 N + LINK x streamed > 9 N: if more than 7/16 N bytes are
-    streamed, 22 % of them. LINK: at 70 % of the memory's bandwidth and 90 % of PCIe's, it is 11 (RTX 3060), 16 (4070),
-    18 (4060, on 8 lanes) to 31 (4090); the lower half is used, as the wider way has the smaller error.
+    Without them, narrow weights are widened in every pass, so it is the plan whose passes take least time, in bytes of
+    the GPU's memory: ``bytes_moved`` and LINK times ``bytes_streamed``. Wide weights that fit always win. Those of N
+    numbers in bf16, 2 N bytes, lose to int8 that fits (9 N moved) if 2 N + LINK x streamed > 9 N: if more than 7/16 N
+    bytes are streamed, 22 % of them. LINK: at 70 % of the memory's bandwidth and 90 % of PCIe's, it is 11 (RTX 3060),
+    16 (4070), 18 (4060, on 8 lanes) to 31 (4090); the lower half is used, as the wider plan has the smaller error.
 
-    More free memory never leads to a narrower way: what a wider way streams more than a narrower one only shrinks.
+    More free memory never leads to a narrower plan: what a wider plan streams more than a narrower one only shrinks.
     """
     if reads_narrow:
-        return next((way for way in ways if way.needed <= free), ways[-1])
-    return min(ways, key=lambda way: way.moved() + LINK * way.streamed(free))
+        return next((plan for plan in plans if plan.bytes_needed <= free), plans[-1])
+    return min(plans, key=lambda plan: plan.bytes_moved() + LINK * plan.bytes_streamed(free))
 
 
 def storages(own: torch.dtype | None, reads_narrow: bool) -> tuple[torch.dtype | None, ...]:
@@ -86,22 +86,22 @@ def storages(own: torch.dtype | None, reads_narrow: bool) -> tuple[torch.dtype |
     return narrow if own and reads_narrow else (None, *narrow)
 
 
-def explain(ways: Sequence[Plan], chosen: Plan, free: float, reads_narrow: bool) -> str:
+def explain(plans: Sequence[Plan], chosen: Plan, free: float, reads_narrow: bool) -> str:
     """The choice in words: "auto: int8 (storage), as bf16 needs 15.2 GiB and 11.1 GiB are free"."""
     if math.isinf(free):
         return f"auto: {chosen.name}; the free memory is not known here"
-    streamed, place = chosen.streamed(free), ways.index(chosen)
-    seen = ways[:place] if place and chosen.needed <= free else ways[: place + 1]
-    needs = ", ".join(f"{way.name} needs {_gib(way.needed)}" for way in seen)
+    streamed, place = chosen.bytes_streamed(free), plans.index(chosen)
+    seen = plans[:place] if place and chosen.bytes_needed <= free else plans[: place + 1]
+    needs = ", ".join(f"{plan.name} needs {_gib(plan.bytes_needed)}" for plan in seen)
     text = f"auto: {chosen.name}, as {needs} and {_gib(free)} are free"
     if streamed:
         text += f"; {_gib(streamed)} are copied from main memory in every forward pass"
-        if not reads_narrow and chosen is not ways[-1]:
+        if not reads_narrow and chosen is not plans[-1]:
             text += ", which takes less time than to widen narrower weights without Triton"
-    elif chosen.needed > free:
+    elif chosen.bytes_needed > free:
         text += ", which is just enough"
-    if chosen.storage == torch.uint4 and len(ways) > 1 and ways[-2].storage:  # else the file itself is in 4 bits
-        text += f". 4 bits change images much; {ways[-2].name} changes them less, but takes more time here"
+    if chosen.storage == torch.uint4 and len(plans) > 1 and plans[-2].storage:  # else the file itself is in 4 bits
+        text += f". 4 bits change images much; {plans[-2].name} changes them less, but takes more time here"
     return text
 
 

@@ -43,14 +43,14 @@ def memory_table(model: DiscreteModel, auto: torch.dtype, device: torch.device) 
     return [MemoryRow(", ".join(names), weights, cache, fit) for (weights, cache), (names, fit) in rows.items()]
 
 
-def verdict(device: torch.device, way: Plan) -> str | None:
+def verdict(device: torch.device, plan: Plan) -> str | None:
     """Whether weights, and what a run needs beside them, fit in the total memory of a device."""
     total = memory.total_memory(device)
     if math.isinf(total):
         return None
-    if way.needed <= total:
+    if plan.bytes_needed <= total:
         return "fits"
-    return "does not fit" if device.type == "cpu" or way.beside > total else "fits with streamed weights"
+    return "does not fit" if device.type == "cpu" or plan.beside > total else "fits with streamed weights"
 
 
 def memory_lines(rows: Iterable[MemoryRow], device: torch.device, guided: bool) -> list[str]:

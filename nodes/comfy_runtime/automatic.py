@@ -34,12 +34,12 @@ class Automatic:
         if self.device.type in ("cpu", "mps") or not isinstance(model, DiscreteModel):
             return self.own
         reads_narrow = dispatch.runs_triton(self.device)
-        ways = [
+        plans = [
             Plan(model.dtype, each, weight_bytes(model, model.dtype, each), beside_weights(model, model.dtype, each))
             for each in storages(self.own, reads_narrow)
         ]
-        free = bytes_available(self.device, ways[0].needed)
-        chosen = choose_storage(ways, free, reads_narrow)
-        self.why = explain(ways, chosen, free, reads_narrow)
+        free = bytes_available(self.device, plans[0].bytes_needed)
+        chosen = choose_storage(plans, free, reads_narrow)
+        self.why = explain(plans, chosen, free, reads_narrow)
         log.info("%s: dtype %s.", self.name, self.why)
         return chosen.storage

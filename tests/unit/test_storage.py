@@ -72,7 +72,7 @@ def test_the_choice_for_every_card_and_model(name, reads_narrow):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_sizes_are_those_of_the_models(name):
-    ways, (weights, beside) = automatic.ways(name), MODELS[name]
+    ways, (weights, beside) = automatic.plans(name), MODELS[name]
     assert [round(way.weights / GIB, 2) for way in ways] == list(weights)
     assert [round(way.beside / GIB, 2) for way in ways] == [beside[0], beside[1], beside[1]]
 
@@ -91,15 +91,15 @@ def test_never_narrower_than_what_fits_nor_with_more_memory(seed, reads_narrow):
     chosen = [ways.index(choose_storage(ways, free * GIB, reads_narrow)) for free in range(0, 300)]
     assert chosen == sorted(chosen, reverse=True) and chosen[-1] == 0
     for free, index in enumerate(chosen):
-        assert not any(way.needed <= free * GIB for way in ways[:index])
+        assert not any(way.bytes_needed <= free * GIB for way in ways[:index])
 
 
 def test_where_nothing_fits_the_narrowest_copies_least_and_the_gpu_reads_least():
     """Whatever PCIe and the GPU's memory are, so with Triton its passes take least time."""
     for weights, beside in MODELS.values():
         ways = ways_of(weights, beside)
-        for free in range(0, int(ways[-1].needed), GIB // 4):
-            copied = [way.streamed(free) for way in ways]
+        for free in range(0, int(ways[-1].bytes_needed), GIB // 4):
+            copied = [way.bytes_streamed(free) for way in ways]
             assert copied == sorted(copied, reverse=True) and choose_storage(ways, free, True) is ways[-1]
         assert [way.weights for way in ways] == sorted((way.weights for way in ways), reverse=True)
 
@@ -140,7 +140,7 @@ def test_the_bytes_that_widening_moves_are_those_of_its_operations(storage, dtyp
         x = torch.zeros(1, columns, dtype=dtype, device="cuda:0")
         with Traffic() as traffic:
             linear.few_rows.reference(x, *given)
-    assert traffic.bytes == pytest.approx(Plan(dtype, storage, size, 0).moved(), rel=0.06)
+    assert traffic.bytes == pytest.approx(Plan(dtype, storage, size, 0).bytes_moved(), rel=0.06)
 
 
 @pytest.mark.parametrize(

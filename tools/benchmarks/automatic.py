@@ -25,8 +25,8 @@ MODELS = {
 }
 
 
-def ways(size: str) -> list[Plan]:
-    """The ways to store a released model that is computed in bf16, widest first."""
+def plans(size: str) -> list[Plan]:
+    """The plans to store a released model that is computed in bf16, widest first."""
     dtype = torch.bfloat16
     model = sizes.build(sizes.SIZES[size], dtype, torch.device("meta"))
     return [
@@ -40,18 +40,18 @@ def ways(size: str) -> list[Plan]:
     ]
 
 
-def cell(ways: list[Plan], free: float, reads_narrow: bool) -> str:
+def cell(plans: list[Plan], free: float, reads_narrow: bool) -> str:
     """The choice, and what is copied in every forward pass."""
-    way = choose_storage(ways, free, reads_narrow)
-    streamed = way.streamed(free)
-    return way.name.removesuffix(" (storage)") + (f", {streamed / GIB:.1f} GiB streamed" if streamed else "")
+    plan = choose_storage(plans, free, reads_narrow)
+    streamed = plan.bytes_streamed(free)
+    return plan.name.removesuffix(" (storage)") + (f", {streamed / GIB:.1f} GiB streamed" if streamed else "")
 
 
 def table() -> str:
     """A row for every model and a column for every card; in brackets the choice without Triton, where it is another."""
     rows = []
     for size, name in MODELS.items():
-        found, row = ways(size), [name]
+        found, row = plans(size), [name]
         for card in CARDS:
             with_it, without = (cell(found, card * GIB - TAKEN, reads) for reads in (True, False))
             row.append(with_it if without == with_it else f"{with_it} ({without})")

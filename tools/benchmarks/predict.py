@@ -384,7 +384,7 @@ def stored(card: Card, model: Model) -> str | None:
     """The widest way to store a model with which it fits the card (None: it does not)."""
     free = card.memory * GIB - TAKEN
     way = choose_storage(list(ways_of(model.size)), free, True)
-    return None if way.streamed(free) else way.name.removesuffix(" (storage)")
+    return None if way.bytes_streamed(free) else way.name.removesuffix(" (storage)")
 
 
 # Tables
