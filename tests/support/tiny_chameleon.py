@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from . import tiny
 from .tiny import fill
-from .tiny_family import Files, Tiny, Workflow
+from .tiny_family import FREE, GUIDED, Files, Language, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 KINDS = ("lumina", "anole")
@@ -212,6 +212,47 @@ TINY = {
     "lumina-mgpt": Tiny(partial(write, kind="lumina"), specials=4 + 1),
     "lumina-mgpt-2": Tiny(partial(write, kind="lumina2"), specials=4 + 1),
     "anole": Tiny(partial(write, kind="anole"), specials=1),
+}
+_OLD, _NEW, _ENDS = vocabulary(32), vocabulary(32, "lumina2"), ("<reserved08799>", "<eoss>")
+_ASKED = "Generate an image of {0}x{0} according to the following prompt:\n{{}}"
+LANGUAGE = {
+    "lumina-mgpt": Language(
+        ("<racm3:break>", "<eoss>"),
+        (*(*FREE, 32) * 4, 33),
+        GUIDED,
+        (512, 6, 4),
+        _OLD["IMGIMGAZ"],
+        [_OLD[name] for name in _ENDS],
+        (f"<s>{_ASKED.format(64)}<reserved08706><racm3:break><reserved08802><reserved08802>",),
+        "Alpha-VLLM/Lumina-mGPT-7B-768",
+        "chameleon_vqgan.safetensors",
+        ("<reserved08799>", "<s>", "<reserved08706>", "<reserved08804>"),
+        nonsense=(("vocabulary_map", [1, "a"]), ("num_attention_heads", -2), ("max_position_embeddings", [])),
+    ),
+    "lumina-mgpt-2": Language(
+        ("<|endoftext|>", "<eoss>"),
+        (*(*FREE, 32) * 4, 33),
+        GUIDED | {"cfg": 4.0},
+        (512, 4, 2),
+        _NEW["<MOVQGAN0>"],
+        [_NEW[name] for name in _ENDS],
+        (f"<|endoftext|>{_ASKED.format(32)}<reserved08706><racm3:break><reserved08801><reserved08801>",),
+        "Alpha-VLLM/Lumina-mGPT-2.0",
+        "movqgan_270M.ckpt",
+        ("<reserved08799>", "<eoss>", "<racm3:break>"),
+    ),
+    "anole": Language(
+        ("<racm3:break>", "<reserved08706>"),
+        (*FREE * 4, 32),
+        GUIDED,
+        (512, 6, 4),
+        _OLD["IMGIMGAZ"],
+        [_OLD["<eoss>"]],
+        ("<s>{}<reserved08706><racm3:break>",),
+        "leloy/Anole-7b-v0.1-hf",
+        stated=("<s>", "<eoss>", "<racm3:break>", "<reserved08706>"),
+        nonsense=(("vq_config", "x"), ("rope_theta", [1]), ("vq_config", {"resolution": 10**12})),
+    ),
 }
 FILES = {
     "Lumina-mGPT": Files(partial(write, kind="lumina"), "Lumina-mGPT-tiny"),

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from .tiny import fill
-from .tiny_family import Files, Tiny, Workflow
+from .tiny_family import FREE, GUIDED, Files, Language, Tiny, Workflow
 from .tiny_folder import layer_shapes, write_folder
 
 CODES, HEADS, KV_HEADS, FACTOR = 32, 4, 2, 2
@@ -182,5 +182,24 @@ def write_original(folder: Path, seed: int = 0, shards: int = 1, **sizes: int) -
 
 
 TINY = {"emu3": Tiny(write, specials=4 + 3)}
+_IDS, _FIRST = vocabulary(), "<|visual token 000000|>"
+LANGUAGE = {
+    "emu3": Language(
+        ("<|image start|>", "<|extra_203|>"),
+        (*(*FREE, 32) * 4, 33, 34, 35),
+        GUIDED,
+        (256, 4, 2),
+        _IDS[_FIRST],
+        [_IDS[f"<|{name}|>"] for name in ("extra_200", "extra_201", "image end", "extra_204")],
+        (
+            "<|extra_203|>{} masterpiece, film grained, best quality.<|image start|>4*4<|image token|>",
+            "<|extra_203|>{}<|image start|>4*4<|image token|>",
+        ),
+        "emu3.tiktoken.*BAAI/Emu3-Gen ",
+        stated=("<|extra_200|>", "<|extra_203|>", _FIRST),
+        other="<|image end|>",
+        nonsense=(("text_config", -7), ("vq_config", "x"), ("vocabulary_map", {_FIRST: "x"}), ("image_area", 10**30)),
+    )
+}
 FILES = {"Emu3": Files(write)}
 WORKFLOWS = {"31 Emu3 (download)": Workflow("Emu3 8B", lambda models: write(models / "ar_models/Emu3-Gen", shards=7))}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .tiny import fill
 from .tiny_chameleon import vqgan_shapes
-from .tiny_family import Files, Tiny, Workflow, with_image
+from .tiny_family import FREE, GUIDED, Files, Language, Tiny, Workflow, with_image
 from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 CODES, GRID = 32, (4, 4)
@@ -100,6 +100,23 @@ def install(models: Path) -> None:
 
 
 TINY = {"emu3.5": Tiny(write, specials=4)}
+_IDS = vocabulary()
+_FRAME = "<|extra_203|>You are a helpful assistant{}<|extra_100|><|image start|>4*4<|image token|>"
+LANGUAGE = {
+    "emu3.5": Language(
+        ("<|image start|>", "<|extra_100|>"),
+        (*FREE, 32) * 4,
+        GUIDED | {"cfg": 5.0},
+        (512, 16, 4),
+        _IDS["<|visual token 000000|>"],
+        [_IDS["<|extra_200|>"]],
+        (_FRAME.format(" for t2i task. USER: {} ASSISTANT: "), _FRAME.format(". USER: {} ASSISTANT: ")),
+        "emu3.tiktoken.*BAAI/Emu3.5-Image",
+        DECODER,
+        ("<|extra_200|>", "<|image start|>", "<|visual token 000000|>"),
+        "<|endoftext|>",
+    )
+}
 FILES = {"Emu3.5-Image": Files(write)}
 WORKFLOWS = {
     "32 Emu3.5-Image (download)": Workflow("Emu3.5-Image 34B", install),

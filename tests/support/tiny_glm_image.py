@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import tiny_t5
 from .closeness import fp64
 from .tiny import fill, named_shapes
-from .tiny_family import Files, Tiny, Workflow, with_image
+from .tiny_family import FREE, Files, Language, Tiny, Workflow, with_image
 from .tiny_folder import layer_shapes, write_folder
 
 CODES, HEADS, KV_HEADS, GRID = 32, 4, 2, (4, 4)
@@ -243,6 +243,18 @@ def official(reference: Any, inputs: dict[str, Tensor], length: int, codes: Tens
 
 
 TINY = {"glm-image": Tiny(write)}
+LANGUAGE = {
+    "glm-image": Language(
+        ("<sop>", "<eop>"),
+        FREE * 5,  # a preview of 4 tokens first
+        {"temperature": 0.9, "top_p": 0.75},
+        (512, 16, 32),
+        0,
+        repository="zai-org/GLM-Image",
+        stated=("<|image|>", "<|dit_token_32|>"),
+        other="<|endoftext|>",
+    )
+}
 FILES = {"GLM-Image": Files(write, "vision_language_encoder")}
 WORKFLOWS = {
     "33 GLM-Image (download)": Workflow("GLM-Image 8.9B + 7B", install, {"steps": 2}, tokens=20),

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .tiny import fill, named_shapes
-from .tiny_family import Files, Tiny
+from .tiny_family import Files, Language, Tiny
 from .tiny_mar import mar_fill
 
 MAR = MARConfig(dim=32, encoder_layers=2, decoder_layers=2, heads=4, rows=4, cols=4, slots=4, conditions=10)
@@ -104,4 +104,5 @@ def write(folder: Path) -> Path:
 
 
 TINY = {"harmon": Tiny(write)}
+LANGUAGE = {"harmon": Language(("<|im_start|>", "<|im_end|>"))}
 FILES = {"Harmon": Files(write, "harmon.safetensors")}

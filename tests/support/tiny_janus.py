@@ -14,7 +14,7 @@ from tokenizers import processors
 from torch import Tensor
 
 from .tiny import fill
-from .tiny_family import Files, Tiny, Workflow
+from .tiny_family import FREE, Files, Language, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 SIDE = 4  # tokens a side
@@ -253,6 +253,19 @@ def write(
 
 
 TINY = {"janus-pro": Tiny(write)}
+LANGUAGE = {
+    "janus-pro": Language(
+        ("<image_placeholder>", "<begin_of_image>"),
+        FREE * 4,
+        {"cfg": 5.0},
+        (16384, 8, 2),
+        prompts=("<｜begin▁of▁sentence｜><|User|>: {}\n\n<|Assistant|>:<begin_of_image>",),
+        repository="deepseek-ai/Janus-Pro",
+        stated=("<image_placeholder>", "<｜▁pad▁｜>", "<begin_of_image>", "<｜begin▁of▁sentence｜>"),
+        other="<|User|>",
+        nonsense=(("text_config", "x"), ("vision_config", [1]), ("vision_config", {"num_image_tokens": 10**30})),
+    )
+}
 FILES = {
     "Janus-Pro": Files(partial(write, shards=2)),
     "Janus-Pro as released": Files(partial(write, original=True, pickled=True)),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import quantised_layouts
 from .comfy_quant import quantise_file, rewritten
 from .tiny import fill, named_shapes
-from .tiny_family import Files, Tiny, Workflow
+from .tiny_family import FREE, Files, Language, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, layer_shapes, write_folder
 
 SPECIALS = ("<|endoftext|>", "<|t2i|>", "<|i2t|>", "<|soi|>", "<|vtokens|>", "<|t2v|>", "<|v2t|>", "<|sov|>")
@@ -156,6 +156,26 @@ def install(models: Path) -> None:
 
 
 TINY = {"simplear": Tiny(write)}
+LANGUAGE = {
+    "simplear": Language(
+        ("<|t2i|>", "<|soi|>"),
+        FREE * 4,
+        {"cfg": 6.0},
+        (512, 3, 16),
+        WORDS,
+        prompts=("<|t2i|>A highly realistic image of {}<|soi|>", "<|t2i|>{}<|soi|>"),
+        repository="Daniel0724/SimpleAR-1.5B-RL",
+        decoder=DECODER,
+        stated=("<|t2i|>", "<|soi|>"),
+        other="<|sov|>",
+        nonsense=(
+            *((key, wrong) for key in ("rope_theta", "rms_norm_eps") for wrong in ("x", -7)),
+            *((key, "x") for key in ("max_position_embeddings", "rope_parameters")),
+            ("specar", 3),
+            ("num_attention_heads", 3),
+        ),
+    )
+}
 
 
 def write_quantised(folder: Path) -> None:

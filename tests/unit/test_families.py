@@ -21,7 +21,7 @@ from comfyui_specar.samplers.methods.speculative import DraftTree
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from ..support import tiny_chameleon, tiny_emu3, tiny_emu35, tiny_simplear
+from ..support import tiny_chameleon, tiny_emu3, tiny_simplear
 from ..support.closeness import fp64
 from ..support.every_family import FAMILIES as TINY
 from ..support.tiny import vq_weights
@@ -29,68 +29,8 @@ from ..support.tiny_family import declared
 from ..support.tiny_folder import byte_tokenizer
 
 WRITE = {name: tiny.write for name, tiny in TINY.items() if not name.startswith("llamagen")}
-ROW, GUIDED = [-1] * 4, {"cfg": 3.0, "top_k": 32}
-OLD, NEW = tiny_chameleon.vocabulary(32), tiny_chameleon.vocabulary(32, "lumina2")
-ENDS, FIRST = ("<reserved08799>", "<eoss>"), "<|visual token 000000|>"
-EMU3, EMU35 = tiny_emu3.vocabulary(), tiny_emu35.vocabulary()
-FACTS = {  # forced tokens; authors' parameters; longest sequence, numbers of a code vector, pixels of a token; id of
-    # the first code, and those of the special tokens
-    "janus-pro": (ROW * 4, {"cfg": 5.0}, (16384, 8, 2), None, []),
-    "simplear": (ROW * 4, {"cfg": 6.0}, (512, 3, 16), tiny_simplear.WORDS, []),
-    "lumina-mgpt": ([*ROW, 32] * 4 + [33], GUIDED, (512, 6, 4), OLD["IMGIMGAZ"], [OLD[name] for name in ENDS]),
-    "lumina-mgpt-2": (
-        [*ROW, 32] * 4 + [33],
-        GUIDED | {"cfg": 4.0},
-        (512, 4, 2),
-        NEW["<MOVQGAN0>"],
-        [NEW[name] for name in ENDS],
-    ),
-    "anole": (ROW * 4 + [32], GUIDED, (512, 6, 4), OLD["IMGIMGAZ"], [OLD["<eoss>"]]),
-    "emu3": (
-        [*ROW, 32] * 4 + [33, 34, 35],
-        GUIDED,
-        (256, 4, 2),
-        EMU3[FIRST],
-        [EMU3[f"<|{name}|>"] for name in ("extra_200", "extra_201", "image end", "extra_204")],
-    ),
-    "emu3.5": ([*ROW, 32] * 4, GUIDED | {"cfg": 5.0}, (512, 16, 4), EMU35[FIRST], [EMU35["<|extra_200|>"]]),
-    "glm-image": (ROW * 5, {"temperature": 0.9, "top_p": 0.75}, (512, 16, 32), 0, []),  # a preview of 4 tokens first
-}
-EMU35_FRAME = "<|extra_203|>You are a helpful assistant{}<|extra_100|><|image start|>4*4<|image token|>"
-PROMPTS = {  # what a model reads for the prompt {}, and what for it as a negative prompt, if that is another text
-    "janus-pro": ("<｜begin▁of▁sentence｜><|User|>: {}\n\n<|Assistant|>:<begin_of_image>",),
-    "simplear": ("<|t2i|>A highly realistic image of {}<|soi|>", "<|t2i|>{}<|soi|>"),
-    "lumina-mgpt": (
-        "<s>Generate an image of 64x64 according to the following prompt:\n{}"
-        "<reserved08706><racm3:break><reserved08802><reserved08802>",
-    ),
-    "lumina-mgpt-2": (
-        "<|endoftext|>Generate an image of 32x32 according to the following prompt:\n{}"
-        "<reserved08706><racm3:break><reserved08801><reserved08801>",
-    ),
-    "anole": ("<s>{}<reserved08706><racm3:break>",),
-    "emu3": (
-        "<|extra_203|>{} masterpiece, film grained, best quality.<|image start|>4*4<|image token|>",
-        "<|extra_203|>{}<|image start|>4*4<|image token|>",
-    ),
-    "emu3.5": (EMU35_FRAME.format(" for t2i task. USER: {} ASSISTANT: "), EMU35_FRAME.format(". USER: {} ASSISTANT: ")),
-}
-SEPARATE = {  # image decoders that lie beside the weights
-    "simplear": tiny_simplear.DECODER,
-    "lumina-mgpt": "chameleon_vqgan.safetensors",
-    "lumina-mgpt-2": "movqgan_270M.ckpt",
-    "emu3.5": tiny_emu35.DECODER,
-}
-REPOSITORIES = {  # that have the tokenizer
-    "janus-pro": "deepseek-ai/Janus-Pro",
-    "simplear": "Daniel0724/SimpleAR-1.5B-RL",
-    "lumina-mgpt": "Alpha-VLLM/Lumina-mGPT-7B-768",
-    "lumina-mgpt-2": "Alpha-VLLM/Lumina-mGPT-2.0",
-    "anole": "leloy/Anole-7b-v0.1-hf",
-    "emu3": "emu3.tiktoken.*BAAI/Emu3-Gen ",
-    "emu3.5": "emu3.tiktoken.*BAAI/Emu3.5-Image",
-    "glm-image": "zai-org/GLM-Image",
-}
+LANGUAGE = declared("LANGUAGE", continuous=False)
+PROMPTS = {name: each.prompts for name, each in LANGUAGE.items() if each.prompts}
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +75,13 @@ def tokenizer_of(folder):
 
 
 def test_what_a_model_says_of_itself(models, family):
-    model, (forced, defaults, (longest, channels, pixels), first, specials) = models[family], FACTS[family]
-    codes = [] if first is None else range(first, first + 32)
-    assert (model.family, model.vocab, model.vocab_total) == (family, 32, 32 + len(specials))
-    assert model.word_ids == (*codes, *specials) and model.layout().forced.tolist() == [forced]
+    model, says = models[family], LANGUAGE[family]
+    longest, channels, pixels = says.sizes
+    codes = [] if says.first is None else range(says.first, says.first + 32)
+    assert (model.family, model.vocab, model.vocab_total) == (family, 32, 32 + len(says.specials))
+    assert model.word_ids == (*codes, *says.specials) and model.layout().forced.tolist() == [list(says.forced)]
     assert model.grid == (4, 4) and (4, 4) in model.grids and model.longest == longest
-    assert model.defaults == SamplingParams(**defaults) and model.dtype == torch.float32
+    assert model.defaults == SamplingParams(**says.params) and model.dtype == torch.float32
     assert model.codebook.shape == (32, channels) and model.pixels_per_token == pixels
     assert not any(p.requires_grad for p in model.parameters())
     codes = torch.arange(32).view(1, 4, 8)
@@ -247,7 +188,7 @@ def test_a_missing_tokenizer_is_named_when_it_is_used(models, copied, family):
     folder = copied(family)
     tokenizer_of(folder).unlink()
     bare, prompt = load_model(folder), models[family].encode_prompt("a cup")[0][0]
-    with pytest.raises(FileNotFoundError, match=rf"(?s){REPOSITORIES[family]}.*{folder.name}") as caught:
+    with pytest.raises(FileNotFoundError, match=rf"(?s){LANGUAGE[family].repository}.*{folder.name}") as caught:
         bare.encode_prompt("a cup")
     assert "tokenizer.json" in str(caught.value)
     images = [
@@ -306,19 +247,7 @@ def refuse_settings(folder, **settings):
         load_model(folder)
 
 
-NONSENSE = {
-    "janus-pro": [("text_config", "x"), ("vision_config", [1]), ("vision_config", {"num_image_tokens": 10**30})],
-    "simplear": [
-        *((key, wrong) for key in ("rope_theta", "rms_norm_eps") for wrong in ("x", -7)),
-        *((key, "x") for key in ("max_position_embeddings", "rope_parameters")),
-        ("specar", 3),
-        ("num_attention_heads", 3),
-    ],
-    "lumina-mgpt": [("vocabulary_map", [1, "a"]), ("num_attention_heads", -2), ("max_position_embeddings", [])],
-    "anole": [("vq_config", "x"), ("rope_theta", [1]), ("vq_config", {"resolution": 10**12})],
-    "emu3": [("text_config", -7), ("vq_config", "x"), ("vocabulary_map", {FIRST: "x"}), ("image_area", 10**30)],
-}
-CASES = [(family, *case) for family, cases in NONSENSE.items() for case in cases]
+CASES = [(family, *case) for family, each in LANGUAGE.items() for case in each.nonsense]
 
 
 @pytest.mark.parametrize(("family", "key", "value"), CASES)
@@ -341,10 +270,10 @@ def test_a_decoder_of_another_model_is_left_and_named(copied, family, caplog):
     """The model keeps its own, or stays without one."""
     folder = copied(family)
     save_file(vq_weights() | {"quantize.embedding.weight": torch.randn(64, 8)}, str(folder / "vq.safetensors"))
-    assert load_model(folder).codebook.shape == (32, FACTS[family][2][1])
+    assert load_model(folder).codebook.shape == (32, LANGUAGE[family].sizes[1])
     assert "vq.safetensors" in caplog.text and "32 codes" in caplog.text
-    if family in SEPARATE:
-        (folder / SEPARATE[family]).rename(folder / "elsewhere")
+    if beside := LANGUAGE[family].decoder:
+        (folder / beside).rename(folder / "elsewhere")
         assert load_model(folder).codebook is None
 
 

@@ -19,17 +19,7 @@ from ..support.tiny_family import declared
 from ..support.tiny_folder import byte_tokenizer
 
 TINY = declared("TINY")
-TOKENS = {  # two of a family's with a meaning
-    "janus-pro": ("<image_placeholder>", "<begin_of_image>"),
-    "simplear": ("<|t2i|>", "<|soi|>"),
-    "lumina-mgpt": ("<racm3:break>", "<eoss>"),
-    "lumina-mgpt-2": ("<|endoftext|>", "<eoss>"),
-    "anole": ("<racm3:break>", "<reserved08706>"),
-    "emu3": ("<|image start|>", "<|extra_203|>"),
-    "emu3.5": ("<|image start|>", "<|extra_100|>"),
-    "glm-image": ("<sop>", "<eop>"),
-    "harmon": ("<|im_start|>", "<|im_end|>"),
-}
+LANGUAGE = declared("LANGUAGE")
 READERS = {"janus-pro": tiny_janus.write, "lumina-mgpt": tiny_chameleon.write, "emu3": tiny_emu3.write}
 
 
@@ -41,9 +31,9 @@ def model(request, tmp_path):
 def test_special_tokens_in_a_prompt_stay_and_are_named(model):
     encoder, plain = model.prompt_encoder, model.encode_prompt
     if not isinstance(encoder, TextEncoder):
-        assert isinstance(encoder, ClassEncoder | MissingEncoder) and model.family not in TOKENS
+        assert isinstance(encoder, ClassEncoder | MissingEncoder) and model.family not in LANGUAGE
         return
-    first, second = TOKENS[model.family]
+    first, second = LANGUAGE[model.family].tokens
     text = f"a {first} red {second} and {first} cup"
     ids, without = (plain(each)[0][0].flatten().tolist() for each in (text, "a  red  and  cup"))
     for token, times in ((first, 2), (second, 1)):
@@ -74,7 +64,7 @@ def test_special_tokens_in_a_question_are_named(family, tmp_path):
     folder = READERS[family](tmp_path)
     reader = load_reader(folder, load_model(folder))
     images = torch.arange(8).view(1, 2, 4) if reader.tokens else square(torch.rand(9, 9, 3), 64)[None]
-    token = TOKENS[family][0]
+    token = LANGUAGE[family].tokens[0]
     asked = (reader.request(reader.prompt(images, each), 4).notices for each in (f"Is {token} a word?", "What?", ""))
     said, *others = asked
     assert len(said) == 1 and token in said[0] and others == [(), ()]

@@ -23,23 +23,7 @@ from ..support.tiny_family import declared
 
 TINY = declared("TINY")
 TEXT = "a red cup " * 3
-TOKENS = {  # family -> special tokens whose ids its other files state
-    "janus-pro": ("<image_placeholder>", "<｜▁pad▁｜>", "<begin_of_image>", "<｜begin▁of▁sentence｜>"),
-    "lumina-mgpt": ("<reserved08799>", "<s>", "<reserved08706>", "<reserved08804>"),
-    "lumina-mgpt-2": ("<reserved08799>", "<eoss>", "<racm3:break>"),
-    "anole": ("<s>", "<eoss>", "<racm3:break>", "<reserved08706>"),
-    "emu3": ("<|extra_200|>", "<|extra_203|>", "<|visual token 000000|>"),
-    "emu3.5": ("<|extra_200|>", "<|image start|>", "<|visual token 000000|>"),
-    "glm-image": ("<|image|>", "<|dit_token_32|>"),
-    "simplear": ("<|t2i|>", "<|soi|>"),
-}
-OTHER = {
-    "janus-pro": "<|User|>",
-    "emu3": "<|image end|>",
-    "emu3.5": "<|endoftext|>",
-    "glm-image": "<|endoftext|>",
-    "simplear": "<|sov|>",
-}  # of the same kind, for an exchange; of the others <reserved08796>
+LANGUAGE = declared("LANGUAGE")
 
 
 def write(family, folder):
@@ -75,7 +59,7 @@ def copy(sources, tmp_path):
     return make
 
 
-READING = ["harmon", *TOKENS]
+READING = list(LANGUAGE)
 
 
 def test_every_family_with_a_tokenizer_is_here(sources):
@@ -148,10 +132,12 @@ def test_a_caption_is_cleaned_up_to_a_length(tmp_path):
             read("a" * 4001)
 
 
-@pytest.mark.parametrize(("family", "token"), [(family, token) for family in TOKENS for token in TOKENS[family]])
+@pytest.mark.parametrize(
+    ("family", "token"), [(name, token) for name, each in LANGUAGE.items() for token in each.stated]
+)
 def test_special_tokens_have_the_ids_that_the_model_states(copy, family, token):
     path, file = copy(family)
-    other, text = OTHER.get(family, "<reserved08796>"), file.read_text(encoding="utf-8")
+    other, text = LANGUAGE[family].other, file.read_text(encoding="utf-8")
     assert token in text and other in text
     file.write_text(text.replace(token, "\0").replace(other, token).replace("\0", other), encoding="utf-8")
     with pytest.raises(CheckpointError, match="tokenizer of another model") as error:
