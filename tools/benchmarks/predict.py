@@ -31,7 +31,7 @@ from comfyui_specar.samplers.drafts.trees import Path, published
 from comfyui_specar.samplers.methods.pass_costs import FRONTIERS, WIDTHS
 
 from . import sizes
-from .automatic import GIB, TAKEN, ways
+from .automatic import GIB, TAKEN, plans
 from .launches import TABLE
 from .report import grid, plain_command
 from .results_tables import cases, results
@@ -377,7 +377,7 @@ def auto(card: Card, model: Model, storage: str) -> tuple[int, float]:
 
 @cache
 def ways_of(size: str) -> tuple[Plan, ...]:
-    return tuple(ways(size))
+    return tuple(plans(size))
 
 
 def stored(card: Card, model: Model) -> str | None:
