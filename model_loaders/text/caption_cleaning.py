@@ -1,8 +1,8 @@
 """The caption cleaning of LlamaGen's training, which is that of DeepFloyd IF: it removes addresses, markup, file names,
 product numbers and advertising from web text.
 
-The original reads markup with BeautifulSoup and repairs characters with ftfy, which ComfyUI does not install: both are
-followed here, except that text in the wrong encoding (mojibake) is left as it is.
+The original reads markup with BeautifulSoup and repairs characters with ftfy, which ComfyUI does not install. Prompts
+are no web pages: here a tag is what looks like one, and of characters only full-width ones are repaired.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
-from html.entities import html5
-from html.parser import HTMLParser
 from urllib.parse import unquote_plus
 
 _DASHES = (
@@ -20,6 +18,8 @@ _DASHES = (
 )
 _FILES = "(?:png|jpe?g|bmp|webp|eps|pdf|apk|mp4)"
 _DOMAINS = "(?:com|co|ru|net|org|edu|gov|it)"
+
+_NARROW = {0x3000: " ", **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}}  # full-width ones
 
 Rules = tuple[tuple[re.Pattern, str], ...]
 
@@ -34,6 +34,10 @@ _ADDRESSES = _rules(
         (rf"\b(?:{start}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.-]+\.{_DOMAINS}[\w/-]*\b/?(?!@))", "")
         for start in ("https?", "www")
     ),
+)
+_MARKUP = _rules(
+    (r"</?[a-z][^<>]*>", ""),  # tags
+    (r"&([a-z])$", r"\1"),  # what BeautifulSoup makes of "AT&T" at the end
 )
 _MARKS = _rules(
     (r"@\w+\b", ""),  # account names
@@ -78,82 +82,15 @@ _WORDS = _rules(
 
 def clean_caption(text: str) -> str:
     """One pass of cleaning; LlamaGen does two."""
-    text = _applied(_ADDRESSES, unquote_plus(text).strip().lower())
-    text = _applied(_MARKS, _without_tags(text))
+    text = _replaced(_ADDRESSES, unquote_plus(text).strip().lower())
+    text = _replaced(_MARKS, html.unescape(_replaced(_MARKUP, text)))
     if len(re.findall("[-_]", text)) > 3:  # words-joined-like-this
         text = re.sub("[-_]", " ", text)
-    text = html.unescape(html.unescape(_repaired(text))).strip()
-    return _applied(_WORDS, text).strip()
+    text = html.unescape(html.unescape(unicodedata.normalize("NFC", text.translate(_NARROW)))).strip()
+    return _replaced(_WORDS, text).strip()
 
 
-def _applied(rules: Rules, text: str) -> str:
+def _replaced(rules: Rules, text: str) -> str:
     for pattern, replacement in rules:
         text = pattern.sub(replacement, text)
     return text
-
-
-_ALONE = frozenset(  # tags that enclose nothing
-    "area base basefont bgsound br col command embed frame hr image img input isindex keygen link menuitem meta nextid "
-    "param source spacer track wbr".split()
-)
-_UNSHOWN = frozenset(("rp", "rt", "script", "style", "template"))  # tags whose content is not part of the text
-
-
-class _Text(HTMLParser):
-    """Collects the text between tags, as BeautifulSoup does with this parser."""
-
-    def __init__(self):
-        super().__init__(convert_charrefs=False)
-        self.parts: list[str] = []
-        self.open: list[str] = []  # tags, the outermost first
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in _ALONE:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        while tag in self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if _UNSHOWN.isdisjoint(self.open):
-            self.parts.append(data)
-
-    def handle_entityref(self, name: str) -> None:
-        self.handle_data(html5.get(f"{name};", f"&{name}"))
-
-    def handle_charref(self, name: str) -> None:
-        self.handle_data(html.unescape(f"&#{name};"))
-
-    def unknown_decl(self, data: str) -> None:
-        if data.upper().startswith("CDATA["):
-            self.parts.append(data[len("CDATA[") :])
-
-
-def _without_tags(text: str) -> str:
-    parser = _Text()
-    try:
-        parser.feed(text)
-        parser.close()
-    except AssertionError:  # what the parser cannot read, such as "<![x", is no markup
-        return text
-    return "".join(parser.parts)
-
-
-_CONTROLS = dict.fromkeys([*range(9), 11, *range(14, 32), 127, *range(0x206A, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFD)])
-_CHARACTERS = {  # compatibility characters -> what they stand for; typographic quotation marks
-    **{
-        code: unicodedata.normalize("NFKC", chr(code))
-        for code in (*map(ord, "ĲĳŉǄǅǆǇǈǉǊǋǌǱǲǳﬀﬁﬂﬃﬄﬆ"), 0x3000, *range(0xFF01, 0xFFF0))
-    },
-    ord("ﬅ"): "ſt",
-    **dict.fromkeys(range(0x201C, 0x2020), '"'),
-    **dict.fromkeys((0x2BC, *range(0x2018, 0x201C)), "'"),
-}
-
-
-def _repaired(text: str) -> str:
-    """What ftfy makes of a text that was decoded correctly."""
-    text = re.sub("[\x80-\x9f]", lambda found: found[0].encode("latin-1").decode("cp1252", "ignore") or found[0], text)
-    text = text.translate(_CHARACTERS).translate(_CHARACTERS)  # twice: one of them becomes a quotation mark
-    return unicodedata.normalize("NFC", text.translate(_CONTROLS))
