@@ -52,6 +52,7 @@ VALUES = 400_000  # in one JSON text, all of which is read before another thread
 TOKENS = 1_500_000  # the same of a tokenizer's settings; 131,072 image tokens are 1.1 million
 DEPTH = 64  # of JSON in JSON; settings have 6. Whatever walks through them may call itself so often
 CODES = 500_000  # instructions of a pickle, 32 per tensor: each takes time even where it keeps nothing
+PARTS = 1000  # values in a tuple of a pickle, and in the tuples in it; Python's random state has 628
 TENSORS = 20_000  # of a file; released models have 1500, training checkpoints of MAR 3000
 MODULES = 100  # of TorchScript, one in another; modules may be shared, so that a small file could describe any number
 RUN = 2**18  # characters of the settings of a run, in a trace; a long prompt has thousands

@@ -347,7 +347,7 @@ def _weights_in(content: Any, file: str, seen: set[int], depth: int = CONTAINERS
     if sound:
         return inner[sound[0]]
     return {
-        legal_name(name): tensor
+        legal_name(name): tensor.detach()
         for name, tensor in content.items()
         if isinstance(name, str) and isinstance(tensor, Tensor)
     }

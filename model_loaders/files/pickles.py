@@ -1,82 +1,226 @@
 """Reading what torch.save wrote (.pt, .pth, .bin, .ckpt): only tensors in containers of plain values.
 
-A pickle is a program that calls what it names. Here it gets our own function for each of the few that rebuild tensors,
-and a stand-in without any effect for the values that training scripts save beside them (settings, callbacks, numbers
-of NumPy); everything else is refused. So the answer depends neither on what is installed nor on torch's list of safe
-globals, which belongs to the whole process and which other programs extend.
+A pickle is a program that calls what it names. It is looked through before it is read (see ``check_pickle``), and read
+by ``torch.load(weights_only=True)``, which calls the few functions that rebuild tensors. What training scripts save
+beside them (settings, callbacks, numbers of NumPy) becomes objects that do nothing.
 """
 
 from __future__ import annotations
 
+import builtins
 import io
+import pickle
+import re
+import sys
+import tarfile
 import zipfile
-from collections.abc import Mapping
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # names of Python 2, which torch.save writes
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from pickletools import genops, markobject
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, serialization
 
-from ...limits.limits import PICKLE, SPREAD, FileError, shown
+from ...limits.limits import (
+    CODES,
+    LARGEST,
+    PARTS,
+    PICKLE,
+    SPREAD,
+    FileError,
+    bounded_int,
+    legal_name,
+    legal_sizes,
+    shown,
+)
 from .archives import members_of, pickle_in
-from .unpickler import DTYPES, Call, TensorUnpickler, check_keys, file_errors, rebuild_tensor, tensor_view
 
 _ZIP = b"PK\3\4"
 _OLD = b"\nl\xfc\x9cF\xf9 j\xa8P\x19"  # start of files in PyTorch's format before zip files
-# Values that are saved beside weights and are not needed: those of whole packages, and of single names.
-_UNUSED_PACKAGES = (
-    "numpy",
-    "pytorch_lightning",
-    "lightning",
-    "lightning_fabric",
-    "lightning_utilities",
-    "omegaconf",
-    "mmengine",
-    "pathlib",
-    "datetime",
+# The instructions that PyTorch writes.
+_INSTRUCTIONS = frozenset(
+    "PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINSTRING EMPTY_LIST "
+    "APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_SET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 GLOBAL REDUCE NEWOBJ "
+    "BUILD POP BINPERSID BINGET LONG_BINGET BINPUT LONG_BINPUT".split()
 )
-_UNUSED_NAMES = {
-    "argparse": {"Namespace"},
-    "types": {"SimpleNamespace"},
-    "typing": {"Any"},
-    "_codecs": {"encode"},
-    "collections": {"deque"},
-    "torch": {"Size", "Tensor", "device"},
-    "torch.nn.parameter": {"Parameter", "Buffer"},
-    "builtins": {"bool", "bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
+DTYPES = {  # name of a class of storages -> dtype of its elements
+    "torch.FloatStorage": torch.float32,
+    "torch.DoubleStorage": torch.float64,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.storage.UntypedStorage": torch.uint8,
 }
-_UNUSED_NAMES["__builtin__"] = _UNUSED_NAMES["builtins"]
-_STORAGES = DTYPES | {  # those that TorchScript does not have
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-    "UntypedStorage": torch.uint8,
-}
+_CALLED = re.compile(r"torch\.(_utils\._rebuild_|_tensor\._rebuild_|jit\._pickle\.|(Size|device)$)|(?!torch\.)")
+_WANTED = re.compile(  # what PyTorch makes of a file's names itself
+    r"torch\.(u?int\d+|b?float\d\w*|complex\d+|bool|Size|device|Tensor)"
+    r"|torch\._utils\._rebuild_(tensor(_v2|_v3)?|parameter(_with_state)?)|torch\._tensor\._rebuild_from_type_v2"
+    r"|torch\.nn\.parameter\.Parameter|collections\.(OrderedDict|Counter)|builtins\.(set|complex)|_codecs\.encode"
+)
+# Of Python's own modules, those whose values scripts save. Others are asked for by files that attack.
+_HARMLESS = {"argparse", "collections", "datetime", "decimal", "enum", "pathlib", "random", "types", "typing", "uuid"}
+_UNREAD = ("collections.deque", "collections.defaultdict")  # PyTorch fills no other containers than lists and dicts
 
 
 def read_pickle(path: Path, mapped: bool, data: bool = True) -> Any:
     """The content of a file, without executing anything. mapped: memory-map the tensors of a zip file. data: read those
-    of the older format, which cannot be mapped; else they are on the meta device.
+    of the older format, which cannot be mapped; else their numbers are unknown.
 
     Raises FileError for a file that is damaged or contains more than plain weights.
     """
+    if not hasattr(serialization, "safe_globals"):
+        raise FileError("reading it safely needs PyTorch 2.5 or newer. Update PyTorch")
     with file_errors():
-        return _read_zip(path, mapped) if _is_zip(path) else _read_old(path, data)
+        zipped = _is_zip(path)
+        names = _check_zip(path) if zipped else _check_old(path)
+        unread = nullcontext() if data or zipped else getattr(serialization, "skip_data", nullcontext)()
+        with serialization.safe_globals(_stand_ins(names)), unread:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether this is a zip file, not the older format. Raises ValueError for zip files that PyTorch did not write."""
+    """Whether this is a zip file, not the older format. Raises FileError for files that PyTorch did not write."""
     with path.open("rb") as file:
         start = file.read(32)
-    if start[:1] == b"\x80" and _OLD in start:
+    if start[:1] == b"\x80" and _OLD in start and not tarfile.is_tarfile(path):  # whose reader unpacks
         return False
     if not start.startswith(_ZIP):
         raise FileError("PyTorch did not write it")
+    return True
+
+
+def _check_zip(path: Path) -> set[str]:
+    """The names in a zip file, in which ``data.pkl`` is the pickle and ``data/<key>`` are the storages."""
     members = members_of(path)
     if "constants.pkl" in members:
         raise FileError("it is a TorchScript archive: give its name the ending .jit")
     if any(member.compress_type != zipfile.ZIP_STORED for member in members.values()):
         raise FileError("it is compressed, which PyTorch's files are not")
-    return True
+    with zipfile.ZipFile(path) as archive:
+        names, storages = check_pickle(pickle_in(archive, members))
+    for key, size in storages.items():
+        if f"data/{key}" not in members or members[f"data/{key}"].file_size != size:
+            raise FileError(f"its part data/{key} is missing, or has another size than {size} bytes")
+    return names
+
+
+def _check_old(path: Path) -> set[str]:
+    """The names in a file of the format before zip files: a number, a version, the system that wrote it, the content,
+    the keys of its storages, all pickled; then the storages, each after its length."""
+    with path.open("rb") as file:
+        pickles = io.BytesIO(file.read(PICKLE))
+    names: set[str] = set()
+    for _ in range(5):
+        found, storages = check_pickle(pickles)
+        names |= found
+        if sum(storages.values()) > path.stat().st_size:
+            raise FileError("its storages are larger than the file")
+    return names
+
+
+class _Name(str):
+    """A name in a pickle (module.attribute)."""
+
+
+class _Made(str):
+    """What the function of a name returned."""
+
+
+class _Tuple(tuple):
+    """size: the values in it, and in the tuples in it."""
+
+    size: int
+
+
+def check_pickle(file: io.BytesIO) -> tuple[set[str], dict[str, int]]:
+    """The names in a pickle, and the bytes of its storages by their keys, as its instructions state them. Afterwards,
+    the file's position is at the end of the pickle.
+
+    Nothing is made. Raises FileError for what weights do not need: other instructions, or more than CODES; tuples of
+    more than PARTS values, or integers of more than 64 bits, as keys of which a table could take any time or end the
+    process; and for calls and changes of anything but what a name stands for.
+    """
+    names: set[str] = set()
+    storages: dict[str, int] = {}
+    stack: list[Any] = []  # strings, numbers, and the types above; None for everything else
+    marks: list[int] = []
+    memory: dict[int, Any] = {}
+    codes: Iterable[tuple[Any, Any, Any]] = genops(file)
+    for number, (code, argument, _) in enumerate(codes):
+        if number == CODES:
+            raise FileError(f"its description has more than {CODES} instructions")
+        kind, before = code.name, [*code.stack_before]
+        if kind not in _INSTRUCTIONS or (
+            isinstance(argument, int) and abs(argument) >= 2**64 and argument != serialization.MAGIC_NUMBER
+        ):
+            raise FileError(f"its description has the instruction {kind} {shown(argument)}, which weights do not need")
+        if kind == "MARK":
+            marks.append(len(stack))
+        elif "PUT" in kind:
+            memory[argument] = stack[-1]
+            if argument > CODES:
+                raise FileError("its description remembers more than weights need")
+        else:
+            begin = marks.pop() if markobject in before else len(stack)
+            begin -= before.index(markobject) if markobject in before else len(before)
+            if begin < 0 or (marks and begin < marks[-1]):
+                raise FileError("its description takes what is not there")
+            taken, stack[begin:] = stack[begin:], []
+            stack += [memory[argument] if "GET" in kind else _value(kind, argument, taken)] * len(code.stack_after)
+            if kind == "GLOBAL":
+                names.add(stack[-1])
+            elif kind == "BINPERSID":
+                key, size = _storage(taken[0])
+                if storages.setdefault(key, size) != size:
+                    raise FileError(f"its storage {key} has two sizes")
+    return names, storages
+
+
+def _value(kind: str, argument: Any, taken: list[Any]) -> Any:
+    """What an instruction leaves of what it took from the stack."""
+    if kind == "GLOBAL":
+        return _named(*argument.split(" "))
+    if "TUPLE" in kind:
+        made = _Tuple(taken)
+        made.size = 1 + sum(each.size if isinstance(each, _Tuple) else 1 for each in taken)
+        if made.size > PARTS:
+            raise FileError(f"a tuple in it has more than {PARTS} values")
+        return made
+    if kind in ("REDUCE", "NEWOBJ"):
+        function, given = taken
+        if not isinstance(function, _Name) or not _CALLED.match(function):
+            raise FileError(f"it calls {shown(function)}, which weights do not need and which is never run")
+        if function == "_codecs.encode" and given[1:] not in (("latin1",), ("latin-1",)):  # others take any time
+            raise FileError("it encodes other texts than bytes")
+        return _Made(function)
+    if kind == "BUILD" and (not isinstance(taken[0], _Made) or taken[0].startswith("torch.")):
+        raise FileError("it tries to change what reads it")
+    return taken[0] if kind.startswith(("BUILD", "SETITEM", "APPEND")) else argument
+
+
+def _named(module: str, name: str) -> _Name:
+    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+    return _Name(legal_name(f"{module}.{name}"))
+
+
+def _storage(pid: Any) -> tuple[str, int]:
+    """Key and bytes of a storage. Raises FileError for a reference to something else."""
+    kind, name, key, _, count, *_ = pid if isinstance(pid, _Tuple) and len(pid) > 4 else [None] * 5
+    if kind != "storage" or not isinstance(name, _Name) or not isinstance(key, str):
+        raise FileError("it refers to something that is not a storage")
+    if name not in DTYPES:
+        raise FileError(f"it has numbers of the kind {shown(name)}")
+    return legal_name(key), bounded_int("the size of a storage", count, 0, LARGEST) * DTYPES[name].itemsize
 
 
 class _Unused:
@@ -87,141 +231,53 @@ class _Unused:
 
     __new__ = staticmethod(lambda cls, *content, **named: object.__new__(cls))
 
-    def ignore(self, *content: Any) -> None:
-        pass
-
-    __setstate__ = __setitem__ = append = extend = add = ignore
-
-
-class _Table(dict):
-    """An OrderedDict or the like, whose attributes (versions of modules) are not needed."""
-
     def __setstate__(self, state: Any) -> None:
         pass
 
 
-def _rebuild_any_dtype(
-    storage: Tensor,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    grad: bool,
-    hooks: Any,
-    dtype: torch.dtype,
-    metadata: Any = None,
-) -> Tensor:
-    return rebuild_tensor(storage.view(dtype), offset, size, stride, grad, hooks, metadata)
-
-
-def _rebuild_subclass(function: Any, kind: Any, arguments: tuple, state: Any) -> Any:
-    """A tensor of a class of its own, or with attributes, which are not needed."""
-    if not isinstance(function, Call):
-        raise FileError("one of its tensors is invalid")
-    return function(*arguments)
-
-
-def _rebuild_table(*content: Any) -> _Table:
-    for pair in content[-1] if content and isinstance(content[-1], list) else ():
-        check_keys(pair[:1] if isinstance(pair, (list, tuple)) else ())
-    return _Table(content[-1]) if content and isinstance(content[-1], (list, dict)) else _Table()
-
-
-_FUNCTIONS = {
-    ("torch._utils", "_rebuild_tensor"): tensor_view,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_any_dtype,
-    ("torch._utils", "_rebuild_parameter"): lambda data, *others: data,
-    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *others: data,
-    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_subclass,
-    ("collections", "OrderedDict"): _rebuild_table,
-    ("collections", "defaultdict"): _rebuild_table,
-    ("collections", "Counter"): _rebuild_table,
-}
-
-
-class _PickleUnpickler(TensorUnpickler):
-    """Reads a pickle of either format: also the values that are often beside weights, and are not needed."""
-
-    own = (_Table, _Unused)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _FUNCTIONS:
-            return Call(_FUNCTIONS[module, name])
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
-        if module.partition(".")[0] in _UNUSED_PACKAGES or name in _UNUSED_NAMES.get(module, ()):
-            return _Unused
-        if module == "torch._utils" and name.startswith("_rebuild") and name != "_rebuild_tensor_v2":
-            raise FileError(f"one of its tensors is not a plain tensor ({shown(name)})")
-        return super().find_class(module, name)
-
-
-def _read_zip(path: Path, mapped: bool) -> Any:
-    """The content of a zip file, in which ``data.pkl`` is the pickle and ``data/<key>`` are the storages."""
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        return _ZipUnpickler(path, file, archive, mapped).load()
-
-
-class _ZipUnpickler(_PickleUnpickler):
-    def __init__(self, path: Path, file: io.BufferedReader, archive: zipfile.ZipFile, mapped: bool):
-        size = path.stat().st_size
-        self.file, self.members = file, members_of(path)
-        super().__init__(pickle_in(archive, self.members), size)
-        self.map = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if mapped else None
-
-    def storage(self, key: str, dtype: torch.dtype, count: int) -> Tensor:
-        member = self.members.get(f"data/{key}")
-        if member is None or member.file_size != count * dtype.itemsize:
-            raise FileError(f"its part data/{key:.50} is missing, or has another size")
-        self.file.seek(member.header_offset + 26)  # to the lengths of two strings that end a member's header
-        name, extra = (int.from_bytes(self.file.read(2), "little") for _ in range(2))
-        begin = member.header_offset + 30 + name + extra
-        if self.map is not None and begin % dtype.itemsize == 0:
-            part = self.map[begin : begin + member.file_size]
-            if len(part) != member.file_size:
-                raise FileError("it ends too soon")
-            return part.view(dtype)
-        self.file.seek(begin)
-        return _filled(self.file, count, dtype)
-
-
-def _read_old(path: Path, data: bool) -> Any:
-    """The content of a file in the format before zip files: a number, a version, the system that wrote it, the content,
-    the keys of its storages, all pickled; then the storages, each after its length."""
-    with torch.device("cpu" if data else "meta"), path.open("rb") as file:
-        pickles = io.BytesIO(file.read(PICKLE))
-        _, _, system = (_OldUnpickler(pickles, 0).load() for _ in range(3))
-        if isinstance(system, dict) and not system.get("little_endian", True):
-            raise FileError("it has the other byte order")
-        reader = _OldUnpickler(pickles, path.stat().st_size)
-        content, keys = reader.load(), _OldUnpickler(pickles, 0).load()
-        named = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
-        if not named or sorted(keys) != sorted(reader.storages):
-            raise FileError("it does not list its storages")
-        file.seek(pickles.tell())
-        for key in keys if data else ():
-            storage = reader.storages[key]
-            if int.from_bytes(file.read(8), "little") != len(storage):
-                raise FileError("one of its storages has another length than stated")
-            storage.copy_(_filled(file, len(storage), storage.dtype))
-    return content
-
-
-class _OldUnpickler(_PickleUnpickler):
-    def storage(self, key: str, dtype: torch.dtype, count: int) -> Tensor:
-        return torch.empty(count, dtype=dtype)  # filled when the pickle, which stands before the data, is read
-
-
-def _filled(file: io.BufferedReader, count: int, dtype: torch.dtype) -> Tensor:
-    """The next ``count`` numbers of a file. Raises ValueError if it ends before."""
-    content = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-    if file.readinto(content.numpy()) != len(content):
-        raise FileError("it ends too soon")
-    return content.view(dtype)
+def _stand_ins(names: Iterable[str]) -> list[Any]:
+    """What stands for the names that PyTorch does not know. Raises FileError for those that weights do not need."""
+    declared = serialization.get_safe_globals()  # by other programs in this process: (object, name), or the object
+    known = {each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in declared}
+    found = []
+    for full in sorted(names):
+        module, _, name = full.rpartition(".")
+        package = module.partition(".")[0]
+        if full in DTYPES or _WANTED.fullmatch(full):
+            continue
+        if full in _UNREAD:
+            raise FileError(
+                f"it holds a {name}, which PyTorch reads only where it may run code. Save the weights alone"
+            )
+        if module == "torch._utils" and name.startswith("_rebuild"):
+            raise FileError(f"one of its tensors is not a plain tensor ({name})")
+        a_type = package == "builtins" and isinstance(getattr(builtins, name, None), type) and name != "bytearray"
+        if package == "torch" or (package in sys.stdlib_module_names - _HARMLESS and not a_type):
+            raise FileError(f"it asks for {shown(full)}, which weights do not need and which is never run")
+        if full not in known:
+            found.append(type(name, (_Unused,), {"__module__": module}))
+    return found
 
 
 def refuse_unreal(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise ValueError for tensors whose data is not in the file: expanded ones have more elements than it."""
+    """Raise FileError for tensors whose data is not in the file: expanded ones have more elements than it."""
+    for name, tensor in tensors.items():
+        legal_sizes(name, tensor.shape)
     if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > SPREAD * path.stat().st_size:
         raise FileError("its tensors are larger than the file")
+
+
+@contextmanager
+def file_errors():
+    """Convert any exception to a FileError, because a damaged pickle can raise any."""
+    try:
+        yield
+    except FileError:
+        raise
+    except (OSError, zipfile.BadZipFile) as error:
+        raise FileError(str(error)[:200]) from error
+    except Exception as error:
+        # Of PyTorch's words, those that say what it does not read, without the advice to run what is in the file.
+        said = str(error).partition("WeightsUnpickler error: ")[2] if isinstance(error, pickle.UnpicklingError) else ""
+        reason = f"{type(error).__name__}: {(said or str(error)).strip().partition(chr(10))[0][:200]}"
+        raise FileError(f"its description of the tensors cannot be read ({reason})") from error

@@ -1,23 +1,25 @@
 """Reading the tensors of a TorchScript archive (.jit) without running it.
 
 The archive is a zip file: ``data.pkl`` is a pickle of the module tree, ``data/<key>`` are the storages, ``code/`` is
-the program, which is never opened. The unpickler allows modules, tensors and containers of plain values, and rejects
-everything else.
+the program, which is never opened. Modules, tensors and containers of plain values are read, everything else is
+refused.
 """
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...limits.limits import MODULES, TENSORS, FileError, legal_name
+from ...limits.limits import LARGEST, MODULES, TENSORS, FileError, bounded_int, legal_name, legal_sizes, shown
 from .archives import members_of, pickle_in, stored
-from .unpickler import Call, TensorUnpickler, file_errors
+from .pickles import DTYPES, check_pickle, file_errors
 
 _LISTS = ("build_intlist", "build_doublelist", "build_boollist", "build_tensorlist", "restore_type_tag")
 
@@ -30,7 +32,12 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
     with file_errors():
         members = members_of(path)
         with zipfile.ZipFile(path) as archive:
-            tree = _TorchScriptUnpickler(archive, members, path.stat().st_size).load()
+            pickled = pickle_in(archive, members)
+            _, storages = check_pickle(pickled)
+            if sum(storages.values()) > path.stat().st_size:
+                raise FileError("its storages are larger than the file")
+            pickled.seek(0)
+            tree = _Unpickler(pickled, archive, members).load()
     if not isinstance(tree, _Module):
         raise FileError("it contains no module")
     tensors: dict[str, Tensor] = {}
@@ -66,26 +73,47 @@ class _Module:
         self.attributes = state
 
 
-class _TorchScriptUnpickler(TensorUnpickler):
-    """Reads ``data.pkl`` of an archive. All data that it takes is copied into memory, and its checksum compared."""
+class _Unpickler(pickle.Unpickler):
+    """Reads ``data.pkl``, which ``check_pickle`` saw before. Data is copied into memory, and its checksum compared."""
 
-    own = (_Module,)
-
-    def __init__(self, archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], size: int):
-        super().__init__(pickle_in(archive, members), size)
+    def __init__(self, pickled: Any, archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo]):
+        super().__init__(pickled, encoding="utf-8")
         self.archive, self.members = archive, members
+        self.storages: dict[str, Tensor] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "__torch__" or module.startswith("__torch__."):
+        if f"{module}.".startswith("__torch__."):
             return _Module
         if module == "torch.jit._pickle" and name in _LISTS:
-            return Call(lambda value, *_types: value)  # the value of a typed list
+            return lambda value, *_types: value  # the value of a typed list
         if (module, name) == ("collections", "OrderedDict"):
-            return Call(lambda *_hooks: {})  # a tensor's hooks, which are dropped
-        return super().find_class(module, name)
+            return lambda *_hooks: {}  # a tensor's hooks, which are dropped
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _view
+        if f"{module}.{name}" in DTYPES:
+            return DTYPES[f"{module}.{name}"]
+        raise FileError(f"it asks for {shown(f'{module}.{name}')}, which weights do not need and which is never run")
 
-    def storage(self, key: str, dtype: torch.dtype, count: int) -> Tensor:
-        content = self.archive.read(stored(self.members, f"data/{key}"))
-        if len(content) != count * dtype.itemsize:
-            raise FileError(f"its data/{key} has {len(content)} bytes, not {count} elements of {dtype}")
-        return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    def persistent_load(self, pid: Any) -> Tensor:
+        """A storage as a flat tensor. Raises FileError if the archive does not hold it."""
+        _, dtype, key, _, count = pid
+        if key not in self.storages:
+            content = self.archive.read(stored(self.members, f"data/{key}"))
+            if len(content) != count * dtype.itemsize:
+                raise FileError(f"its data/{key} has {len(content)} bytes, not {count} elements of {dtype}")
+            self.storages[key] = torch.frombuffer(bytearray(content or b"\0" * 16), dtype=dtype)[:count]
+        if self.storages[key].dtype != dtype:
+            raise FileError(f"its storage {key} has elements of {self.storages[key].dtype}, not of {dtype}")
+        return self.storages[key]
+
+
+def _view(storage: Any, offset: int, sizes: tuple[int, ...], steps: tuple[int, ...], *_others: Any) -> Tensor:
+    """A view of a storage. Raises FileError if it exceeds the storage."""
+    start = bounded_int("the place of a tensor", offset, 0, LARGEST)
+    sizes, steps = legal_sizes("one of its tensors", sizes), legal_sizes("one of its tensors", steps)
+    if not isinstance(storage, Tensor) or len(sizes) != len(steps):
+        raise FileError("one of its tensors is invalid")
+    last = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    if start + (1 + last if prod(sizes) else 0) > len(storage):
+        raise FileError("one of its tensors is larger than its storage")
+    return storage.as_strided(sizes, steps, start if prod(sizes) else 0)

@@ -124,7 +124,9 @@ CONTENTS = {  # what stands in the place of a tensor
 def archive(content: bytes, folder: Path, ending: str = ".pt", **members: bytes) -> Path:
     file = folder / f"hostile{ending}"
     with zipfile.ZipFile(file, "w") as opened:
-        for member, data in ({"data.pkl": content, "data/0": struct.pack("<4f", 1, 2, 3, 4)} | members).items():
+        for member, data in (
+            {"data.pkl": content, "version": b"3\n", "data/0": struct.pack("<4f", 1, 2, 3, 4)} | members
+        ).items():
             opened.writestr(f"archive/{member}", data)
     return file
 

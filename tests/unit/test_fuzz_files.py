@@ -234,7 +234,7 @@ DEFECTS = {
         in_tensors("pytorch_model.bin", lambda t: {"norm.weight": t["norm.weight"].to("meta")}),
         "not a plain tensor",
     ),
-    "a memo of gigabytes": ("Cosmos", far_memo, "it contains no module"),
+    "a memo of gigabytes": ("Cosmos", far_memo, "remembers more"),
     "the oldest format, whose reader unpacks": ("LlamaGen of classes", old_format, "PyTorch did not write it"),
     "words that are none": (
         "LlamaGen with words",

@@ -1,11 +1,11 @@
 """Files of torch.save: read as torch reads them, the same whatever else runs in the process, and answered in words."""
 
-import gc
 import logging
 import sys
 from argparse import Namespace
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -14,9 +14,8 @@ import torch
 from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, tensor_names
 from comfyui_specar.model_loaders.files.pickles import read_pickle
-from comfyui_specar.model_loaders.files.unpickler import TensorUnpickler
 
-from ..support.bad_files import refused
+from ..support.bad_files import Attack, refused
 from ..support.tiny import vq_weights
 
 OLD = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
@@ -26,8 +25,7 @@ NEW = (*OLD, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32)
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_everything_is_read_as_torch_reads_it(tmp_path, zipped, mapped, protocol):
+def test_everything_is_read_as_torch_reads_it(tmp_path, zipped, mapped):
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     content = OrderedDict(parameter=torch.nn.Parameter(torch.randn(3, 3)), wide=torch.zeros(1, 3).expand(4, 3))
     for dtype in NEW if zipped else OLD:
@@ -39,35 +37,19 @@ def test_everything_is_read_as_torch_reads_it(tmp_path, zipped, mapped, protocol
         "state": module.state_dict(),
         "optimizer": torch.optim.AdamW(module.parameters()).state_dict(),
         "size": torch.Size([1, 2]),
-        "number": 2**70,
-        "bytes": bytearray(b"ab") if protocol < 5 else b"ab",  # 5 has an instruction for it that no weights need
+        "number": 2**63,
+        "bytes": b"ab",
         "set": {1, 2},
         "counted": Counter({3: 1}),
         "rng": torch.get_rng_state(),
     }
     file = tmp_path / "some.pt"
-    torch.save({"content": content} | others, file, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    torch.save({"content": content} | others, file, _use_new_zipfile_serialization=zipped)
     found = read_pickle(file, mapped)
     for name, tensor in content.items():
         assert found["content"][name].dtype == tensor.dtype and found["content"][name].shape == tensor.shape
         assert found["content"][name].tolist() == tensor.tolist(), name
-    assert torch.equal(found["state"]["0.weight"], module[0].weight) and found["number"] == 2**70
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_file_that_was_read_stays_in_memory_no_longer_than_its_tensors(tmp_path, zipped):
-    def unpicklers() -> int:  # those that failed in other tests may still be held by the report of their error
-        return sum(issubclass(type(each), TensorUnpickler) for each in gc.get_objects())
-
-    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
-    gc.collect()
-    gc.disable()
-    try:
-        before = unpicklers()
-        read_pickle(tmp_path / "a.pt", mapped=False)
-        assert unpicklers() == before
-    finally:
-        gc.enable()
+    assert torch.equal(found["state"]["0.weight"], module[0].weight) and found["number"] == 2**63
 
 
 # Containers
@@ -125,11 +107,11 @@ def lightning(tmp_path, monkeypatch):
 
     for name in ("pytorch_lightning", "pytorch_lightning.callbacks", "pytorch_lightning.callbacks.model_checkpoint"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    kind = type("ModelCheckpoint", (dict,), {"__module__": "pytorch_lightning.callbacks.model_checkpoint"})
+    kind = type("ModelCheckpoint", (), {"__module__": "pytorch_lightning.callbacks.model_checkpoint"})
     sys.modules[kind.__module__].ModelCheckpoint = kind
     content = {
         "state_dict": vq_weights(),
-        "callbacks": {kind: {"best": numpy.float64(0.1)}, "x": kind(a=1)},
+        "callbacks": {kind: {"best": numpy.float64(0.1)}, "x": kind()},
         "array": numpy.arange(3),
         "loops": {"n": {1, 2}},
     }
@@ -148,9 +130,13 @@ def test_a_checkpoint_of_lightning_has_one_answer_everywhere(lightning, zipped, 
         assert set(map(str, torch.serialization.get_safe_globals())) == before
 
 
+class Best:
+    """A class of a training script."""
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_values_of_scripts_beside_the_weights_are_passed_over(tmp_path, zipped):
-    others = {"args": Namespace(out=Path("runs")), "when": datetime(2024, 5, 12), "last": deque([1.0], 5)}
+    others = {"args": Namespace(out=Path("runs")), "when": datetime(2024, 5, 12), "best": Best()}
     torch.save({"model": A} | others, tmp_path / "some.pt", _use_new_zipfile_serialization=zipped)
     assert open_checkpoint(tmp_path / "some.pt").tensors.keys() == A.keys()
 
@@ -164,15 +150,25 @@ def test_a_training_of_three_thousand_tensors_is_no_attack(tmp_path):
     assert len(open_checkpoint(tmp_path / "some.pt").tensors) == len(names)
 
 
-class Harmless:
-    """A class that another program may have declared safe."""
+@pytest.mark.parametrize("kind", [deque, partial(defaultdict, int)])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_containers_that_torch_does_not_fill_are_named(tmp_path, kind, zipped):
+    torch.save({"model": A, "last": kind()}, tmp_path / "some.pt", _use_new_zipfile_serialization=zipped)
+    refused(tmp_path / "some.pt", "Save the weights alone", loader=open_checkpoint)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_what_others_declare_safe_changes_nothing(tmp_path, zipped):
-    torch.save({"model": A, "x": Harmless()}, tmp_path / "some.pt", _use_new_zipfile_serialization=zipped)
-    with torch.serialization.safe_globals([Harmless]), pytest.raises(CheckpointError, match=r"asks for .*Harmless"):
-        open_checkpoint(tmp_path / "some.pt")
+def test_what_others_declare_safe_is_not_used_where_it_would_run(tmp_path, zipped):
+    torch.save({"model": A, "x": Attack(tmp_path / "canary")}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    with torch.serialization.safe_globals([exec]), pytest.raises(CheckpointError, match=r"asks for .*exec"):
+        open_checkpoint(tmp_path / "a.pt")
+    assert not (tmp_path / "canary").exists()
+
+
+def test_an_older_torch_is_named(tmp_path, monkeypatch):
+    torch.save(A, tmp_path / "some.pt")
+    monkeypatch.delattr(torch.serialization, "safe_globals")
+    refused(tmp_path / "some.pt", "PyTorch 2.5", loader=open_checkpoint)
 
 
 def test_a_torchscript_archive_under_another_ending_is_named(tmp_path):
@@ -189,5 +185,5 @@ def test_names_in_the_old_format_are_read_without_the_data(tmp_path):
     assert {name: (*tensor.shape, tensor.device.type) for name, tensor in outline(path).tensors.items()} == {
         "a.weight": (1000, 10, "meta")
     }
-    with pytest.raises(CheckpointError, match="ends too soon"):
+    with pytest.raises(CheckpointError, match="unexpected EOF"):
         open_checkpoint(path)
