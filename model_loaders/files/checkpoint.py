@@ -14,14 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...limits.limits import CONTAINERS, SETTINGS, SHARDS, TENSORS, VALUES, legal_name, parse_json, shown
-from . import safetensors_files
+from ...limits.limits import CONTAINERS, SETTINGS, SHARDS, TENSORS, VALUES, legal_name, legal_sizes, parse_json, shown
 from .bitsandbytes import with_bitsandbytes
 from .errors import CheckpointError, raise_if_out_of_memory
 from .gptq import with_gptq
 from .names import unwrapped
 from .pickles import read_pickle, refuse_unreal
 from .quantised import DESCRIPTIONS
+from .safetensors_files import header_of, read
 from .scaled import marks, with_scales
 from .torchscript import read_torchscript
 from .unsupported import ADAPTERS, MERGE, refuse_unsupported
@@ -200,13 +200,13 @@ Data = Literal["map", "read", "outline"]  # the data: memory-mapped, read into m
 
 
 def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    safetensors_files.check(path)  # the library would compute with whatever sizes the header states
+    with path.open("rb") as file:
+        header_of(file, path.stat().st_size)
     with safe_open(str(path), framework="pt", device="cpu") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
-
-
-def _outline(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    return safetensors_files.outline(path, DESCRIPTIONS)
+        tensors = {legal_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        for name, tensor in tensors.items():
+            legal_sizes(name, tensor.shape)
+        return tensors, file.metadata() or {}
 
 
 def _open(path: Path, data: Data) -> Checkpoint:
@@ -289,9 +289,8 @@ def _layer(name: str) -> str:
 
 
 def _open_safetensors(path: Path, data: Data) -> Checkpoint:
-    read = {"map": _map, "read": safetensors_files.read, "outline": _outline}[data]
     try:
-        tensors, strings = read(path)
+        tensors, strings = _map(path) if data == "map" else read(path, DESCRIPTIONS if data == "outline" else None)
         metadata = parse_json(strings.get("specar", "{}"))
         tensors |= marks(strings, path)
     except CheckpointError:

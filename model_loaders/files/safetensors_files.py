@@ -1,32 +1,20 @@
-"""Reading .safetensors files without a memory map: names and shapes only, or all data.
+"""Reading .safetensors files without a memory map, which not all drives support: names and shapes only, or all data.
 
 A file is eight bytes (the length of the header), the header in JSON (dtype, shape and offsets of every tensor) and the
-data. Invalid headers are rejected before memory is allocated for the data, here and before the
-format's own library maps a file (see ``check``).
+data. Where it is mapped, the format's own library reads it, after ``header_of``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...limits.limits import (
-    HEADER,
-    LARGEST,
-    QUANTISED,
-    TENSORS,
-    FileError,
-    bounded_int,
-    legal_name,
-    legal_sizes,
-    parse_json,
-)
+from ...limits.limits import HEADER, QUANTISED, TENSORS, FileError, legal_name, legal_sizes, parse_json
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -50,97 +38,60 @@ if hasattr(torch, "float8_e8m0fnu"):  # since PyTorch 2.7: scales of quantised f
     _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor of a file and its number of bytes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    size: int
-
-
-def outline(path: Path, descriptions: tuple[str, ...] = ()) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file on the meta device (their shapes and dtypes), and its metadata. Those whose names end in
-    one of ``descriptions``, of QUANTISED bytes at most, are read. Raises as ``read`` does."""
-    tensors = {}
-    with path.open("rb") as file:
-        entries, metadata = _header(file, path.stat().st_size)
-        place = file.tell()
-        for entry in entries:
-            if descriptions and entry.name.endswith(descriptions) and entry.size <= QUANTISED:
-                file.seek(place)
-                tensors[entry.name] = _content(file, entry)
-            else:
-                tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            place += entry.size
-    return tensors, metadata
-
-
-def check(path: Path) -> None:
-    """Raise as ``read`` does, without reading the data."""
-    with path.open("rb") as file:
-        _header(file, path.stat().st_size)
-
-
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, read into memory, and its metadata.
-
-    Raises ValueError for an invalid file, OSError for one that cannot be read, RuntimeError if memory
-    is short.
-    """
-    tensors = {}
-    with path.open("rb") as file:
-        entries, metadata = _header(file, path.stat().st_size)
-        for entry in entries:
-            tensors[entry.name] = _content(file, entry)
-    return tensors, metadata
-
-
-def _content(file: BufferedReader, entry: _Entry) -> Tensor:
-    """The next tensor of a file. Raises FileError if it ends before."""
-    content = torch.empty(entry.size, dtype=torch.uint8)
-    if file.readinto(content.numpy()) != entry.size:
-        raise FileError(f"it ends within {entry.name}")
-    return content.view(entry.dtype).view(entry.shape)
-
-
-def _header(file: BinaryIO, size: int) -> tuple[list[_Entry], dict[str, str]]:
-    """The tensors in the order of their data, which must fill a file of ``size`` bytes without gaps, and the metadata.
-    Afterwards, the file position is at the start of the data."""
+def header_of(file: BufferedReader, size: int) -> bytes:
+    """The header of a file of ``size`` bytes, whose position is then at the data. Raises FileError for one of more than
+    HEADER bytes or TENSORS tensors."""
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(size - 8, HEADER):
         raise FileError(f"its header has an invalid length of {length} bytes")
-    header = parse_json(file.read(length))
-    if not isinstance(header, dict) or len(header) > TENSORS:
-        raise FileError(f"its header is not a JSON object of at most {TENSORS} tensors")
-    metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FileError("its metadata is not a JSON object of strings")
-    placed = sorted((_entry(name, value) for name, value in header.items()), key=lambda found: found[0])
-    end = 0
-    for (begin, _), entry in placed:
-        if begin != end:
-            raise FileError(f"{entry.name} begins at byte {begin} instead of {end}")
-        end += entry.size
-    if end != size - 8 - length:
-        raise FileError(f"its tensors have {end} bytes, but {size - 8 - length} follow the header")
-    return [entry for _, entry in placed], metadata
+    header = file.read(length)
+    if (count := header.count(b'"data_offsets"')) > TENSORS:
+        raise FileError(f"its header lists {count} tensors; {TENSORS} is the limit")
+    return header
 
 
-def _entry(name: str, value: Any) -> tuple[tuple[int, int], _Entry]:
-    """((begin, end) in bytes, entry) of a tensor in the header. Raises ValueError for an invalid one."""
+def read(path: Path, descriptions: tuple[str, ...] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, read into memory, and its metadata. descriptions: of the tensors, only those whose names
+    end so, of QUANTISED bytes at most, are read; the others are on the meta device.
+
+    Raises FileError for an invalid file, OSError for one that cannot be read, RuntimeError if memory is short.
+    """
+    tensors, end, size = {}, 0, path.stat().st_size
+    with path.open("rb") as file:
+        header = parse_json(header_of(file, size))
+        data = file.tell()
+        if not isinstance(header, dict):
+            raise FileError("its header is not a JSON object")
+        metadata = header.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise FileError("its metadata is not a JSON object of strings")
+        entries = [(*_entry(name, entry), name) for name, entry in header.items()]
+        for place, dtype, shape, name in sorted(entries, key=lambda entry: entry[0]):
+            count = prod(shape) * dtype.itemsize
+            if place != [end, end + count] or data + end + count > size:
+                raise FileError(f"{name} has {count} bytes from byte {end} on, not those of its place {place!r:.50}")
+            if descriptions is None or (name.endswith(descriptions) and count <= QUANTISED):
+                file.seek(data + end)
+                content = torch.empty(count, dtype=torch.uint8)
+                if file.readinto(content.numpy()) != count:
+                    raise FileError(f"it ends within {name}")
+                tensors[name] = content.view(dtype).view(shape)
+            else:
+                tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+            end += count
+    if data + end != size:
+        raise FileError(f"its tensors have {end} bytes, but {size - data} follow the header")
+    return tensors, metadata
+
+
+def _entry(name: str, entry: Any) -> tuple[list[int], torch.dtype, tuple[int, ...]]:
+    """Place in the data, dtype and shape of a tensor. Raises FileError for what no tensor has."""
     legal_name(name)
-    dtype, shape, place = (
-        value.get(key) if isinstance(value, dict) else None for key in ("dtype", "shape", "data_offsets")
+    place, dtype, shape = (
+        entry.get(key) if isinstance(entry, dict) else None for key in ("data_offsets", "dtype", "shape")
     )
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise FileError(f"{name} has the dtype {dtype!r:.50}")
-    if not isinstance(place, list) or len(place) != 2:
+    if not isinstance(place, list) or [*map(type, place)] != [int, int]:
         raise FileError(f"{name} is at the place {place!r:.50}")
-    shape = legal_sizes(name, shape)
-    place = [bounded_int(f"the place of {name}", number, 0, LARGEST) for number in place]
-    size = prod(shape) * _DTYPES[dtype].itemsize
-    if place[1] - place[0] != size:
-        raise FileError(f"{name} has {place[1] - place[0]} bytes instead of {size}")
-    return (place[0], place[1]), _Entry(name, _DTYPES[dtype], shape, size)
+    return place, _DTYPES[dtype], legal_sizes(name, shape)

@@ -15,7 +15,7 @@ from comfyui_specar.limits.printable import printable
 from comfyui_specar.model_loaders import llama as language_model
 from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.model_loaders.families import harmon, llamagen, mar, xar
-from comfyui_specar.model_loaders.files import checkpoint, names
+from comfyui_specar.model_loaders.files import names
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, read_settings
 from comfyui_specar.model_loaders.text import t5
 from comfyui_specar.models.sizes import legal_grid
@@ -48,14 +48,9 @@ def read(file: Path, mapped: bool) -> None:
 
 
 @pytest.mark.parametrize("write", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file_is_refused_at_once(tmp_path, write, monkeypatch):
-    """For some, a reader without bounds would never end, or end the process. The library of safetensors is not asked
-    where the header is hostile: it would multiply 100,000 sizes, while it holds the interpreter's lock."""
+def test_a_hostile_file_is_refused_at_once(tmp_path, write):
+    """For some, a reader without bounds would never end, or end the process."""
     file = write(tmp_path)
-    asked = []
-    sound = write is HOSTILE["safetensors: settings in 5 million lists"] and file.stat().st_size <= limits.HEADER
-    if not sound:
-        monkeypatch.setattr(checkpoint, "safe_open", lambda *given, **_options: asked.append(given))
     linux = Path("/proc/self/clear_refs").exists()
     for mapped in (True, False)[: 1 + (file.suffix == ".safetensors")]:
         if linux:
@@ -70,7 +65,6 @@ def test_a_hostile_file_is_refused_at_once(tmp_path, write, monkeypatch):
     if file.suffix == ".safetensors":
         with pytest.raises(CheckpointError):
             outline(file)
-    assert not asked
 
 
 NUMBERS = st.one_of(st.integers(-2, 5), st.integers(-(2**70), 2**70), st.floats(), st.none(), st.text(max_size=3))
@@ -181,8 +175,8 @@ def test_more_values_than_a_header_needs_are_not_read(tmp_path, monkeypatch):
     file = safetensors({f"t{number}": entry for number in range(6 * limits.TENSORS)}, tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {f"t{n}": "x.safetensors" for n in range(limits.VALUES + 1)}}), "utf-8")
-    for each in (file, index):
-        with pytest.raises(CheckpointError, match="400000 values"):
+    for each, said in ((file, "120000 tensors"), (index, "400000 values")):
+        with pytest.raises(CheckpointError, match=said):
             outline(each)
     assert not read
 

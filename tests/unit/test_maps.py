@@ -153,7 +153,7 @@ def test_a_page_file_that_is_too_small_is_no_damage(tmp_path, monkeypatch, kind)
     path = write_llamagen(tmp_path / "model.safetensors", False)
     torch.save({}, tmp_path / "model.pt")
     monkeypatch.setattr(checkpoint, "safe_open", failing(PAGE_FILE[kind]))
-    monkeypatch.setattr(torch, "from_file", failing(PAGE_FILE[kind]))
+    monkeypatch.setattr(torch, "load", failing(PAGE_FILE[kind]))
     for file in (path, tmp_path / "model.pt"):
         message = refused(file)
         assert "page file" in message and "1455" in message and "--disable-mmap" in message
@@ -165,7 +165,7 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch, kind):
     torch.save({}, tmp_path / "model.pt")
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "safe_open", failing(NO_MEMORY[kind]))
-        patch.setattr(torch, "from_file", failing(NO_MEMORY[kind]))
+        patch.setattr(torch, "load", failing(NO_MEMORY[kind]))
         for file in (path, tmp_path / "model.pt"):
             assert "not enough memory" in refused(file)
     monkeypatch.setattr(weights, "_cast", failing(NO_MEMORY[kind]))

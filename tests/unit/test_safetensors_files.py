@@ -51,7 +51,7 @@ def test_the_same_tensors_and_metadata(tmp_path):
     tensors, metadata = safetensors_files.read(tmp_path / "a.safetensors")
     assert metadata == {"specar": "{}", "other": "ü"} and tensors.keys() == TENSORS.keys()
     assert all(bits(tensors[name]) == bits(tensor) for name, tensor in TENSORS.items())
-    shapes, same = safetensors_files.outline(tmp_path / "a.safetensors")
+    shapes, same = safetensors_files.read(tmp_path / "a.safetensors", ())
     assert same == metadata and {tensor.device.type for tensor in shapes.values()} == {"meta"}
     assert {name: (t.dtype, t.shape) for name, t in shapes.items()} == {
         name: (t.dtype, t.shape) for name, t in TENSORS.items()
@@ -106,7 +106,7 @@ def test_any_other_bytes_are_refused_with_a_reason(tmp_path, content):
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "a.safetensors"
     save_file({"large": torch.zeros(2**20)}, file)  # more than is read ahead
-    header = safetensors_files._header
+    header = safetensors_files.header_of
 
     def shrinking(opened, size):
         found = header(opened, size)
@@ -114,6 +114,6 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, monkeypatch):
             writing.truncate(size - 8)
         return found
 
-    monkeypatch.setattr(safetensors_files, "_header", shrinking)
+    monkeypatch.setattr(safetensors_files, "header_of", shrinking)
     with pytest.raises(ValueError, match="ends.*large"):
         safetensors_files.read(file)
