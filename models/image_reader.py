@@ -21,7 +21,6 @@ from .networks.prefix import GivenPrefix, TextPrefix
 from .networks.siglip import Reading
 from .pictures import resize
 from .text.prompts import EncodedPrompt, checked_text
-from .text.tiktoken_file import RankTokenizer
 from .text.tokenizer import Tokenizer
 
 GREY = 127  # of 255, beside an image that is not square: int(255 * mean) of the official processors
@@ -42,7 +41,7 @@ class ImageReader(ABC):
         self,
         model: DiscreteModel,
         reading: Answering,
-        tokenizer: Tokenizer | RankTokenizer,
+        tokenizer: Tokenizer,
         end: str,
         defaults: SamplingParams = SamplingParams(),
     ):
@@ -165,7 +164,7 @@ class TokenReader(ImageReader):
         self,
         model: DiscreteModel,
         reading: Answering,
-        tokenizer: Tokenizer | RankTokenizer,
+        tokenizer: Tokenizer,
         scale: Callable[[Tensor, int], Tensor],
         write: Callable[[str, Tensor], Sequence[int]],
         end: str,

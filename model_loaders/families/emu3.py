@@ -23,7 +23,7 @@ from ...models.networks.positions import SequencePositions
 from ...models.pictures import resize
 from ...models.sizes import Grid, choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, TextEncoder
-from ...models.text.tiktoken_file import RankTokenizer
+from ...models.text.tiktoken_file import tokenizer_of
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
 from ..declarations import Family, ReleasedDecoder, Source
@@ -293,13 +293,13 @@ class Words:
         return cls(first, len(codes), **found)
 
 
-def prompt_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, text: str, grid: tuple[int, int]) -> list[int]:
+def prompt_ids(words: Words, tokenizer: Tokenizer, text: str, grid: tuple[int, int]) -> list[int]:
     """Begin of text, text, begin of image, its size in tokens, image token. Raises CheckpointError for the tokenizer of
     another model."""
     return [words.beginning, *tokenizer.ids(text), *opening_ids(words, tokenizer, grid)]
 
 
-def opening_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, grid: tuple[int, int]) -> list[int]:
+def opening_ids(words: Words, tokenizer: Tokenizer, grid: tuple[int, int]) -> list[int]:
     """The start of an image: begin of image, its size in tokens, image token."""
     return [words.opening, *tokenizer.ids(f"{grid[0]}*{grid[1]}"), words.image]
 
@@ -357,7 +357,7 @@ def read_grid(height: int, width: int, patch: int, least: int = _READ) -> Grid:
     return rows, cols
 
 
-def question_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, text: str, image: Tensor) -> list[int]:
+def question_ids(words: Words, tokenizer: Tokenizer, text: str, image: Tensor) -> list[int]:
     """Begin of text, a whole image [h, w] (int64) with the end of a row after each, end of frame and image, and the
     text that is continued. Raises CheckpointError for the tokenizer of another model."""
     rows, cols = image.shape
@@ -372,20 +372,19 @@ def open_tokenizer(
     specials: Sequence[str] = _RANKED,
     repository: str = "BAAI/Emu3-Gen",
     words: Words | None = None,
-) -> Tokenizer | RankTokenizer:
+) -> Tokenizer:
     """The tokenizer from folders of transformers or original ones, of this model or another Emu3. words: its ids are
     compared with these."""
     found = find_tokenizer(path, _FOLDERS, search, ("tokenizer.json", "emu3.tiktoken"))
-    stated = words and words.by_name
-    if found is not None and found.suffix == ".tiktoken":
-        return RankTokenizer(found, _PATTERN, specials, stated)
+    ranks = found is not None and found.suffix == ".tiktoken"
     return Tokenizer(
         found,
         (
             "Emu3 reads prompts through emu3.tiktoken (or tokenizer.json), which was not found. Put that of "
             f"{repository} into the folder {path.parent}."
         ),
-        stated,
+        words and words.by_name,
+        read=partial(tokenizer_of, pattern=_PATTERN, specials=specials) if ranks else None,
     )
 
 

@@ -21,7 +21,6 @@ from ...models.ar_model import DiscreteModel
 from ...models.pictures import resize
 from ...models.sizes import Grid, choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, Images
-from ...models.text.tiktoken_file import RankTokenizer
 from ...models.text.tokenizer import Tokenizer
 from ..declarations import Family, ReleasedDecoder, Source
 from ..files.checkpoint import Checkpoint, title
@@ -151,7 +150,7 @@ GRIDS = tuple(dict.fromkeys((*SIZES, *sorted(scaled_grids()))))
 
 
 def image_prompt_ids(
-    words: Words, tokenizer: Tokenizer | RankTokenizer, template: str, text: str, grid: Grid, images: Images
+    words: Words, tokenizer: Tokenizer, template: str, text: str, grid: Grid, images: Images
 ) -> list[int]:
     """A prompt with images [h, w] (int64) where the template begins one, and the start of the new image of ``grid``.
 
@@ -164,7 +163,7 @@ def image_prompt_ids(
     return [words.beginning, *ids[:place], *written, *ids[place + 1 :], *opening_ids(words, tokenizer, grid)]
 
 
-def image_ids(words: Words, tokenizer: Tokenizer | RankTokenizer, image: Tensor) -> list[int]:
+def image_ids(words: Words, tokenizer: Tokenizer, image: Tensor) -> list[int]:
     """A whole image [h, w] (int64): its start, the rows with a token between them, its end."""
     rows, cols = image.shape
     ends = image.new_full((rows, 1), words.row_end)

@@ -20,7 +20,6 @@ from torch import Tensor
 from ...limits.limits import WORDS, FileError, legal_name
 from ...model_loaders.files.checkpoint import CheckpointError, open_checkpoint
 from .prompt_syntax import words_of
-from .tiktoken_file import RankTokenizer
 from .tokenizer import Tokenizer
 
 Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a prompt
@@ -156,7 +155,7 @@ def left_out(slots: int, units: str, rest: str) -> list[str]:
     return [f"The model reads at most {slots} {units} and leaves out: {shorten(rest, SHOWN)}."] * bool(rest)
 
 
-def special_tokens(tokenizer: Tokenizer | RankTokenizer, text: str) -> list[str]:
+def special_tokens(tokenizer: Tokenizer, text: str) -> list[str]:
     """What to say of the special tokens that a user wrote: as in the authors' code, they stay what they are."""
     names = shorten(", ".join(tokenizer.specials_in(text)), SHOWN)
     return [
@@ -206,7 +205,7 @@ class TextEncoder(PromptEncoder):
     how prompts with images are written (None: the model cannot read images).
     """
 
-    tokenizer: Tokenizer | RankTokenizer
+    tokenizer: Tokenizer
     write: Callable[[str, tuple[int, int]], Sequence[int]]
     grid: tuple[int, int]
     write_negative: Callable[[str, tuple[int, int]], Sequence[int]] | None = None

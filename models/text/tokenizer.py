@@ -60,13 +60,20 @@ class Tokenizer:
 
     file None: it was not found; ``missing`` is the error message. stated: see check_ids. words: ids that the model has
     for text (None: not known here). What the file says about cutting or padding texts is not used: programs save there
-    how they called the tokenizer last. Nor is what it puts around them.
+    how they called the tokenizer last. Nor is what it puts around them. read: makes the library's tokenizer of a file
+    (None: as above).
     """
 
     def __init__(
-        self, file: Path | None, missing: str, stated: Mapping[str, int] | None = None, words: int | None = None
+        self,
+        file: Path | None,
+        missing: str,
+        stated: Mapping[str, int] | None = None,
+        words: int | None = None,
+        read: Callable[[Path], Any] | None = None,
     ):
         self.file, self.missing, self.stated, self.words = file, missing, stated or {}, words
+        self.read = read or _read_tokenizer
         self._opened = None
 
     @property
@@ -79,7 +86,7 @@ class Tokenizer:
         path = self._path
         if self._opened is None:
             with readable(path):
-                opened = _read_tokenizer(path)
+                opened = self.read(path)
                 refuse_growth(opened.normalizer)
             opened.no_truncation()
             opened.no_padding()

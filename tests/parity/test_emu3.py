@@ -24,7 +24,6 @@ from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_reader
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
-from comfyui_specar.models.text.tiktoken_file import RankTokenizer
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from tokenizers import Tokenizer
@@ -192,7 +191,7 @@ def test_original_layout_of_the_sequence(model):
 
 
 def original_tokenizer(folder):
-    return RankTokenizer(tiny.write_ranks(folder) / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED)
+    return emu3.open_tokenizer(tiny.write_ranks(folder) / "model.safetensors", [])
 
 
 def original_words(ranks):

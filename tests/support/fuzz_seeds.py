@@ -26,7 +26,6 @@ from comfyui_specar.model_loaders.detect import find_image_decoder, load_encoder
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.families import glm_image_diffusion as glm_image
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.models.text.tiktoken_file import RankTokenizer
 from comfyui_specar.reports.run_report import check_words
 from comfyui_specar.samplers.trace import Source
 
@@ -129,7 +128,7 @@ def use_trace(folder: Path) -> None:
 
 
 def use_ranks(folder: Path) -> None:
-    tokenizer = RankTokenizer(folder / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED)
+    tokenizer = emu3.open_tokenizer(folder / "model.safetensors", [])
     tokenizer.ids("a red cat")
     tokenizer.id("<|image token|>"), len(tokenizer)
 

@@ -7,7 +7,6 @@ import torch
 from comfyui_specar.model_loaders.detect import family_of, load_model
 from comfyui_specar.model_loaders.families import emu3, emu35
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
-from comfyui_specar.models.text.tiktoken_file import RankTokenizer, joined
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_emu3 as tiny
@@ -85,13 +84,13 @@ def test_tokenizers_of_either_layout_are_found(tmp_path, folders):
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file is None
     tiny.write_ranks(beside)  # that of a model which lies beside it; all Emu3 models share one
     found = emu3.open_tokenizer(bare / "model.safetensors", [])
-    assert isinstance(found, RankTokenizer) and found.file == beside / "emu3.tiktoken"
+    assert found.file == beside / "emu3.tiktoken"
     (beside / "tokenizer.json").write_bytes((folders["emu3"] / "tokenizer.json").read_bytes())
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file == beside / "tokenizer.json"
     tiny.write_ranks(bare)  # its own goes first
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file == bare / "emu3.tiktoken"
     second = emu3.open_tokenizer(bare / "model.safetensors", [], emu3.special_tokens(131072), "BAAI/Emu3.5-Image")
-    assert isinstance(second, RankTokenizer) and len(second) == 264 + 3 + 205 + 3 + 131072
+    assert len(second) == 264 + 3 + 205 + 3 + 131072
 
 
 def test_the_ranks_of_another_model_are_refused(changed):
@@ -103,7 +102,7 @@ def test_the_ranks_of_another_model_are_refused(changed):
 
 
 def opened(folder):
-    return RankTokenizer(folder / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED)
+    return emu3.open_tokenizer(folder / "model.safetensors", [])
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +127,6 @@ def ranks(tmp_path_factory):
 )
 def test_ids_of_the_file_of_ranks(ranks, text, wanted):
     assert ranks.ids(text) == wanted
-
-
-def test_pairs_are_joined_by_rank_from_the_left():
-    ranks = {bytes([byte]): byte for byte in range(256)} | {b"aa": 256, b"ab": 257, b"aab": 258}
-    assert joined(b"aaa", ranks) == [256, 97] and joined(b"aaab", ranks) == [256, 257]
-    assert joined(b"aab", ranks) == [258]  # known as a whole
-    assert joined(b"baab", ranks) == [98, 258]
 
 
 def test_special_tokens_follow_the_ranks(ranks):

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model, load_reader
+from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.text.t5 import T5Encoder
 from comfyui_specar.models.image_reader import square
 from comfyui_specar.models.text.prompt_encoders import ClassEncoder, MissingEncoder, TextEncoder
-from comfyui_specar.models.text.tiktoken_file import RankTokenizer
 from comfyui_specar.models.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
@@ -97,8 +97,8 @@ def test_an_unknown_letter_is_no_special_token(tmp_path):
 def test_special_tokens_of_a_file_of_ranks(tmp_path):
     pieces = (b64encode(bytes([byte])).decode() for byte in range(256))
     (tmp_path / "emu3.tiktoken").write_text("\n".join(f"{piece} {i}" for i, piece in enumerate(pieces)), "utf-8")
-    tokenizer = RankTokenizer(tmp_path / "emu3.tiktoken", ".", ["<|extra_0|>", "<|image end|>"])
-    assert tokenizer.specials_in("<|image end|> <|extra_1|> <|extra_0|><|image end|>") == [
+    tokenizer = emu3.open_tokenizer(tmp_path / "model.safetensors", [])
+    assert tokenizer.specials_in("<|image end|> <|extra_900|> <|extra_0|><|image end|>") == [
         "<|image end|>",
         "<|extra_0|>",
     ]
