@@ -139,7 +139,7 @@ def names_of(checkpoint: Checkpoint) -> Names:
 
 def prompt_encoder(
     words: Words,
-    tokenizer: Tokenizer | RankTokenizer,
+    tokenizer: Tokenizer,
     prompt: str,
     negative: str,
     grid: Grid,

@@ -1,5 +1,7 @@
 """Fetch the images, train tokenizer and model, export them."""
 
+from pathlib import Path
+
 from comfyui_specar.tools.training import autoregressive, contact_sheet, export, tokenizer
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.command import command, parsed
@@ -14,16 +16,17 @@ def main() -> None:
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
     parser.add_argument("--stage", choices=STAGES, action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time of the stage instead of the setting's")
+    parser.add_argument("--from", dest="start", type=Path, help="VQ file from which to begin the tokenizer")
     options = parsed(parser)
     setting, out, exported = SETTINGS[options.setting], options.out, options.out / "default"
     for stage in options.stage or STAGES:
         if stage == "sheet":
             contact_sheet.draw(exported, exported / "contact_sheet.jpg")
             continue
-        images = load_images(options.cache)
+        images = load_images(options.cache, setting.portrait_count)
         captions = Captions(setting, images.words)
         if stage == "tokenizer":
-            tokenizer.train(setting, images, out, options.minutes)
+            tokenizer.train(setting, images, out, options.minutes, options.start)
         elif stage == "decoder":
             tokenizer.sharpen_decoder(setting, images, out, options.minutes)
         elif stage == "model":

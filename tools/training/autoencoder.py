@@ -25,13 +25,13 @@ from .settings import BACKGROUNDS, PLACES, AutoencoderSetting, Setting
 
 WHOLE_IMAGES_FROM = 0.4  # fraction of the time after which whole images, whose statistics differ, replace crops
 POWER, FLOOR = 0.6, 0.03  # sharpening: errors below the floor (of pixels in -1..1) are squared again
-HELD_OUT = 48  # images to measure on
+HELD_OUT, HELD_OUT_EVERY = 48, 20  # images to measure on; one portrait in so many is held out
 OUTER = ("encoder.conv_in", "decoder.conv_out", "embedding")  # layers that AdamW trains
 Model = TypeVar("Model", bound="VQModel | KLModel")
 
 
 class Sampler:
-    """Random augmented batches, mostly of the chosen concepts."""
+    """Random augmented batches of portraits and emoji, the emoji mostly of the chosen concepts."""
 
     def __init__(self, setting: Setting, cfg: AutoencoderSetting, images: Images, seed: int) -> None:
         self.setting, self.cfg, self.device = setting, cfg, torch.device(setting.device)
@@ -39,6 +39,7 @@ class Sampler:
         coloured = chosen.recoloured()
         self.chosen, self.coloured = chosen.rgba.to(self.device), coloured.rgba.to(self.device)
         self.all = images.rgba.to(self.device) if cfg.other_images else self.chosen
+        self.portraits = images.portraits
         self.generator = torch.Generator(self.device).manual_seed(seed)
 
     def _integers(self, high: int, count: int) -> Tensor:
@@ -48,21 +49,36 @@ class Sampler:
         return images[self._integers(len(images), count)]
 
     def whole(self, count: int, only_chosen: bool = False) -> Tensor:
-        """Pixels [count, 3, 256, 256] in [-1, 1]; ``only_chosen``: these concepts, large and in their own colours."""
+        """Pixels [count, 3, 256, 256] in [-1, 1].
+
+        ``only_chosen``: held-out portraits, and emoji of these concepts, large and in their own colours.
+        """
+        portraits = self._round(count * self.setting.portraits) if self.portraits else 0
+        emoji = count - portraits
         shares = (self.cfg.other_images, self.setting.recoloured, self.setting.placed)
-        others, coloured, placed = (0, 0, 0) if only_chosen else (self._round(count * share) for share in shares)
-        coloured = min(coloured, count - others)
+        others, coloured, placed = (0, 0, 0) if only_chosen else (self._round(emoji * share) for share in shares)
+        coloured = min(coloured, emoji - others)
         rgba = torch.cat(
             [
+                self._portraits(portraits, only_chosen),
                 self._some(self.all, others),
                 self._some(self.coloured, coloured),
-                self._some(self.chosen, count - others - coloured),
+                self._some(self.chosen, emoji - others - coloured),
             ]
         )
         places = torch.zeros(count, dtype=torch.int64, device=self.device)
-        moved = torch.randperm(count, generator=self.generator, device=self.device)[:placed]
-        places[moved] = 1 + self._integers(len(PLACES), placed)
+        moved = portraits + torch.randperm(emoji, generator=self.generator, device=self.device)[:placed]
+        places[moved] = 1 + self._integers(len(PLACES), len(moved))
         return augment(rgba, self._integers(len(BACKGROUNDS), count), self.cfg.augmentation, self.generator, places)
+
+    def _portraits(self, count: int, held_out: bool) -> Tensor:
+        """Random portraits, uint8 [count, 4, 256, 256]: every twentieth of them is held out."""
+        if not self.portraits or not count:
+            return self.chosen[:0]
+        numbers = HELD_OUT_EVERY * self._integers(len(self.portraits) // HELD_OUT_EVERY, count)
+        if not held_out:
+            numbers = numbers + 1 + self._integers(HELD_OUT_EVERY - 1, count)
+        return self.portraits.rgba(numbers).to(self.device)
 
     def _round(self, number: float) -> int:
         """Rounds up or down at random, so that fractions are right on average in small batches."""

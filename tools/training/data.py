@@ -11,7 +11,7 @@ import json
 import logging
 import subprocess
 import tarfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from .portraits import Portraits
 from .settings import BACKGROUNDS, COLOURED, COLOURS, COMMON_CONCEPTS, IMAGE_SIZE, PLACES, SMALL, STYLES, Augmentation
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ DRAWN_GROUPS = (0, 1, 3, 4, 5, 6, 7)  # emojibase: smileys, people, animals, foo
 class Images:
     """``rgba`` uint8 [N, 4, 256, 256], premultiplied; ``code`` and ``style`` (index into STYLES) per image.
 
-    ``colour``: name of the new hue of an image, None: its own.
+    ``colour``: name of the new hue of an image, None: its own. ``portraits`` are numbered after these images.
     """
 
     rgba: Tensor
@@ -46,6 +47,7 @@ class Images:
     style: list[int]
     words: dict[str, dict]  # code -> {"label": str, "tags": [str]}
     colour: list[str | None]
+    portraits: Portraits | None = None
 
     def select(self, codes: tuple[str, ...]) -> Images:
         """Only the images of these code points. Raises ValueError where one has none."""
@@ -53,7 +55,8 @@ class Images:
         if missing := set(codes) - {self.code[i] for i in kept}:
             raise ValueError(f"no image of {sorted(missing)}: check the code points in settings.py")
         code, style = [self.code[i] for i in kept], [self.style[i] for i in kept]
-        return Images(self.rgba[kept], code, style, self.words, [self.colour[i] for i in kept])
+        colour = [self.colour[i] for i in kept]
+        return replace(self, rgba=self.rgba[kept], code=code, style=style, colour=colour)
 
     def recoloured(self) -> Images:
         """The images of COLOURED objects, in every hue of COLOURS."""
@@ -66,18 +69,19 @@ class Images:
     def __add__(self, other: Images) -> Images:
         rgba = torch.cat((self.rgba, other.rgba))
         code, style, colour = self.code + other.code, self.style + other.style, self.colour + other.colour
-        return Images(rgba, code, style, self.words, colour)
+        return Images(rgba, code, style, self.words, colour, self.portraits)
 
 
-def load_images(cache: Path) -> Images:
-    """Every drawn emoji in every style; rendered on the first call (about a minute), later read from ``cache``."""
+def load_images(cache: Path, portraits: int = 0) -> Images:
+    """Every drawn emoji in every style, and so many portraits; rendered once, later read from ``cache``."""
     file = cache / "pictures.npz"
     if not file.exists():
         _render_all(cache, file)
     with np.load(file) as data:
         index = json.loads(str(data["index"]))
         own: list[str | None] = [None] * len(index["code"])
-        return Images(torch.from_numpy(data["rgba"]), index["code"], index["style"], index["words"], own)
+        emoji = Images(torch.from_numpy(data["rgba"]), index["code"], index["style"], index["words"], own)
+    return replace(emoji, portraits=Portraits(cache, portraits)) if portraits else emoji
 
 
 def recolour(rgba: Tensor, hue: float) -> Tensor:
@@ -125,7 +129,7 @@ def augment(
     theta[:, 0, 0] = theta[:, 1, 1] = scale
     theta[:, :, 2] = shift
     grid = F.affine_grid(theta, [batch, 4, *rgba.shape[-2:]], align_corners=False)
-    placed = F.grid_sample(drawing, grid, align_corners=False)
+    placed = F.grid_sample(drawing, grid, padding_mode="border", align_corners=False)  # shoulders go on below
     palette = torch.tensor(list(BACKGROUNDS.values()), device=device, dtype=torch.float32)
     colour = palette[backgrounds] + uniform(-ranges.colour_jitter, ranges.colour_jitter, 3)
     colour = colour.clamp(0, 255)[:, :, None, None] / 255.0

@@ -1,6 +1,6 @@
 """What the bundled models are trained on, and in which sizes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...models.networks.kl_vae import KLConfig
 from ...models.networks.vq import VQConfig
@@ -204,6 +204,8 @@ class Setting:
     caption_dim: int = 128
     placed: float = 0.2  # fraction of images with a small object somewhere
     recoloured: float = 0.15  # fraction of images with an object in another colour
+    portraits: float = 0.0  # fraction of images that are portraits, of so many different ones
+    portrait_count: int = 0
     drop_part: float = 0.10
     drop_caption: float = 0.10
 
@@ -234,4 +236,17 @@ CPU = Setting(
     ),
 )
 
-SETTINGS = {CPU.name: CPU}
+# Portraits, and emoji as before; start its tokenizer from a trained one (--from).
+PORTRAITS = replace(
+    CPU,
+    name="portraits",
+    tokenizer=replace(
+        CPU.tokenizer, minutes=75, sharpening_minutes=25, config=replace(CPU.tokenizer.config, codebook_size=2048)
+    ),
+    model=replace(CPU.model, minutes=600, dim=320, layers=10, heads=5),
+    caption_slots=16,
+    portraits=0.75,
+    portrait_count=12_000,
+)
+
+SETTINGS = {each.name: each for each in (CPU, PORTRAITS)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...model_loaders.detect import load_image_decoder
 from ...models.networks.vq import VQModel
 from . import autoencoder
 from .autoencoder import Sampler
 from .data import Images
 from .loop import Training, autocast, restored
 from .settings import Setting
+
+log = logging.getLogger(__name__)
 
 REVIVE_UNTIL = 0.8  # of the time
 COMMITMENT = 0.25
@@ -79,25 +83,44 @@ def evaluate(model: VQModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
     return {**autoencoder.measure(output, pixels), "codes": int((share > 0).sum()), "perplexity": perplexity}, output
 
 
-def train(setting: Setting, images: Images, out: Path, minutes: float | None = None) -> VQModel:
-    """Train for the time (or resume from ``out``/tokenizer.pt) and return the averaged model."""
+def take_weights(model: VQModel, file: Path) -> bool:
+    """Copy the weights of a VQ file of the same structure; returns whether its codebook, too, has the same size."""
+    trained = load_image_decoder(file).module.state_dict()
+    book = "quantize.embedding.weight"
+    if same := trained[book].shape == model.quantize.embedding.weight.shape:
+        log.info("codebook taken from %s", file)
+    else:
+        trained[book] = model.quantize.embedding.weight.detach()
+    model.load_state_dict(trained)
+    return same
+
+
+def train(
+    setting: Setting, images: Images, out: Path, minutes: float | None = None, start: Path | None = None
+) -> VQModel:
+    """Train for the time (or resume from ``out``/tokenizer.pt) and return the averaged model.
+
+    start: the file of a trained tokenizer to begin from; a codebook of another size is made from its latents.
+    """
     cfg, mixed = setting.tokenizer, autocast(setting)
     torch.manual_seed(0)
-    model = VQModel(cfg.config).to(setting.device)
-    codes = Codes(model)
+    model = VQModel(cfg.config)
+    has_codes = start is not None and take_weights(model, start)
+    model.to(setting.device)
+    codes, warm_start_steps = Codes(model), 0 if start else cfg.warm_start_steps
 
     def reconstruct(
         training: Training[VQModel], sampler: Sampler, pixels: Tensor, fraction: float
     ) -> tuple[Tensor, Tensor]:
         step, models = training.step, [training.module, training.average]
-        if step == cfg.warm_start_steps:
+        if step == warm_start_steps and not has_codes:
             start_codebook(models, sampler)
         with mixed():
             latent = model.encode_latent(pixels)
         latent = F.normalize(latent.float(), dim=1)
         code_loss, decoded = latent.new_zeros(()), latent
-        if step >= cfg.warm_start_steps:
-            if step > cfg.warm_start_steps and step % REVIVE_EVERY == 0 and fraction < REVIVE_UNTIL:
+        if step >= warm_start_steps:
+            if step > warm_start_steps and step % REVIVE_EVERY == 0 and fraction < REVIVE_UNTIL:
                 codes.revive(models, latent.detach())
             tokens = model.quantize_latent(latent)
             chosen = model.dequantize(tokens)
