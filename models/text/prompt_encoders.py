@@ -48,8 +48,9 @@ class PromptEncoder(Protocol):
 class WordEncoder(PromptEncoder):
     """One learned vector per known word: the bundled model's text encoder.
 
-    "... on a blue background" becomes the single word ``bg_blue``. Stop words are removed, synonyms replaced, and at
-    most ``slots`` words used.
+    A colour belongs to the noun after it: "on a blue background" becomes the single word ``bg_blue``, and "red curly
+    hair" ``hair_red`` and ``curly``, if these are ``nouns`` with the prefixes ``bg`` and ``hair``, and have these
+    colours. Stop words are removed, synonyms replaced, and at most ``slots`` words used.
     """
 
     def __init__(
@@ -58,12 +59,15 @@ class WordEncoder(PromptEncoder):
         words: list[str],
         stop_words: list[str],
         synonyms: dict[str, str],
-        backgrounds: list[str],
+        nouns: dict[str, str],
         slots: int,
     ):
         self.table, self.words, self.slots = table.float(), words, slots
         self.index = {word: i for i, word in enumerate(words)}
-        self.stop_words, self.synonyms, self.backgrounds = set(stop_words), synonyms, backgrounds
+        self.stop_words, self.synonyms, self.nouns = set(stop_words), synonyms, nouns
+        self.noun_of = {prefix: next(n for n in nouns if nouns[n] == prefix) for prefix in nouns.values()}
+        coloured = filter(self._is_coloured, (*words, *synonyms))
+        self.colours = list(dict.fromkeys(word.split("_", 1)[1] for word in coloured))
 
     @classmethod
     def open(cls, path: Path, slots: int) -> WordEncoder:
@@ -71,13 +75,9 @@ class WordEncoder(PromptEncoder):
         checkpoint = open_checkpoint(path, mapped=False)  # a small table, not worth a memory map
         table, metadata = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
         try:
-            words, stop_words, backgrounds = (
-                _legal_words(metadata.get(name)) for name in ("words", "stop_words", "backgrounds")
-            )
-            pairs = metadata.get("synonyms")
-            if not isinstance(pairs, dict):
-                raise FileError("it has no synonyms")
-            synonyms = dict(zip(_legal_words([*pairs]), _legal_words([*pairs.values()]), strict=True))
+            words, stop_words = (_legal_words(metadata.get(name)) for name in ("words", "stop_words"))
+            synonyms = _legal_pairs(metadata.get("synonyms"))
+            nouns = _legal_pairs(metadata.get("nouns", {"background": "bg"}))
             if table is None or table.ndim != 2 or len(table) != len(words):
                 raise FileError("its table does not fit its words")
             if not table.float().isfinite().all():
@@ -86,14 +86,14 @@ class WordEncoder(PromptEncoder):
             raise CheckpointError(
                 f"{path.name} is not a word-table text encoder, or damaged: {error}. Download it again."
             ) from error
-        return cls(table, words, stop_words, synonyms, backgrounds, slots)
+        return cls(table, words, stop_words, synonyms, nouns, slots)
 
     def parse(self, text: str) -> tuple[list[str], list[str]]:
         """(known words in order, unknown words) of a prompt."""
         text = re.sub(r"[()\[\]{}]|:[\d.]+", " ", words_of(text))  # what other models read as weights
         text = " ".join(text.lower().split())  # the next line takes the square of a gap's length
-        colours = "|".join(map(re.escape, self.backgrounds))
-        text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
+        colours, nouns = ("|".join(map(re.escape, each)) for each in (self.colours, self.nouns))
+        text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+({nouns})\b", self._bound, text)
         known, unknown = [], []
         words: list[str] = WORD.findall(text)
         for word in words:
@@ -106,10 +106,28 @@ class WordEncoder(PromptEncoder):
                     unknown.append(part)
         return list(dict.fromkeys(known)), list(dict.fromkeys(unknown))
 
+    def _bound(self, match: re.Match[str]) -> str:
+        """The word for a noun's colour, and the noun if it is a word, too; the same text if it has no such colour."""
+        colour, noun = match.groups()
+        word = f"{self.nouns[noun]}_{colour}"
+        if word not in self.index and word not in self.synonyms:
+            return match[0]
+        return f" {word} {noun if noun in self.index or noun in self.synonyms else ''} "
+
+    def _is_coloured(self, word: str) -> bool:
+        return "_" in word and word.split("_", 1)[0] in self.noun_of
+
+    def _as_asked(self, word: str) -> str:
+        """``bg_blue`` -> "blue background"."""
+        if not self._is_coloured(word):
+            return word
+        prefix, colour = word.split("_", 1)
+        return f"{colour} {self.noun_of[prefix]}"
+
     def resembling(self, word: str) -> str:
         """The known word that an unknown one may be a misspelling of; "" if there is none."""
-        words = [known for known in self.words if not known.startswith("bg_")]
-        words += [*self.synonyms, *self.backgrounds, "background"]
+        words = [known for known in (*self.words, *self.synonyms) if not self._is_coloured(known)]
+        words += [*self.colours, *self.nouns]
         return "".join(get_close_matches(word, words, 1, cutoff=0.75))
 
     def notices(self, text: str) -> list[str]:
@@ -117,13 +135,17 @@ class WordEncoder(PromptEncoder):
         resembles none, those that are known."""
         known, unknown = self.parse(text)
         likes = {word: self.resembling(word) for word in unknown[:HINTS]}
-        named = [_hint(word, like) for word, like in likes.items()]
-        rest = (re.sub("^bg_(.+)", r"\1 background", word) for word in known[self.slots :])
+        named = [self._hint(word, like) for word, like in likes.items()]
+        rest = map(self._as_asked, known[self.slots :])
         named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
         asked = " ".join(text.split())
         nothing = bool(asked) and not known
-        some = ", ".join([w for w in self.words if not w.startswith("bg_")][:SOME])
-        some += f"; and backgrounds: {', '.join([*self.backgrounds][:SOME])}" * bool(self.backgrounds)
+        some = ", ".join([word for word in self.words if not self._is_coloured(word)][:SOME])
+        colours: dict[str, list[str]] = {}
+        for prefix, colour in (word.split("_", 1) for word in self.words if self._is_coloured(word)):
+            colours.setdefault(self.noun_of[prefix], []).append(colour)
+        shown = (f"{', '.join(names[:SOME])} ({noun})" for noun, names in colours.items())
+        some += f"; and colours: {'; '.join(shown)}" * bool(colours)
         return [
             *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
             *[f'The model knows no word of "{asked:.40}", which is as an empty prompt.'] * nothing,
@@ -131,16 +153,18 @@ class WordEncoder(PromptEncoder):
             *left_out(self.slots, "words of a prompt", ", ".join(rest)),
         ]
 
+    def _hint(self, word: str, like: str) -> str:
+        """An unknown word, with the known one that it resembles ("": none)."""
+        more = like and f"{like}?"
+        if like == word:
+            nouns = [n for prefix, n in self.noun_of.items() if {f"{prefix}_{word}"} & {*self.index, *self.synonyms}]
+            more = f"only as the colour of {', '.join(nouns)}" if nouns else "only with a colour"
+        return f"{word:.{SHOWN}}" + (f" ({more})" if more else "")
+
     def encode(self, text: str) -> Tensor:
         """Features [1, n, F] of the n known words."""
         known, _ = self.parse(text)
         return self.table[[self.index[word] for word in known[: self.slots]]][None]
-
-
-def _hint(word: str, like: str) -> str:
-    """An unknown word, with the known one that it resembles ("": none)."""
-    more = "only as the colour of a background" if like == word else like and f"{like}?"
-    return f"{word:.{SHOWN}}" + (f" ({more})" if more else "")
 
 
 def _legal_words(words: Any) -> list[str]:
@@ -148,6 +172,13 @@ def _legal_words(words: Any) -> list[str]:
     if not isinstance(words, list) or len(words) > WORDS:
         raise FileError(f"a list of words is missing, or has more than {WORDS}")
     return [legal_name(word) for word in words]
+
+
+def _legal_pairs(pairs: Any) -> dict[str, str]:
+    """A table of words from a file; otherwise as :func:`_legal_words`."""
+    if not isinstance(pairs, dict):
+        raise FileError("a table of words is missing")
+    return dict(zip(_legal_words([*pairs]), _legal_words([*pairs.values()]), strict=True))
 
 
 def left_out(slots: int, units: str, rest: str) -> list[str]:

@@ -95,7 +95,7 @@ def write_words(folder: Path) -> None:
     save_file(
         {"word_embeddings.weight": torch.randn(3, 8, generator=torch.Generator().manual_seed(4))},
         folder / "text_encoder.safetensors",
-        metadata(words=["red", "apple", "bg_blue"], stop_words=["a"], synonyms={}, backgrounds=["blue"]),
+        metadata(words=["red", "apple", "bg_blue"], stop_words=["a"], synonyms={}),
     )
 
 

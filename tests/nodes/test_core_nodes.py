@@ -18,7 +18,7 @@ import nodes as core
             "a red apple, 3d",
             [
                 "The model does not know these words and ignores them: 3d.",
-                "The model knows these words: red, apple; and backgrounds: blue.",
+                "The model knows these words: red, apple; and colours: blue (background).",
             ],
         ),
         ("a red apple", []),

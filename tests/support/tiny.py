@@ -89,7 +89,7 @@ def write_llamagen(path: Path, text: bool, **metadata) -> Path:
 def write_words(folder: Path, width: int) -> None:
     """The text encoder of a model of ours, text_encoder.safetensors: a few words of ``width`` numbers."""
     words = ["red", "cat", "bg_blue"]
-    header = {"words": words, "stop_words": ["a"], "synonyms": {"crimson": "red"}, "backgrounds": ["blue"]}
+    header = {"words": words, "stop_words": ["a"], "synonyms": {"crimson": "red"}}
     save_file(
         {"word_embeddings.weight": fill("words embedding", (3, width))},
         str(folder / "text_encoder.safetensors"),

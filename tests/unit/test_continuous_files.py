@@ -81,7 +81,7 @@ def test_every_container_gives_the_same_model(tmp_path, known_size, container):
 
 def write_words(folder, width=MAR.conditions):
     """A word table beside a caption model."""
-    meta = {"words": WORDS, "stop_words": ["a"], "synonyms": {}, "backgrounds": ["blue"]}
+    meta = {"words": WORDS, "stop_words": ["a"], "synonyms": {}}
     table = fill("word_embeddings.weight embedding", (len(WORDS), width))
     save_file(
         {"word_embeddings.weight": table},

@@ -175,7 +175,7 @@ def test_a_drafter_with_another_table_of_words_is_refused(tmp_path):
         (tmp_path / name).mkdir()
         write_mar(tmp_path / name / "model.safetensors", config)
         table = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
-        header = {"words": words, "stop_words": [], "synonyms": {}, "backgrounds": []}
+        header = {"words": words, "stop_words": [], "synonyms": {}}
         save_file(
             {"word_embeddings.weight": table},
             tmp_path / name / "text_encoder.safetensors",

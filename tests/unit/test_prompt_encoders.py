@@ -23,7 +23,7 @@ SYNONYMS = {"kitten": "cat", "smiley": "grin face", "crimson": "red"}
 @pytest.fixture
 def encoder():
     table = torch.arange(len(WORDS), dtype=torch.float16)[:, None] * torch.ones(CAPTION, dtype=torch.float16)
-    return WordEncoder(table, WORDS, STOP, SYNONYMS, ["blue", "dark-red"], slots=6)
+    return WordEncoder(table, WORDS, STOP, SYNONYMS, {"background": "bg"}, slots=6)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,43 @@ def test_words_of_a_prompt(encoder, prompt, known, unknown):
 )
 def test_a_misspelled_word_resembles_a_known_one(encoder, word, known):
     assert encoder.resembling(word) == known
+
+
+@pytest.fixture
+def portraits():
+    """An encoder whose hair, clothes and backgrounds have colours of their own."""
+    words = ["person", "curly", "long", "shirt", "red", "bg_blue", "hair_red", "hair_black", "clothes_blue"]
+    nouns = {"background": "bg", "hair": "hair", "curly": "hair", "long": "hair", "shirt": "clothes", "tee": "clothes"}
+    synonyms = {"tee": "shirt", "hair_dark": "hair_black", "blond": "hair_red"}
+    return WordEncoder(torch.zeros(len(words), 4), words, [*STOP, "hair"], synonyms, nouns, slots=16)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "known", "unknown"),
+    [
+        ("person with red hair, blue shirt", ["person", "hair_red", "clothes_blue", "shirt"], []),
+        ("red curly hair", ["hair_red", "curly"], []),
+        ("curly red hair", ["curly", "hair_red"], []),
+        ("long curly red hair", ["long", "curly", "hair_red"], []),
+        ("red long curly hair", ["hair_red", "long", "curly"], []),
+        ("a blue tee on a blue background", ["clothes_blue", "shirt", "bg_blue"], []),
+        ("dark hair", ["hair_black"], []),
+        ("a blond person", ["hair_red", "person"], []),
+        ("a red person", ["red", "person"], []),
+        ("red shirt", ["red", "shirt"], []),
+        ("blue hair", [], ["blue"]),
+    ],
+)
+def test_a_colour_belongs_to_the_noun_after_it(portraits, prompt, known, unknown):
+    assert portraits.parse(prompt) == (known, unknown)
+
+
+def test_notices_name_the_nouns_of_colours(portraits):
+    first, all_of_them = portraits.notices("a blue person, quantum")
+    assert "blue (only as the colour of background, shirt)" in first
+    assert all_of_them.endswith(
+        "person, curly, long, shirt, red; and colours: blue (background); red, black (hair); blue (shirt)."
+    )
 
 
 def test_features_are_rows_of_the_table_in_order(encoder):
@@ -110,7 +147,7 @@ def test_a_prompt_without_a_known_word_is_as_an_empty_one(encoder, prompt):
 
 def test_a_colour_that_only_backgrounds_have_is_said_to_be_one(encoder):
     [notice] = encoder.notices("a blue cat")
-    assert notice.endswith("ignores them: blue (only as the colour of a background).")
+    assert notice.endswith("ignores them: blue (only as the colour of background).")
 
 
 @pytest.mark.parametrize("prompt", ["a red cat on a (blue) background", "[red:0.2] {cat} on a ((blue)) background"])
@@ -119,7 +156,7 @@ def test_brackets_are_not_read(encoder, prompt):
 
 
 def write_words(folder, **changes):
-    meta = {"words": WORDS, "stop_words": STOP, "synonyms": SYNONYMS, "backgrounds": ["blue", "dark-red"]} | changes
+    meta = {"words": WORDS, "stop_words": STOP, "synonyms": SYNONYMS} | changes
     path = folder / "text_encoder.safetensors"
     table = {"word_embeddings.weight": torch.randn(len(WORDS), CAPTION)}
     save_file(table, str(path), metadata={"specar": json.dumps(meta)})
@@ -204,10 +241,10 @@ def test_a_prompt_of_unknown_words_has_a_short_notice(encoder):
 WRONG = [{"words": ["\x1b[31m"] * 2}, {"synonyms": {"x": "\u202ecat"}}, {"synonyms": {"x": "cat " * 500}}]
 
 
-@pytest.mark.parametrize("part", [*WRONG, {"backgrounds": ["\n"]}, {"stop_words": ["a"] * 10_001}])
+@pytest.mark.parametrize("part", [*WRONG, {"nouns": {"\n": "bg"}}, {"stop_words": ["a"] * 10_001}])
 def test_words_of_a_table_are_short_and_printable(tmp_path, part):
     """Notices quote them, and a synonym stands for as many words as it has."""
-    table = {"words": ["cat", "dog"], "stop_words": [], "synonyms": {}, "backgrounds": []} | part
+    table = {"words": ["cat", "dog"], "stop_words": [], "synonyms": {}} | part
     file = tmp_path / "text.safetensors"
     save_file({"word_embeddings.weight": torch.zeros(2, 4)}, file, {"specar": json.dumps(table)})
     with pytest.raises(ValueError, match="printable string|not a word-table") as refused:

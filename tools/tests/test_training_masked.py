@@ -218,7 +218,7 @@ def test_shallow_layers_come_from_the_vq_tokenizer():
 
 def test_exported_files_are_the_model_that_was_trained(tmp_path, captions):
     words = torch.randn(len(captions.words), 16)
-    table = {"words": captions.words, "stop_words": [], "synonyms": {}, "backgrounds": []}
+    table = {"words": captions.words, "stop_words": [], "synonyms": {}}
     discrete = tmp_path / "discrete"
     discrete.mkdir()
     save(discrete / "text_encoder.safetensors", {"word_embeddings.weight": words}, table)
@@ -249,7 +249,7 @@ def test_exported_files_are_the_model_that_was_trained(tmp_path, captions):
 
 
 def test_words_of_another_model_are_refused(tmp_path, captions):
-    table = {"words": ["other"], "stop_words": [], "synonyms": {}, "backgrounds": []}
+    table = {"words": ["other"], "stop_words": [], "synonyms": {}}
     save(tmp_path / "t.safetensors", {"word_embeddings.weight": torch.zeros(1, 4)}, table)
     with pytest.raises(ValueError, match=r"t\.safetensors.*words"):
         masked.word_vectors(tmp_path / "t.safetensors", captions)
