@@ -1,5 +1,6 @@
 """Fetch the images, train tokenizer and model, export them."""
 
+from functools import partial
 from pathlib import Path
 
 from comfyui_specar.tools.training import autoregressive, contact_sheet, export, tokenizer
@@ -9,12 +10,13 @@ from comfyui_specar.tools.training.data import load_images
 from comfyui_specar.tools.training.settings import SETTINGS
 
 STAGES = ("tokenizer", "decoder", "model", "export", "sheet")
+OTHER_STAGES = ("views",)  # encodes the model's training images beforehand, so that it can be trained elsewhere
 
 
 def main() -> None:
     parser = command("tools.training", __doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
-    parser.add_argument("--stage", choices=STAGES, action="append", help="default: all, in order")
+    parser.add_argument("--stage", choices=(*STAGES, *OTHER_STAGES), action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time of the stage instead of the setting's")
     parser.add_argument("--from", dest="start", type=Path, help="VQ file from which to begin the tokenizer")
     options = parsed(parser)
@@ -23,16 +25,27 @@ def main() -> None:
         if stage == "sheet":
             contact_sheet.draw(exported, exported / "contact_sheet.jpg")
             continue
+        views = out / autoregressive.VIEWS_FOLDER
+        if stage == "model" and views.exists():
+            captions = Captions(setting)
+            source = partial(autoregressive.Stored, setting, captions, views)
+            autoregressive.train(setting, captions, source, out, options.minutes)
+            continue
         images = load_images(options.cache, setting.portrait_count)
         captions = Captions(setting, images.words)
         if stage == "tokenizer":
             tokenizer.train(setting, images, out, options.minutes, options.start)
         elif stage == "decoder":
             tokenizer.sharpen_decoder(setting, images, out, options.minutes)
-        elif stage == "model":
-            autoregressive.train(setting, images, captions, tokenizer.restore(setting, out), out, options.minutes)
-        else:
+        elif stage == "export":
             export.write(setting, captions, out, exported)
+        else:
+            vq = tokenizer.restore(setting, out).to(setting.device).eval()
+            source = partial(autoregressive.Batches, setting, images.select(setting.concepts), captions, vq)
+            if stage == "views":
+                autoregressive.encode(setting, source, views)
+            else:
+                autoregressive.train(setting, captions, source, out, options.minutes)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,15 @@
-"""Trains the autoregressive model on token grids that are encoded anew for every step."""
+"""Trains the autoregressive model on token grids that are encoded anew for every step, or once beforehand.
 
+Views that are encoded beforehand (:func:`encode`) can be trained on where the images are not; their captions are drawn
+anew. Take many: a model that sees the same tokens four times overfits.
+"""
+
+import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,11 +19,16 @@ from ...models.networks.backbone import Backbone, BackboneConfig
 from ...models.networks.positions import GridPositions, rotation_of
 from ...models.networks.prefix import CaptionPrefix
 from ...models.networks.vq import VQModel
-from .captions import Captions
+from .captions import Captions, View
 from .data import Images
 from .loop import Training, autocast, restored
 from .settings import IMAGE_SIZE, Setting
 from .views import Scenes, Views
+
+log = logging.getLogger(__name__)
+
+VIEWS, HELD_OUT_VIEWS = 2000, 128  # of a file
+VIEWS_FOLDER = "views"
 
 
 class TextToImage(nn.Module):
@@ -89,6 +102,53 @@ class Batches(Views):
         return captions, self.dropped(len(tokens), held_out), tokens
 
 
+class Stored:
+    """Random (caption, tokens) pairs of views that :func:`encode` wrote to a folder."""
+
+    def __init__(self, setting: Setting, captions: Captions, folder: Path, seed: int) -> None:
+        self.setting, self.captions, self.device = setting, captions, torch.device(setting.device)
+        self.generator = torch.Generator().manual_seed(seed)
+        self._parts = {
+            held_out: _read_views(sorted(folder.glob("held-out.npz" if held_out else "views-*.npz")))
+            for held_out in (False, True)
+        }
+
+    def sample(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`Batches.sample`."""
+        tokens, views = self._parts[held_out]
+        chosen = torch.randint(len(tokens), (count,), generator=self.generator)
+        drop, drop_caption = (0.0, 0.0) if held_out else (self.setting.drop_part, self.setting.drop_caption)
+        rows = self.captions.padded([self.captions.of(views[i], drop) for i in chosen.tolist()])
+        dropped = torch.rand(count, generator=self.generator) < drop_caption
+        return (torch.tensor(rows, device=self.device), dropped.to(self.device), tokens[chosen].long().to(self.device))
+
+
+def _read_views(files: list[Path]) -> tuple[Tensor, list[View]]:
+    tokens, views = [], []
+    for file in files:
+        with np.load(file) as data:
+            tokens.append(torch.from_numpy(data["tokens"]))
+            views += [View(**each) for each in json.loads(str(data["views"]))]
+    return torch.cat(tokens), views
+
+
+def encode(setting: Setting, source: Callable[[int], Batches], folder: Path) -> None:
+    """Encode held-out views and then the setting's into ``folder``, in files of VIEWS, where they are missing.
+
+    source: seed -> images.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {f"views-{i:04}": VIEWS for i in range(setting.views // VIEWS)}
+    for seed, (name, count) in enumerate({"held-out": HELD_OUT_VIEWS, **files}.items()):
+        if (file := folder / f"{name}.npz").exists():
+            continue
+        batches = source(seed)
+        scenes, [tokens] = batches.encoded(count, held_out=name == "held-out")
+        views = json.dumps([view._asdict() for view in batches.views(scenes)])
+        np.savez_compressed(file, tokens=tokens.short().cpu().numpy(), views=views)
+        log.info("%s: %d views", file, count)
+
+
 @torch.no_grad()
 def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor]]) -> float:
     """Mean nats per token on held-out pairs of image and background."""
@@ -97,18 +157,23 @@ def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor
 
 
 def train(
-    setting: Setting, images: Images, captions: Captions, vq: VQModel, out: Path, minutes: float | None = None
+    setting: Setting,
+    captions: Captions,
+    source: Callable[[int], Batches | Stored],
+    out: Path,
+    minutes: float | None = None,
 ) -> None:
-    """Train for the time (or resume from ``out``/model.pt); at the end, that file has the averaged model."""
+    """Train for the time (or resume from ``out``/model.pt); at the end, that file has the averaged model.
+
+    source: seed -> training images.
+    """
     cfg, device, mixed = setting.model, torch.device(setting.device), autocast(setting)
-    images = images.select(setting.concepts)
     torch.manual_seed(1)
     model = TextToImage(setting, len(captions.words)).to(device)
     outer, minutes = ("tok_embeddings", "output", "words", "null_caption"), minutes or cfg.minutes
     training = Training(model, out / "model.pt", minutes, cfg.learning_rate, outer, cfg.ema, cfg.weight_decay)
     captions.random.seed(training.step)
-    batches = Batches(setting, images, captions, vq.to(device).eval(), seed=training.step)
-    unseen = Batches(setting, images, captions, vq, seed=10**6)
+    batches, unseen = source(training.step), source(10**6)
     unseen = [unseen.sample(cfg.batch, held_out=True) for _ in range(4)]
     predict = torch.compile(model, dynamic=False) if setting.compile else model
 

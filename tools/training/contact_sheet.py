@@ -1,6 +1,8 @@
 """Generates the contact sheet of an exported model and measures how often backgrounds match the prompt."""
 
 import logging
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from ... import api
 from ...models.continuous_model import ContinuousBase
+from .portrait_styles import NOUNS, PORTRAIT_STYLES
+from .portraits import portrait
 from .settings import BACKGROUNDS, COMMON_CONCEPTS, IMAGE_SIZE, STYLES
 
 log = logging.getLogger(__name__)
@@ -30,6 +34,29 @@ def prompts() -> list[tuple[str, str]]:
     return chosen
 
 
+def portrait_prompt(words: Sequence[str], background: str) -> str:
+    """The words of a portrait as a prompt that is read as these words, each colour before a noun of its own."""
+    colours = dict(word.split("_") for word in words if "_" in word)
+    parts, nouns = [], [word for word in words if "_" not in word]
+    for place, colour in colours.items():
+        worn = next((word for word in nouns if NOUNS.get(word) == place), place)
+        nouns = [word for word in nouns if word != worn]
+        parts.append(f"{colour} {worn}")
+    article = "an" if background == "orange" else "a"
+    return ", ".join([*nouns, *parts, f"on {article} {background} background"])
+
+
+def portrait_prompts() -> list[tuple[str, str]]:
+    """64 (prompt, background colour): 48 portraits, the styles in turn, and 16 emoji."""
+    rng, styles, colours = random.Random("contact sheet"), list(PORTRAIT_STYLES), list(BACKGROUNDS)
+    chosen = []
+    for i in range(COUNT - 2 * COLUMNS):
+        words, _ = portrait(styles[i % len(styles)], rng)
+        colour = rng.choice([each for each in colours if f"hair_{each}" not in words])
+        chosen.append((portrait_prompt(words, colour), colour))
+    return chosen + prompts()[: 2 * COLUMNS]
+
+
 def border_colour(pixels: Tensor) -> str:
     """Name of the background colour nearest to the median of the outer BORDER pixels; pixels [H, W, 3] in 0..1."""
     inner = torch.zeros(pixels.shape[:2], dtype=torch.bool)
@@ -47,15 +74,21 @@ def draw(folder: Path, file: Path, method=None, **sampling) -> float:
     model, decoder = api.load_model(folder), api.load_image_decoder(folder)
     continuous = isinstance(model, ContinuousBase)
     method = method or (api.methods.ContinuousNextToken() if continuous else api.methods.NextToken())
-    tiles, right = [], 0
-    for first in range(0, COUNT, COLUMNS):  # all prompts have three words, so that a row can be a batch
-        row = prompts()[first : first + COLUMNS]
-        features = torch.cat([model.encode_prompt(prompt)[0][0] for prompt, _ in row])
-        conditioning = model.encode_features(features)
-        out = api.sample(model, conditioning, method, seed=first, batch_size=len(row), **sampling)
-        for pixels, (_, colour) in zip(decoder.decode(out.latent).cpu(), row, strict=True):
-            right += border_colour(pixels) == colour
-            tiles.append((pixels * 255.0).round().byte().numpy())
+    portraits = "person" in getattr(model.prompt_encoder, "words", ())
+    asked = portrait_prompts() if portraits else prompts()
+    lengths: dict[int, list[int]] = {}  # of prompts with as many words, eight can be a batch
+    features = [model.encode_prompt(prompt)[0][0] for prompt, _ in asked]
+    for i, each in enumerate(features):
+        lengths.setdefault(each.shape[1], []).append(i)
+    tiles, right = [np.empty(0)] * COUNT, 0
+    for same in lengths.values():
+        for first in range(0, len(same), COLUMNS):
+            row = same[first : first + COLUMNS]
+            conditioning = model.encode_features(torch.cat([features[i] for i in row]))
+            out = api.sample(model, conditioning, method, seed=row[0], batch_size=len(row), **sampling)
+            for i, pixels in zip(row, decoder.decode(out.latent).cpu(), strict=True):
+                right += border_colour(pixels) == asked[i][1]
+                tiles[i] = (pixels * 255.0).round().byte().numpy()
     rows = [np.concatenate(tiles[i : i + COLUMNS], axis=1) for i in range(0, COUNT, COLUMNS)]
     Image.fromarray(np.concatenate(rows)).save(file, quality=82)
     log.info("%s: background matches the prompt in %d of %d images", file, right, COUNT)

@@ -17,8 +17,8 @@ from ...device.cpu import unpack
 from ...models.networks.backbone import Backbone, split_gates
 from ...models.networks.kl_vae import KLModel
 from . import autoregressive, masked, tokenizer
-from .captions import COLOUR_SYNONYMS, STOP_WORDS, Captions
-from .settings import BACKGROUNDS, IMAGE_SIZE, Setting
+from .captions import Captions
+from .settings import IMAGE_SIZE, Setting
 
 
 def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> None:
@@ -49,9 +49,9 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
         {"word_embeddings.weight": model.words.weight.detach().contiguous()},
         {
             "words": captions.words,
-            "stop_words": STOP_WORDS,
+            "stop_words": captions.stop_words(),
             "synonyms": captions.synonyms(),
-            "backgrounds": [*BACKGROUNDS, *COLOUR_SYNONYMS],
+            "nouns": captions.nouns(),
         },
     )
 

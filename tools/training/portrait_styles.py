@@ -46,8 +46,19 @@ class Style(NamedTuple):
 CC0, CC_BY, FREE = "CC0 1.0", "CC BY 4.0", "Free for personal and commercial use"
 FIGMA = "https://www.figma.com/community/file/"
 
+# Words before which a colour is one of the palette's: "red curly hair", "red beard".
+NOUNS = {
+    "background": "bg",
+    "hair": "hair",
+    **dict.fromkeys("short long curly fringe bob bun buns pigtails ponytail braids mohawk spiky afro".split(), "hair"),
+    **dict.fromkeys("dreadlocks beard moustache goatee".split(), "hair"),
+    "skin": "skin",
+    **dict.fromkeys("clothes shirt sweater jacket hoodie overalls collar checkered".split(), "clothes"),
+    **dict.fromkeys("hat beanie cap turban headscarf".split(), "hat"),
+}
+
 # These are in the eyes, which dark glasses cover.
-EYES = {"winking", "sleepy", "love", "dizzy", "crying"}
+EYES = {"winking", "sleepy", "loving", "dizzy", "crying"}
 DARK = {"sunglasses", "eyepatch"}
 
 PORTRAIT_STYLES = {
@@ -132,7 +143,7 @@ PORTRAIT_STYLES = {
                 "winking": "mouth=twinkle smile; eyes=wink",
                 "neutral": "mouth=serious; eyes=default side",
                 "tongue": "mouth=tongue",
-                "love": "mouth=smile twinkle; eyes=hearts",
+                "loving": "mouth=smile twinkle; eyes=hearts",
                 "sleepy": "mouth=serious twinkle; eyes=closed",
                 "dizzy": "mouth=grimace; eyes=xDizzy",
             },
@@ -215,7 +226,7 @@ PORTRAIT_STYLES = {
             {
                 "": "eyes=round glow bulging roundFrame02",
                 "visor": "eyes=eva frame1 frame2 robocop shade01 roundFrame01",
-                "love": "eyes=hearts",
+                "loving": "eyes=hearts",
                 "dizzy": "eyes=dizzy",
             },
             {
@@ -339,7 +350,7 @@ PORTRAIT_STYLES = {
                 "scared": "face=fear hectic concernedFear",
                 "angry": "face=rage veryAngry angryWithFang",
                 "neutral": "face=serious blank",
-                "love": "face=lovingGrin1 lovingGrin2",
+                "loving": "face=lovingGrin1 lovingGrin2",
                 "sleepy": "face=eyesClosed",
             },
             {"shirt @clothes @skin": ""},

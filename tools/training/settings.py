@@ -206,6 +206,7 @@ class Setting:
     recoloured: float = 0.15  # fraction of images with an object in another colour
     portraits: float = 0.0  # fraction of images that are portraits, of so many different ones
     portrait_count: int = 0
+    views: int = 0  # of the model's training images, where they are encoded beforehand
     drop_part: float = 0.10
     drop_caption: float = 0.10
 
@@ -241,12 +242,13 @@ PORTRAITS = replace(
     CPU,
     name="portraits",
     tokenizer=replace(
-        CPU.tokenizer, minutes=75, sharpening_minutes=25, config=replace(CPU.tokenizer.config, codebook_size=2048)
+        CPU.tokenizer, minutes=70, sharpening_minutes=25, config=replace(CPU.tokenizer.config, codebook_size=2048)
     ),
     model=replace(CPU.model, minutes=600, dim=320, layers=10, heads=5),
     caption_slots=16,
     portraits=0.75,
     portrait_count=12_000,
+    views=60_000,
 )
 
 SETTINGS = {each.name: each for each in (CPU, PORTRAITS)}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .captions import Captions
+from .captions import Captions, View
 from .data import Images, augment
 from .settings import BACKGROUNDS, PLACES, Augmentation, Setting
 
@@ -14,7 +14,10 @@ HELD_OUT_EVERY = 20  # one (image, background) pair in so many is held out
 
 
 class Scenes(NamedTuple):
-    """Content of a batch, int64 [B] each: image, background, and place (0 = large)."""
+    """Content of a batch, int64 [B] each: image, background, and place (0 = large).
+
+    Images are numbered: emoji in their own colours, recoloured ones, portraits.
+    """
 
     image: Tensor
     background: Tensor
@@ -40,8 +43,9 @@ class Views:
     ) -> None:
         """encode: pixels [B, 3, H, W] in [-1, 1] -> the training targets, tensors [B, ...]."""
         self.setting, self.augmentation, self.captions = setting, augmentation, captions
-        self.own = len(images.code)  # images in their own colours; the recoloured ones follow
+        self.own = len(images.code)
         self.images = images + images.recoloured()
+        self.emoji = len(self.images.code)
         self.rgba = self.images.rgba.to(device)
         self.device, self.encode = device, encode
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -50,7 +54,7 @@ class Views:
         """Random scenes. Held-out pairs of image and background are sampled only if ``held_out``, large and in the
         image's own colours.
         """
-        setting, coloured = self.setting, len(self.images.code) - self.own
+        setting, coloured = self.setting, self.emoji - self.own
         candidates = 64 * count
         recoloured, placed = (
             self._share(candidates, 0.0 if held_out else share)
@@ -61,12 +65,18 @@ class Views:
         )
         background = self._integers(len(BACKGROUNDS), candidates)
         place = torch.where(placed, 1 + self._integers(len(PLACES), candidates), 0)
+        if portraits := self.images.portraits:
+            drawn = self._share(candidates, setting.portraits)
+            image = torch.where(drawn, self.emoji + self._integers(len(portraits), candidates), image)
+            place = torch.where(drawn, 0, place)
         kept = (((7 * image + 3 * background) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]
         return Scenes(image[kept], background[kept], place[kept])
 
     def pixels(self, scenes: Scenes) -> Tensor:
         """Randomly placed images [B, 3, 256, 256] in [-1, 1]."""
-        rgba = self.rgba[scenes.image]
+        rgba, drawn = self.rgba[scenes.image % self.emoji], scenes.image >= self.emoji
+        if self.images.portraits and drawn.any():
+            rgba[drawn] = self.images.portraits.rgba(scenes.image[drawn] - self.emoji).to(self.device)
         return augment(rgba, scenes.background, self.augmentation, self.generator, scenes.place)
 
     @torch.no_grad()
@@ -80,11 +90,18 @@ class Views:
 
     def words(self, scenes: Scenes, held_out: bool = False) -> list[list[int]]:
         """Word numbers of a random caption for each scene; held-out captions are complete."""
-        drop, shown = 0.0 if held_out else self.setting.drop_part, self.images
-        return [
-            self.captions.sample(shown.code[p], shown.style[p], background, drop, shown.colour[p], place)
-            for p, background, place in zip(*(values.tolist() for values in scenes), strict=True)
-        ]
+        drop = 0.0 if held_out else self.setting.drop_part
+        return [self.captions.of(view, drop) for view in self.views(scenes)]
+
+    def views(self, scenes: Scenes) -> list[View]:
+        """What captions say of the scenes."""
+        return [self._view(*scene) for scene in zip(*(values.tolist() for values in scenes), strict=True)]
+
+    def _view(self, image: int, background: int, place: int) -> View:
+        shown = self.images
+        if shown.portraits and image >= self.emoji:
+            return View(background, words=shown.portraits.words[image - self.emoji])
+        return View(background, shown.code[image], shown.style[image], shown.colour[image], place)
 
     def dropped(self, count: int, held_out: bool = False) -> Tensor:
         """Which captions to drop, for guidance: bool [count]."""

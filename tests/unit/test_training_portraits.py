@@ -1,0 +1,164 @@
+"""Portraits: their words, their colours and captions, and training on encoded views. No download."""
+
+import io
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from comfyui_specar.model_loaders.text.prompt_encoders import WordEncoder
+from comfyui_specar.models.vq import VQModel
+from comfyui_specar.tools.training import autoregressive, tokenizer
+from comfyui_specar.tools.training.autoencoder import Sampler
+from comfyui_specar.tools.training.autoregressive import Batches, Stored
+from comfyui_specar.tools.training.captions import MOST_PORTRAIT_WORDS, Captions
+from comfyui_specar.tools.training.contact_sheet import portrait_prompts
+from comfyui_specar.tools.training.export import half, save
+from comfyui_specar.tools.training.portrait_styles import DARK, EYES, PALETTES, PORTRAIT_STYLES, SKIN
+from comfyui_specar.tools.training.portraits import Portraits, portrait, words_of_portraits
+from comfyui_specar.tools.training.settings import BACKGROUNDS, PORTRAITS
+from PIL import Image
+
+from ..support.tiny_training import CONCEPTS, SETTING, images
+
+DRAWN = replace(SETTING, portraits=0.5, caption_slots=16, views=2)
+
+
+def some(count: int) -> list[tuple[list[str], dict[str, str]]]:
+    rng = random.Random(0)
+    return [portrait(style, rng) for _ in range(count) for style in PORTRAIT_STYLES]
+
+
+@pytest.fixture
+def encoder() -> WordEncoder:
+    captions = Captions(PORTRAITS, {code: {"label": "", "tags": []} for code in PORTRAITS.concepts})
+    table = torch.zeros(len(captions.words), 4)
+    return WordEncoder(
+        table, captions.words, captions.stop_words(), captions.synonyms(), captions.nouns(), PORTRAITS.caption_slots
+    )
+
+
+@pytest.fixture
+def drawn(tmp_path):
+    """Images with forty portraits, of one colour each."""
+    files, words = [], []
+    for i, (said, _) in enumerate(some(5)[:40]):
+        file = io.BytesIO()
+        Image.new("RGBA", (256, 256), (i * 6, 0, 0, 255)).save(file, "WEBP", lossless=True)
+        files.append(file.getvalue())
+        words.append(said)
+    joined = np.frombuffer(b"".join(files), np.uint8)
+    ends = np.cumsum([len(file) for file in files])
+    np.savez(tmp_path / "portraits-0000.npz", files=joined, ends=ends, words=json.dumps(words))
+    return replace(images(), portraits=Portraits(tmp_path, 40))
+
+
+def test_words_of_portraits_are_known_and_fit_a_caption():
+    known = set(words_of_portraits())
+    seen = Counter(word for words, _ in some(400) for word in words)
+    assert seen.keys() == known and min(seen.values()) > 5
+    assert max(len(words) for words, _ in some(400)) < MOST_PORTRAIT_WORDS, "and a background"
+
+
+def test_skin_tones_have_equal_shares():
+    tones = Counter(word for words, _ in some(1000) for word in words if word.startswith("skin_"))
+    assert tones.keys() == {f"skin_{tone}" for tone in SKIN}
+    for count in tones.values():
+        assert count / tones.total() == pytest.approx(1 / len(SKIN), abs=0.02)
+
+
+def test_words_say_what_the_options_draw():
+    for words, options in some(300):
+        if options.get("hairColor") and (colour := next((w[5:] for w in words if w.startswith("hair_")), "")):
+            assert PALETTES["hair"][colour] in options.values()
+        assert not (EYES & set(words) and DARK & set(words)), "eyes behind dark glasses"
+        assert ("robot" in words) == (words[0] == "bottts")
+
+
+def test_prompts_of_the_contact_sheet_are_read_as_they_are_meant(encoder):
+    rng = random.Random("contact sheet")
+    styles = list(PORTRAIT_STYLES)
+    prompts = portrait_prompts()
+    assert len(prompts) == 64
+    for text, colour in prompts:
+        known, unknown = encoder.parse(text)
+        assert not unknown and f"bg_{colour}" in known and len(known) <= PORTRAITS.caption_slots
+    for i, (text, _) in enumerate(prompts[:48]):
+        words, _ = portrait(styles[i % len(styles)], rng)
+        rng.choice([each for each in BACKGROUNDS if f"hair_{each}" not in words])
+        assert set(words) <= set(encoder.parse(text)[0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "known"),
+    [
+        ("a person with wavy ginger hair", ["person", "curly", "hair_red"]),
+        ("red-haired", ["hair_red"]),
+        ("black suit, grey beanie", ["clothes_black", "jacket", "hat_gray", "beanie"]),
+        ("dark hair, dark skin", ["hair_black", "skin_dark"]),
+        ("smile, pixel art", ["smiling", "pixel-art"]),
+        ("red heart, 3d, on a blue background", ["red", "heart", "3d", "bg_blue"]),
+        ("a green robot with goggles", ["green", "robot", "visor"]),
+    ],
+)
+def test_what_people_type(encoder, prompt, known):
+    assert encoder.parse(prompt) == (known, [])
+
+
+def test_captions_of_portraits_are_complete_or_short():
+    captions = Captions(DRAWN, CONCEPTS)
+    words, _ = some(1)[0]
+    teal = list(BACKGROUNDS).index("teal")
+    complete = captions.sample_portrait(words, teal, drop=0.0)
+    assert {captions.words[i] for i in complete} == {*words, "bg_teal"}
+    lengths = [len(captions.sample_portrait(words, teal, drop=0.1)) / len(complete) for _ in range(600)]
+    assert min(lengths) < 0.4 and max(lengths) == 1 and np.mean(lengths) == pytest.approx(0.72, abs=0.05)
+
+
+def test_batches_have_portraits_in_their_share(drawn):
+    sampler = Sampler(DRAWN, DRAWN.tokenizer, drawn, 0)
+    assert sampler.whole(6).shape == (6, 3, 256, 256)
+    held_out = sampler._portraits(60, held_out=True)[:, 0, 0, 0]
+    assert set(held_out.tolist()) == {0, 20 * 6}, "every twentieth"
+    vq = VQModel(DRAWN.tokenizer.config).eval()
+    source = Batches(DRAWN, drawn, Captions(DRAWN, CONCEPTS), vq, 0)
+    scenes = source.scenes(400)
+    portraits = scenes.image >= source.emoji
+    assert portraits.float().mean() == pytest.approx(0.5, abs=0.06) and not scenes.place[portraits].any()
+    assert len(source.words(scenes)) == 400
+    number = int(scenes.image[portraits][0]) - source.emoji
+    [pixels] = source.pixels(type(scenes)(*(values[portraits][:1] for values in scenes)))
+    assert float((pixels[0, 128, 128] + 1) * 127.5) == pytest.approx(number * 6, abs=1)
+
+
+def test_views_that_were_encoded_beforehand_have_captions_drawn_anew(drawn, tmp_path, monkeypatch):
+    monkeypatch.setattr(autoregressive, "VIEWS", 2)
+    monkeypatch.setattr(autoregressive, "HELD_OUT_VIEWS", 2)
+    captions, vq = Captions(DRAWN, CONCEPTS), VQModel(DRAWN.tokenizer.config).eval()
+    batches = Batches(DRAWN, drawn, captions, vq, 1)
+    scenes, [tokens] = batches.encoded(2)
+    autoregressive.encode(DRAWN, lambda seed: Batches(DRAWN, drawn, captions, vq, seed), tmp_path / "views")
+    stored = Stored(DRAWN, Captions(DRAWN), tmp_path / "views", 0)
+    rows, dropped, found = stored.sample(8)
+    assert rows.shape == (8, captions.slots) and dropped.shape == (8,) and found.dtype == torch.int64
+    assert {tuple(row) for row in found.tolist()} <= {tuple(row) for row in tokens.tolist()}
+    complete = {frozenset(row) for row in batches.words(scenes, held_out=True)}
+    for row in rows.tolist():
+        assert any(set(row) - {-1} <= words for words in complete)
+    assert stored.sample(3, held_out=True)[2].shape == (3, 256)
+
+
+def test_a_tokenizer_starts_from_a_trained_one(tmp_path):
+    torch.manual_seed(0)
+    trained, config = VQModel(SETTING.tokenizer.config), SETTING.tokenizer.config
+    file = tmp_path / "vq.safetensors"
+    save(file, half(trained.state_dict()), {"family": "vq", "config": {}, "margin": 1})
+    same, larger = VQModel(config), VQModel(replace(config, codebook_size=32))
+    assert tokenizer.take_weights(same, file) and not tokenizer.take_weights(larger, file)
+    for model in (same, larger):
+        assert torch.allclose(model.encoder.conv_in.weight, trained.encoder.conv_in.weight, atol=1e-3)
+    assert torch.allclose(same.quantize.embedding.weight, trained.quantize.embedding.weight, atol=1e-3)
+    assert len(larger.quantize.embedding.weight) == 32
