@@ -43,17 +43,17 @@ def encoder() -> WordEncoder:
 
 @pytest.fixture
 def drawn(tmp_path):
-    """Images with forty portraits, of one colour each."""
+    """Images with 360 portraits, of one colour each."""
     files, words = [], []
-    for i, (said, _) in enumerate(some(5)[:40]):
+    for i, (said, _) in enumerate(some(40)):
         file = io.BytesIO()
-        Image.new("RGBA", (256, 256), (i * 6, 0, 0, 255)).save(file, "WEBP", lossless=True)
+        Image.new("RGBA", (256, 256), (i // 2, 0, 0, 255)).save(file, "WEBP", lossless=True)
         files.append(file.getvalue())
         words.append(said)
     joined = np.frombuffer(b"".join(files), np.uint8)
     ends = np.cumsum([len(file) for file in files])
     np.savez(tmp_path / "portraits-0000.npz", files=joined, ends=ends, words=json.dumps(words))
-    return replace(images(), portraits=Portraits(tmp_path, 40))
+    return replace(images(), portraits=Portraits(tmp_path, 360))
 
 
 def test_words_of_portraits_are_known_and_fit_a_caption():
@@ -121,8 +121,8 @@ def test_captions_of_portraits_are_complete_or_short():
 def test_batches_have_portraits_in_their_share(drawn):
     sampler = Sampler(DRAWN, DRAWN.tokenizer, drawn, 0)
     assert sampler.whole(6).shape == (6, 3, 256, 256)
-    held_out = sampler._portraits(60, held_out=True)[:, 0, 0, 0]
-    assert set(held_out.tolist()) == {0, 20 * 6}, "every twentieth"
+    held_out = sampler._portraits(100, held_out=True)[:, 0, 0, 0]
+    assert set(held_out.tolist()) == {*range(0, 180, 10)}, "every twentieth"
     vq = VQModel(DRAWN.tokenizer.config).eval()
     source = Batches(DRAWN, drawn, Captions(DRAWN, CONCEPTS), vq, 0)
     scenes = source.scenes(400)
@@ -131,7 +131,7 @@ def test_batches_have_portraits_in_their_share(drawn):
     assert len(source.words(scenes)) == 400
     number = int(scenes.image[portraits][0]) - source.emoji
     [pixels] = source.pixels(type(scenes)(*(values[portraits][:1] for values in scenes)))
-    assert float((pixels[0, 128, 128] + 1) * 127.5) == pytest.approx(number * 6, abs=1)
+    assert float((pixels[0, 128, 128] + 1) * 127.5) == pytest.approx(number // 2, abs=1)
 
 
 def test_views_that_were_encoded_beforehand_have_captions_drawn_anew(drawn, tmp_path, monkeypatch):
@@ -162,3 +162,12 @@ def test_a_tokenizer_starts_from_a_trained_one(tmp_path):
         assert torch.allclose(model.encoder.conv_in.weight, trained.encoder.conv_in.weight, atol=1e-3)
     assert torch.allclose(same.quantize.embedding.weight, trained.quantize.embedding.weight, atol=1e-3)
     assert len(larger.quantize.embedding.weight) == 32
+
+
+def test_a_tokenizer_is_measured_by_style(drawn, tmp_path):
+    torch.manual_seed(0)
+    vq = VQModel(SETTING.tokenizer.config).eval()
+    setting = replace(SETTING, portraits=0.5)
+    found = tokenizer.measure_styles(setting, drawn, vq, tmp_path / "sheet.png", count=2)
+    assert found.keys() == {"emoji", *PORTRAIT_STYLES} and all(0 < psnr < 30 for psnr in found.values())
+    assert Image.open(tmp_path / "sheet.png").size == (1024, 2560)

@@ -1,5 +1,6 @@
 """Fetch the images, train tokenizer and model, export them."""
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -9,8 +10,11 @@ from comfyui_specar.tools.training.command import command, parsed
 from comfyui_specar.tools.training.data import load_images
 from comfyui_specar.tools.training.settings import SETTINGS
 
+log = logging.getLogger(__name__)
+
 STAGES = ("tokenizer", "decoder", "model", "export", "sheet")
-OTHER_STAGES = ("views",)  # encodes the model's training images beforehand, so that it can be trained elsewhere
+# Writes the tokenizer alone and measures it; encodes the model's training images, so that it can be trained elsewhere.
+OTHER_STAGES = ("vq", "views")
 
 
 def main() -> None:
@@ -37,6 +41,11 @@ def main() -> None:
             tokenizer.train(setting, images, out, options.minutes, options.start)
         elif stage == "decoder":
             tokenizer.sharpen_decoder(setting, images, out, options.minutes)
+        elif stage == "vq":
+            vq = tokenizer.restore(setting, out)
+            export.write_tokenizer(setting, vq, exported)
+            found = tokenizer.measure_styles(setting, images, vq, exported / "vq.png")
+            log.info(", ".join(f"{style} {psnr:.2f} dB" for style, psnr in found.items()))
         elif stage == "export":
             export.write(setting, captions, out, exported)
         else:

@@ -26,6 +26,7 @@ from .settings import BACKGROUNDS, PLACES, AutoencoderSetting, Setting
 WHOLE_IMAGES_FROM = 0.4  # fraction of the time after which whole images, whose statistics differ, replace crops
 POWER, FLOOR = 0.6, 0.03  # sharpening: errors below the floor (of pixels in -1..1) are squared again
 HELD_OUT, HELD_OUT_EVERY = 48, 20  # images to measure on; one portrait in so many is held out
+SAVE_MINUTES = 10.0  # measuring takes as long as ten steps
 OUTER = ("encoder.conv_in", "decoder.conv_out", "embedding")  # layers that AdamW trains
 Model = TypeVar("Model", bound="VQModel | KLModel")
 
@@ -69,7 +70,12 @@ class Sampler:
         places = torch.zeros(count, dtype=torch.int64, device=self.device)
         moved = portraits + torch.randperm(emoji, generator=self.generator, device=self.device)[:placed]
         places[moved] = 1 + self._integers(len(PLACES), len(moved))
-        return augment(rgba, self._integers(len(BACKGROUNDS), count), self.cfg.augmentation, self.generator, places)
+        return self.placed(rgba, places)
+
+    def placed(self, rgba: Tensor, places: Tensor | None = None) -> Tensor:
+        """Drawings uint8 [B, 4, 256, 256], randomly placed on random backgrounds; otherwise as :func:`augment`."""
+        backgrounds = self._integers(len(BACKGROUNDS), len(rgba))
+        return augment(rgba, backgrounds, self.cfg.augmentation, self.generator, places)
 
     def _portraits(self, count: int, held_out: bool) -> Tensor:
         """Random portraits, uint8 [count, 4, 256, 256]: every twentieth of them is held out."""
@@ -164,7 +170,7 @@ def train(
         sheet(torch.cat([held_out[:16], output[:16]]), 16).save(file.with_suffix(".png"))
         return numbers
 
-    return training.run(losses, report)
+    return training.run(losses, report, SAVE_MINUTES)
 
 
 def sharpen(
@@ -207,7 +213,7 @@ def sharpen(
         sheet(torch.cat([held_out[:16], output[:16]]), 8).save(file.with_suffix(".png"))
         return measure(output, held_out)
 
-    training.run(losses, report)
+    training.run(losses, report, SAVE_MINUTES)
 
 
 def decode(model: VQModel | KLModel, latent: Tensor, cfg: AutoencoderSetting) -> Tensor:

@@ -38,7 +38,7 @@ class TextToImage(nn.Module):
         super().__init__()
         cfg, vq = setting.model, setting.tokenizer.config
         side = IMAGE_SIZE // vq.factor
-        ffn_dim = -(-(8 * cfg.dim // 3) // 256) * 256
+        ffn_dim = -(-(8 * cfg.dim // 3) // 128) * 128
         self.backbone = Backbone(BackboneConfig(cfg.dim, cfg.layers, cfg.heads, ffn_dim, vq.codebook_size))
         self.prefix = CaptionPrefix(setting.caption_dim, setting.caption_slots, cfg.dim)
         self.words = nn.Embedding(words, setting.caption_dim)

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...device.cpu import unpack
 from ...models.networks.backbone import Backbone, split_gates
+from ...device.cpu import unpack
 from ...models.networks.kl_vae import KLModel
+from ...models.networks.vq import VQModel
 from . import autoregressive, masked, tokenizer
 from .captions import Captions
 from .settings import IMAGE_SIZE, Setting
@@ -24,11 +25,10 @@ from .settings import IMAGE_SIZE, Setting
 def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> None:
     """``trained``/tokenizer.pt and model.pt -> ``out``/{vq,model,text_encoder}.safetensors (fp16, word table fp32)."""
     out.mkdir(parents=True, exist_ok=True)
-    vq = tokenizer.restore(setting, trained)
     model = autoregressive.restore(setting, len(captions.words), trained)
-    side = IMAGE_SIZE // vq.config.factor
-    config = {"family": "vq", "config": asdict(vq.config), "margin": setting.tokenizer.margin}
-    save(out / "vq.safetensors", half(vq.state_dict()), config)
+    factor = setting.tokenizer.config.factor
+    side = IMAGE_SIZE // factor
+    write_tokenizer(setting, tokenizer.restore(setting, trained), out)
     tensors = llamagen_tensors(model.backbone, model.prefix)
     tensors["cls_embedding.uncond_embedding"] = model.null_caption.detach()
     save(
@@ -38,7 +38,7 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
             "family": "llamagen",
             "heads": setting.model.heads,
             "grid": [side, side],
-            "pixels_per_token": vq.config.factor,
+            "pixels_per_token": factor,
             "caption_slots": setting.caption_slots,
             "defaults": asdict(setting.sampling),
             "trained_on": setting.name,
@@ -54,6 +54,13 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
             "nouns": captions.nouns(),
         },
     )
+
+
+def write_tokenizer(setting: Setting, vq: VQModel, out: Path) -> None:
+    """-> ``out``/vq.safetensors (fp16)."""
+    out.mkdir(parents=True, exist_ok=True)
+    config = {"family": "vq", "config": asdict(vq.config), "margin": setting.tokenizer.margin}
+    save(out / "vq.safetensors", half(vq.state_dict()), config)
 
 
 def write_continuous(

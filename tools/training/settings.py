@@ -242,7 +242,12 @@ PORTRAITS = replace(
     CPU,
     name="portraits",
     tokenizer=replace(
-        CPU.tokenizer, minutes=70, sharpening_minutes=25, config=replace(CPU.tokenizer.config, codebook_size=2048)
+        CPU.tokenizer,
+        minutes=150,
+        config=replace(CPU.tokenizer.config, codebook_size=2048),
+        crop_batch=8,
+        whole_batch=2,
+        sharpening_minutes=60,
     ),
     model=replace(CPU.model, minutes=600, dim=320, layers=10, heads=5),
     caption_slots=16,

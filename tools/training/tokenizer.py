@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,8 +15,9 @@ from ...model_loaders.detect import load_image_decoder
 from ...models.networks.vq import VQModel
 from . import autoencoder
 from .autoencoder import Sampler
-from .data import Images
+from .data import Images, sheet
 from .loop import Training, autocast, restored
+from .portrait_styles import PORTRAIT_STYLES
 from .settings import Setting
 
 log = logging.getLogger(__name__)
@@ -132,6 +134,26 @@ def train(
             return model.decode(decoded).float(), code_loss
 
     return autoencoder.train(setting, cfg, images, model, out / "tokenizer.pt", minutes, reconstruct, evaluate)
+
+
+@torch.no_grad()
+def measure_styles(setting: Setting, images: Images, model: VQModel, file: Path, count: int = 8) -> dict[str, float]:
+    """PSNR (dB) of held-out portraits by style, and of emoji; ``file``: two of each, and beside them as decoded."""
+    sampler = Sampler(replace(setting, portraits=0.0), setting.tokenizer, images, seed=10**6)
+    shown = {"emoji": sampler.whole(2 * count, only_chosen=True)}
+    if portraits := images.portraits:
+        held_out = range(0, len(portraits), autoencoder.HELD_OUT_EVERY)
+        for style in PORTRAIT_STYLES:
+            numbers = [i for i in held_out if portraits.words[i][0] == style][:count]
+            shown[style] = sampler.placed(portraits.rgba(torch.tensor(numbers)))
+    found, rows = {}, []
+    for style, pixels in shown.items():
+        latents = [model.dequantize(model.encode(part)) for part in pixels.split(4)]
+        output = torch.cat([autoencoder.decode(model, part, setting.tokenizer) for part in latents]).clamp(-1, 1)
+        found[style] = autoencoder.measure(output, pixels)["psnr"]
+        rows.append(torch.stack([pixels[:2], output[:2]], dim=1).flatten(0, 1))
+    sheet(torch.cat(rows), len(rows[0])).save(file)
+    return found
 
 
 def sharpen_decoder(setting: Setting, images: Images, out: Path, minutes: float | None = None) -> None:
