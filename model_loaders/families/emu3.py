@@ -138,12 +138,7 @@ def names_of(checkpoint: Checkpoint) -> Names:
 
 
 def prompt_encoder(
-    words: Words,
-    tokenizer: Tokenizer,
-    prompt: str,
-    negative: str,
-    grid: Grid,
-    images: ImagePrompts | None = None,
+    words: Words, tokenizer: Tokenizer, prompt: str, negative: str, grid: Grid, images: ImagePrompts | None = None
 ) -> TextEncoder:
     """Writes prompts. prompt, negative: their templates, with {} for the user's words. grid: the default size. images:
     how prompts with images are written."""

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...models.networks.backbone import Backbone, split_gates
 from ...device.cpu import unpack
+from ...models.networks.backbone import Backbone, split_gates
 from ...models.networks.kl_vae import KLModel
 from ...models.networks.vq import VQModel
 from . import autoregressive, masked, tokenizer

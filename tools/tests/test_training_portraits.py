@@ -11,6 +11,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.text.prompt_encoders import WordEncoder
 from comfyui_specar.models.vq import VQModel
+from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images
 from comfyui_specar.tools.training import autoregressive, tokenizer
 from comfyui_specar.tools.training.autoencoder import Sampler
 from comfyui_specar.tools.training.autoregressive import Batches, Stored
@@ -21,8 +22,6 @@ from comfyui_specar.tools.training.portrait_styles import DARK, EYES, PALETTES, 
 from comfyui_specar.tools.training.portraits import Portraits, portrait, words_of_portraits
 from comfyui_specar.tools.training.settings import BACKGROUNDS, PORTRAITS
 from PIL import Image
-
-from ..support.tiny_training import CONCEPTS, SETTING, images
 
 DRAWN = replace(SETTING, portraits=0.5, caption_slots=16, views=2)
 
