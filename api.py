@@ -65,7 +65,7 @@ MORE = ("grid", "tokens", "kept", *(each.name for kind in (SamplingParams, Conti
 PARTS = {  # a field of a method -> what it takes, and in words
     "rule": (AcceptanceRule, "an object such as rules.Exact()"),
     "structure": (Structure, "an object such as structures.Static()"),
-    "skipping": (Skipping | None, "None or methods.Skipping()"),
+    "skipping": (Skipping, "an object such as methods.Skipping()"),
     "window": (Integral | None, "a whole number or None"),
     "threshold": (Real, "a number"),
 }
@@ -133,7 +133,7 @@ def sample(
     for name, grid in {"strength": strength, "skippable": skippable, **more}.items():
         if name in GRIDS and not isinstance(grid, Tensor | None):
             raise TypeError(f"{name} is {grid!r}, but must be a tensor with a value for every token, or None.")
-    if skippable is not None and getattr(method, "skipping", None) is None:
+    if skippable is not None and not hasattr(method, "skipping"):
         raise ValueError("skippable says where drafts may be accepted unverified, which is for methods.VVS alone.")
     if strength is not None and not relaxes(method):
         raise ValueError("strength says how far a relaxed rule or settling may go, and this method has neither.")

@@ -20,6 +20,7 @@ from ..rules.cool_sd import CoolSD
 from ..rules.lantern import Lantern, LanternPP
 from .skipping import Skipping
 from .speculative import DraftTree
+from .vvs import VVS
 
 
 def lantern(drafter: Drafter, structure: Structure = Auto(), **rule: Any) -> DraftTree:
@@ -47,9 +48,9 @@ def adt_tree(drafter: Drafter, rule: AcceptanceRule = Exact(), **structure: Any)
     return DraftTree(drafter, ADTTree(**structure), rule, name="adt_tree")
 
 
-def vvs(drafter: Drafter, structure: Structure = Auto(), rule: AcceptanceRule = Exact(), **skipping: Any) -> DraftTree:
+def vvs(drafter: Drafter, structure: Structure = Auto(), rule: AcceptanceRule = Exact(), **skipping: Any) -> VVS:
     """VVS: some rounds are not verified; settings: methods.Skipping. The paper verifies the others with LANTERN."""
-    return DraftTree(drafter, structure, rule, Skipping(**skipping), name="vvs")
+    return VVS(drafter, structure, rule, skipping=Skipping(**skipping))
 
 
 PAPER_STRUCTURES: dict[str, Structure] = {"lantern": Dynamic(), "lantern_pp": Static("lantern_57")}  # by method

@@ -1,11 +1,11 @@
 """Speculative decoding with a drafter: draft, verify, commit.
 
-One loop for every method of this kind. They differ in four parts, each in a file of its own:
+One loop for every method of this kind. They differ in three parts, each in a file of its own (VVS, vvs.py, also in its
+rounds: some accept drafts unverified):
 
 drafter     small AR model or EAGLE feature drafter                      (contract.Drafter)
 structure   chain, static tree, dynamic tree, adjacency-adaptive tree    drafts/
 rule        exact, LANTERN, LANTERN++, UniformRSD, Cool-SD, ...          rules/
-skipping    some drafts are accepted unverified (VVS)                    skipping.py
 
 A round:
 
@@ -53,11 +53,8 @@ from ..verification.tree import (
     sample_after_root,
     sample_and_match,
 )
-from . import skipped_rounds
 from .pass_costs import pass_costs
 from .rounds import Drafted, Observed, Round
-from .skipped_rounds import Choice, SkippingRound
-from .skipping import NONE_SKIPPED, Skipping, check_codebook
 
 log = logging.getLogger(__name__)
 DRAFTERS = {"eagle": "EAGLE", "model": "small model"}  # kind of a drafter -> for people
@@ -65,24 +62,17 @@ DRAFTERS = {"eagle": "EAGLE", "model": "small model"}  # kind of a drafter -> fo
 
 @dataclass(frozen=True)
 class DraftTree(DiscreteMethod):
-    """Speculative decoding with ``drafter``; exact with rule=Exact() and skipping=None, whatever the structure."""
+    """Speculative decoding with ``drafter``; exact with rule=Exact(), whatever the structure."""
 
     drafter: Drafter
     structure: Structure = field(default_factory=Auto)
     rule: AcceptanceRule = field(default_factory=Exact)
-    skipping: Skipping | None = None
     name: str = "draft_tree"
     round_fields: ClassVar[tuple[str, ...]] = ("accepted", "committed", "width", "nodes", "depth", "skipped")
 
     @property
     def lossless(self) -> bool:
-        return self.rule.lossless and self.skipping is None
-
-    @property
-    def bounded(self) -> bool:
-        """Is the drift bound known after a run? Not where sampled drafts decide themselves whether they are verified:
-        neither those that are nor those that are not are a sample from the drafter any more."""
-        return not (self.skipping and self.skipping.schedule == "dynamic" and self.structure.sampled)
+        return self.rule.lossless
 
     @property
     def extent_lasts(self) -> int:
@@ -95,9 +85,8 @@ class DraftTree(DiscreteMethod):
 
     @property
     def max_drafter_inputs(self) -> int:
-        """The most tokens that the drafter observes after a round: new ones, and with ``refresh`` those before
-        again."""
-        return 2 * self.structure.size()[1] + 1
+        """The most tokens that the drafter observes after a round."""
+        return 1 + self.structure.size()[1]
 
     def begin(self, run: Run, committed: Tensor, out: StepOut) -> Round:
         first, one = committed[:, None], torch.ones_like(committed)
@@ -107,27 +96,21 @@ class DraftTree(DiscreteMethod):
         run.record.round(accepted=0, committed=committed + 1, width=1, nodes=0, depth=0, skipped=0)
         observed = Observed(token, committed, one, out.hidden)
         if run.pads:
-            observed = observed.padded(self.max_drafter_inputs if self.skipping else 1 + self.structure.size()[1])
+            observed = observed.padded(self.max_drafter_inputs)
         history = self.structure.start(len(one), run.layout, one.device)
         state = Round(committed, token[:, 0], observed, history, None, None, passes=one, index=torch.zeros_like(one[0]))
-        if self.skipping:
-            state = skipped_rounds.begin(self, run, state, token, p, out.hidden)
         return self.advance(run, state, token, one)
 
-    def step(self, run: Run, state: Round | Drafted | Choice, extent: Extent = ()) -> Round | Halfway:
-        """A round, or a half of it where the host measures drafting, or must know which images skip verification."""
-        if isinstance(state, Choice):
-            return skipped_rounds.commit(self, run, state, extent)
+    def step(self, run: Run, state: Any, extent: Extent = ()) -> Round | Halfway:
+        """A round, or a half of it where the host measures drafting."""
         if isinstance(state, Drafted):
             return self.verify(run, state.round, state.tree)
-        tree = self.draft(run, state, self.structure.rounded(extent) if run.pads else extent)
-        if isinstance(state, SkippingRound):
-            return skipped_rounds.choice(self, run, state, tree)
+        tree = self.draft(run, state, extent)
         return self.verify(run, state, tree) if run.pads else Drafted(state, tree)
 
     def draft(self, run: Run, state: Round, extent: Extent) -> Tree:
         """Let the drafter observe the tokens of the last round, and grow a tree."""
-        new = state.observed
+        new, extent = state.observed, self.structure.rounded(extent) if run.pads else extent
         position = new.begin[:, None] + counting(new.token.shape[1], new.begin.device)
         out = self.drafter.observe(run.memory, new.token, position, new.hidden, new.count)
         work = Drafting(self.drafter, run.memory, run.layout, run.params, run.model.vocab, run.stream, run.forcing)
@@ -151,7 +134,7 @@ class DraftTree(DiscreteMethod):
         )
         observed = Observed(verified.token, state.committed, count, take(out.hidden, path))
         if run.pads:
-            observed = observed.padded(1 + self.structure.size()[1])
+            observed = observed.padded(self.max_drafter_inputs)
         state = replace(state, observed=observed, history=history, passes=state.passes + active)
         return self.advance(run, state, verified.token, count)
 
@@ -264,20 +247,18 @@ class DraftTree(DiscreteMethod):
     def feeds_tree(self) -> bool:
         return True
 
-    def target_passes(self, extent: Extent) -> int:
-        return extent[0] if self.skipping else 1
-
     def drafter_passes(self, extent: Extent) -> int:
         return 1 + self.structure.passes(extent)
 
     def expected_tokens(self, extent: Extent) -> float:
         return self.structure.expected_tokens(extent)
 
+    def notices(self, trace: Trace) -> list[str]:
+        """What people should know of a finished run, a sentence each."""
+        return self.structure.notices()
+
     def annotate(self, trace: Trace) -> None:
-        notices = self.structure.notices()
-        if self.skipping and not (trace.positions["source"] == Source.SKIPPED).any():
-            notices.append(NONE_SKIPPED)
-        if notices:
+        if notices := self.notices(trace):
             log.warning("%s", " ".join(notices))
             trace.settings["notices"] = notices
         if isinstance(self.structure, Auto) and not self.structure.shape(()):
@@ -293,29 +274,23 @@ class DraftTree(DiscreteMethod):
         request.params.check(request.model.vocab)
         self.structure.check()
         self.rule.check()
-        if self.skipping is not None:
-            self.skipping.check()
-            check_codebook(self.skipping, request.model.codebook)
         if self.structure.block and not isinstance(self.rule, Exact):
             raise ValueError(
                 "Block verification is exact and cannot be relaxed. Use a chain without it, or the exact rule."
             )
 
     def width(self, request: Request) -> int:
-        """The root and the tree, and after a skipped round the tokens accepted unverified."""
-        drafts, levels = self.structure.size()
-        return 1 + drafts + (levels if self.skipping else 0)
+        """The root and the tree."""
+        return 1 + self.structure.size()[0]
 
     def describe(self, request: Request) -> dict[str, Any]:
-        settings = {
+        return {
             "method": self.name,
             "drafter": self.drafter.kind,
             "structure": self.structure.describe(),
             "rule": self.rule.describe(),
             "lossless": self.lossless,
         }
-        settings |= {"skipping": self.skipping.describe()} if self.skipping else {}
-        return settings if self.bounded else settings | {"bounded": False}
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from comfyui_specar.samplers.drafts.guesses import INITIAL as GUESSES
 from comfyui_specar.samplers.methods.continuous import MODES
 from comfyui_specar.samplers.methods.jacobi import COMPARED, REUSE
 from comfyui_specar.samplers.methods.skipping import FEATURES, PATHS
+from comfyui_specar.samplers.methods.vvs import VVS
 from comfyui_specar.samplers.rules.cool_sd import SCHEDULES
 from comfyui_specar.samplers.rules.lantern import RESIDUALS
 
@@ -77,12 +78,11 @@ def tree(structure: str, rule: str = "exact", skips: str = "verified", drafter: 
     """A named DraftTree."""
 
     def make(subject: Subject) -> Any:
-        return api.methods.DraftTree(
-            subject.drafters[drafter],
-            (STRUCTURES | STRUCTURE_VARIANTS)[structure],
-            (RULES | RULE_VARIANTS)[rule],
-            (SKIPS | SKIP_VARIANTS)[skips],
-        )
+        parts = subject.drafters[drafter], (STRUCTURES | STRUCTURE_VARIANTS)[structure], (RULES | RULE_VARIANTS)[rule]
+        skipping = (SKIPS | SKIP_VARIANTS)[skips]
+        if skipping is None:
+            return api.methods.DraftTree(*parts)
+        return VVS(*parts, skipping=skipping, name="draft_tree")
 
     return f"{structure}, {rule}, {skips}, {drafter}", make
 

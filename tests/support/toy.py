@@ -17,6 +17,10 @@ import torch
 from comfyui_specar.device.graphs import recording
 from comfyui_specar.samplers.contract import Request, SamplingParams, StepOut
 from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.methods.vvs import VVS
+from comfyui_specar.samplers.rules.acceptance import AcceptanceRule, Exact
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -265,6 +269,13 @@ def marginal(distribution: dict[tuple[int, ...], float], places: list[int]) -> d
         key = tuple(image[i] for i in places)
         out[key] = out.get(key, 0.0) + probability
     return out
+
+
+def draft_tree(
+    drafter: Any, structure: Any, rule: AcceptanceRule = Exact(), skipping: Skipping | None = None
+) -> DraftTree:
+    """The method, and VVS where rounds are skipped."""
+    return VVS(drafter, structure, rule, skipping=skipping) if skipping else DraftTree(drafter, structure, rule)
 
 
 class ToyDrafter:

@@ -31,7 +31,7 @@ from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.trace import Source
 from comfyui_specar.tools.benchmarks import trees
 
-from ..support.toy import ToyDrafter, ToyModel, plain, request
+from ..support.toy import ToyDrafter, ToyModel, draft_tree, plain, request
 
 LAYOUT = plain(2, 3)
 SMALL = Auto(nodes=12, depth=4)
@@ -45,7 +45,7 @@ def linear(slope, drafter=0.1):
 def draw(structure, batch=40, seed=0, model=None, noise=1.0, **more):
     model = model or ToyModel(LAYOUT)
     drafter = ToyDrafter(model, noise=noise, stale="skipping" in more)
-    return DraftTree(drafter, structure, **more).sample(request(model, LAYOUT, batch=batch, seed=seed))
+    return draft_tree(drafter, structure, **more).sample(request(model, LAYOUT, batch=batch, seed=seed))
 
 
 # Which tree

@@ -27,6 +27,7 @@ from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.methods.vvs import VVS
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.rules.lantern import Lantern
 from comfyui_specar.tools.benchmarks import sizes
@@ -35,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..support.captured_runs import assert_captured_as_plain, assert_same_run, assert_same_tree_run, captured
 from ..support.tape import LatePoll
 from ..support.tiny import CAPTION, caption_features, fill, write_llamagen
-from ..support.toy import ToyDrafter, ToyModel, plain, request, with_kept_tokens, with_line_ends
+from ..support.toy import ToyDrafter, ToyModel, draft_tree, plain, request, with_kept_tokens, with_line_ends
 
 LAYOUT = plain(2, 3)
 MODEL = ToyModel(LAYOUT)
@@ -71,7 +72,7 @@ def assert_as_plain(method, asked, monkeypatch):
         (SJD(3, rule=CoolSD(3)), 1),
         (DraftTree(ToyDrafter(MODEL), STATIC, CoolSD(3)), 1),
         (DraftTree(ToyDrafter(MODEL), ADT), 2),
-        (DraftTree(ToyDrafter(MODEL, stale=True), STATIC, skipping=Skipping(interval=2, guard=0)), 2),
+        (VVS(ToyDrafter(MODEL, stale=True), STATIC, skipping=Skipping(interval=2, guard=0)), 2),
     ],
     ids=str,
 )
@@ -178,7 +179,7 @@ def test_rounds_that_the_host_chooses_are_captured(structure, skipping, batch, o
     """It reads once a round what it chooses by."""
     layout, extent_of, reads = with_kept_tokens(2, 4), engine.extent_of, []
     target = ToyModel(layout)
-    method = DraftTree(ToyDrafter(target, stale=skipping is not None), structure, skipping=skipping)
+    method = draft_tree(ToyDrafter(target, stale=skipping is not None), structure, skipping=skipping)
     asked = [request(target, layout, seed=10 * n, batch=batch) for n in range(3)]
     if skipping:
         asked[1] = replace(asked[1], skippable=torch.ones(1, layout.length, dtype=torch.bool))

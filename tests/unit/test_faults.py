@@ -21,6 +21,7 @@ from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.methods.vvs import VVS
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.lantern import RESIDUALS, Lantern
 
@@ -76,7 +77,7 @@ def methods(drafter):
     yield from (SJD(4, rule=rule) for rule in RULES[1:])
     yield from (DraftTree(drafter, structure) for structure in STRUCTURES.values())
     yield from (DraftTree(drafter, structure, rule) for structure, rule in RULES_ON_TREES)
-    yield from (DraftTree(drafter, TWO_LEVELS, skipping=skipping) for skipping in SKIPPING)
+    yield from (VVS(drafter, TWO_LEVELS, skipping=skipping) for skipping in SKIPPING)
 
 
 @pytest.mark.parametrize(("after", "kind", "params"), [(3, "one nan", "filters"), (5, "infinite", "greedy")])
@@ -204,7 +205,7 @@ def test_garbage_ends_with_every_rule_and_schedule(spoil):
         decoded = DraftTree(Garbage(spoil), structure, rule).sample(request(MODEL, LAYOUT, batch=4))
         assert decoded.tokens.max() < 3 and math.isfinite(decoded.trace.summary()["tv_bound"]), rule
     for skipping in SKIPPING:
-        decoded = DraftTree(Garbage(spoil), TWO_LEVELS, skipping=skipping).sample(request(MODEL, LAYOUT, batch=4))
+        decoded = VVS(Garbage(spoil), TWO_LEVELS, skipping=skipping).sample(request(MODEL, LAYOUT, batch=4))
         assert decoded.tokens.max() < 3
 
 

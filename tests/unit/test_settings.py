@@ -96,7 +96,7 @@ PLAIN = {
     },
     "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "settle": 0.0},
     "SJD": {"threshold": 0.5},
-    "DraftTree": {"skipping": None, "name": "draft_tree"},
+    "DraftTree": {"name": "draft_tree"},
     "ContinuousSpeculative": {"tolerance": 0.26, "aligned": True},
     "Skipping": {"truncate": True, "refresh": True},
     "SamplingParams": {

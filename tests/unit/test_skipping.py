@@ -23,7 +23,7 @@ from comfyui_specar.samplers.methods.skipping import (
     similarity,
     stale_features,
 )
-from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.methods.vvs import VVS
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import UniformRSD
 from comfyui_specar.samplers.trace import Source
@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from ..support.random_trees import leaf_paths, random_tree, row, tree_of_paths
 from ..support.tiny import VOCAB as TINY_VOCAB
 from ..support.tiny import caption_features, fill, llamagen, write_llamagen
-from ..support.toy import ToyDrafter, ToyModel, plain, request, with_line_ends
+from ..support.toy import ToyDrafter, ToyModel, draft_tree, plain, request, with_line_ends
 
 seeds = st.integers(0, 10**6)
 VOCAB = 5  # random trees sample ids 0 .. 5: the last is a special token without a code vector
@@ -174,13 +174,13 @@ def test_limits_by_hand(seed, truncate, guard, length):
 )
 def test_every_part_of_a_method_is_checked(changed, named):
     with pytest.raises(ValueError, match=named):
-        replace(DraftTree(DRAFTER, Chain(2)), **changed).check(request(MODEL, LAYOUT))
+        replace(VVS(DRAFTER, Chain(2)), **changed).check(request(MODEL, LAYOUT))
 
 
 def test_a_model_without_codes_is_refused_before_anything_runs():
     asked = request(MODEL, LAYOUT)
     bare = SimpleNamespace(**{name: getattr(MODEL, name) for name in ("vocab", "vocab_total", "device")}, codebook=None)
-    method = DraftTree(DRAFTER, Chain(2), skipping=Skipping("dynamic"))
+    method = VVS(DRAFTER, Chain(2), skipping=Skipping("dynamic"))
     method.check(asked)
     with pytest.raises(ValueError, match="codebook"):
         method.check(replace(asked, model=bare))
@@ -287,7 +287,7 @@ def test_what_the_drafter_gets_of_every_round(features, refresh):
     drafter = Watched(toy, stale=True)
     for seed in range(4):
         drafter.seen = []
-        out = DraftTree(drafter, Chain(3), skipping=skips).sample(request(toy, layout, seed=seed))
+        out = VVS(drafter, Chain(3), skipping=skips).sample(request(toy, layout, seed=seed))
         tokens, rounds = out.tokens[0].tolist(), out.trace.rounds
         number = [sum(t * 3 ** (n - 1 - i) for i, t in enumerate(tokens[:n])) for n in range(len(tokens) + 1)]
         assert drafter.seen[0] == [(0, number[0])]
@@ -322,7 +322,7 @@ STRUCTURES = {"static": Static(((0,), (1,), (2,), (0, 0))), "dynamic": Dynamic(2
 
 
 def draw(structure, skipping, seed=0, batch=1):
-    return DraftTree(DRAFTER, structure, skipping=skipping).sample(request(MODEL, LAYOUT, seed=seed, batch=batch))
+    return draft_tree(DRAFTER, structure, skipping=skipping).sample(request(MODEL, LAYOUT, seed=seed, batch=batch))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
@@ -372,7 +372,7 @@ def test_masks_that_cannot_be_meant_are_refused(mask, said):
 def test_the_similarity_of_every_tree_is_recorded(structure, schedule, monkeypatch):
     """At all tokens that its round decided; a threshold of the dynamic schedule is compared with these numbers."""
     found = []
-    where = "comfyui_specar.samplers.methods.skipping.similarity"
+    where = "comfyui_specar.samplers.methods.vvs.similarity"
     monkeypatch.setattr(where, lambda *tree: found.append(similarity(*tree)) or found[-1])
     trace = draw(structure, Skipping(schedule, interval=2, threshold=0.3, guard=0), batch=8).trace
     end = trace.rounds["committed"].cumsum(0)
@@ -388,7 +388,7 @@ def test_the_similarity_of_every_tree_is_recorded(structure, schedule, monkeypat
 def test_without_codes_the_uniform_schedule_records_no_similarity():
     bare = ToyModel(LAYOUT, 2)
     bare.codebook = None
-    method = DraftTree(DRAFTER, STRUCTURES["dynamic"], skipping=Skipping(interval=2, guard=0))
+    method = VVS(DRAFTER, STRUCTURES["dynamic"], skipping=Skipping(interval=2, guard=0))
     trace = method.sample(request(bare, LAYOUT)).trace
     assert not trace.positions["similarity"].any() and trace.rounds["skipped"].any()
 
@@ -411,7 +411,7 @@ def test_images_of_a_batch_are_those_of_runs_of_their_own(structure):
 def test_progress_counts_no_pass_for_a_skipped_round():
     seen = []
     asked = request(MODEL, LAYOUT, callback=lambda progress: seen.append(progress.passes))
-    method = DraftTree(DRAFTER, STRUCTURES["chain"], skipping=Skipping(interval=2, guard=1))
+    method = VVS(DRAFTER, STRUCTURES["chain"], skipping=Skipping(interval=2, guard=1))
     rounds = method.sample(asked).trace.rounds
     assert seen == (~rounds["skipped"][:, 0].bool()).cumsum(0).tolist() and len(set(seen)) < len(seen)
 

@@ -20,6 +20,7 @@ from comfyui_specar.samplers.methods.skipping import (
     similarity,
 )
 from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.methods.vvs import VVS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -234,11 +235,11 @@ def test_sampled_trees_that_decide_themselves_have_no_bound():
     assert sum(sampled.values()) == pytest.approx(1, abs=1e-6)
     bound = drift(skipped, chosen, target, 1)[1]
     assert distance(sampled, {(x,): p[x] for x in range(4)}) > bound + 0.05
-    method = DraftTree(None, Static(), skipping=chosen)
+    method = VVS(None, Static(), skipping=chosen)
     assert not method.bounded
     for structure in (Dynamic(), ADTTree(), Chain()):
         assert replace(method, structure=structure).bounded
-    assert replace(method, skipping=Skipping()).bounded and replace(method, skipping=None).bounded
+    assert replace(method, skipping=Skipping()).bounded
 
 
 RUNS = 12_000
@@ -249,7 +250,7 @@ EXACT = TOY.distribution(LAYOUT, SamplingParams())
 
 def drawn(structure, schedule: str, path: str, batch: int = RUNS):
     skipping = Skipping(schedule, interval=2, guard=0, threshold=0.1, path=path)
-    method = DraftTree(ToyDrafter(TOY, stale=True), structure, skipping=skipping)
+    method = VVS(ToyDrafter(TOY, stale=True), structure, skipping=skipping)
     return method.sample(request(TOY, LAYOUT, batch=batch))
 
 
@@ -277,7 +278,7 @@ def test_stale_features_change_drafts_but_no_distribution(structure, features):
     """Without skips images are exact, and with them the bound holds."""
     drafter, asked = Feeling(TOY, stale=True), request(TOY, LAYOUT, batch=RUNS)
     never, often = (
-        DraftTree(drafter, structure, skipping=Skipping(schedule, 2, threshold=2.0, guard=0, features=features))
+        VVS(drafter, structure, skipping=Skipping(schedule, 2, threshold=2.0, guard=0, features=features))
         for schedule in ("dynamic", "uniform")
     )
     exact, plain_run = never.sample(asked), DraftTree(drafter, structure).sample(asked)

@@ -12,6 +12,7 @@ from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.methods.vvs import VVS
 from comfyui_specar.samplers.rng import Stream
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern
@@ -20,7 +21,7 @@ from comfyui_specar.samplers.trace import Source
 
 from ..support.rounds import begin
 from ..support.rules import RELAXED
-from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request
+from ..support.toy import ToyDrafter, ToyModel, chi_square, draft_tree, plain, request
 
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
 STRUCTURES = {
@@ -53,7 +54,7 @@ def methods(toy, structures=STRUCTURES, rules=()):
     """Every structure with every schedule, and with every relaxed rule."""
     for structure in structures.values():
         for skipping in SKIPS.values():
-            yield DraftTree(ToyDrafter(toy, stale=skipping is not None), structure, skipping=skipping)
+            yield draft_tree(ToyDrafter(toy, stale=skipping is not None), structure, skipping=skipping)
         for rule in () if structure.block else rules:
             yield DraftTree(ToyDrafter(toy), structure, rule)
 
@@ -158,7 +159,7 @@ def test_caches_hold_whatever_is_fed(text_model, text_drafters, skips, monkeypat
     }
     for name, structure in sizes.items():
         for drafter in text_drafters.values():
-            run = begin(text_model, DraftTree(drafter, structure, skipping=SKIPS[skips]))
+            run = begin(text_model, draft_tree(drafter, structure, skipping=SKIPS[skips]))
             while not run.done:
                 run.round()
             assert min(furthest) >= 0, name
@@ -200,7 +201,7 @@ def test_rules_stand_the_smallest_probabilities(rule):
 def test_drafts_that_nobody_tested_were_not_refused():
     layout = plain(2, 3)
     toy = ToyModel(layout)
-    method = DraftTree(
+    method = VVS(
         ToyDrafter(toy, noise=0, stale=True), Static(((0,), (1,), (2,))), skipping=Skipping(interval=2, guard=0)
     )
     summary = method.sample(request(toy, layout, batch=20)).trace.summary()

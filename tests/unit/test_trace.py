@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ..support import toy_heads
-from ..support.toy import ToyDrafter, ToyModel, plain, request, with_kept_tokens, with_line_ends
+from ..support.toy import ToyDrafter, ToyModel, draft_tree, plain, request, with_kept_tokens, with_line_ends
 from ..support.toy_heads import ToyHead
 
 LINE_ENDS, KEPT = with_line_ends(2, 2), with_kept_tokens(2, 3)
@@ -146,7 +146,7 @@ def test_a_file_in_use_is_waited_for_and_then_named(tmp_path, locked):
 
 def drafted(structure, *settings, **more):
     model, layout = CASES["line_ends"]
-    run = DraftTree(ToyDrafter(model, stale=True), structure, *settings, **more)
+    run = draft_tree(ToyDrafter(model, stale=True), structure, *settings, **more)
     return run.sample(request(model, layout, batch=64)).trace
 
 
