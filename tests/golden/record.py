@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from comfyui_specar.api import Output
-from comfyui_specar.samplers.trace_files import RENAMED
 from torch import Tensor
 
 CLOSE = 1e-4  # relative: how far sums may be apart on another processor, which rounds every step of fp32 in its own way
@@ -50,13 +49,9 @@ def shortened(content: bytes) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], same_machine: bool) -> list[str]:
-    """What differs between two entries of a case, in words; fractions count by closeness on another machine.
-
-    The record may be older than a name: those of earlier traces are read as they are called now, as load_trace does.
-    """
-    totals, before = ({_today(name): value for name, value in old[kind].items()} for kind in ("totals", "fields"))
-    after = new["fields"]
-    found = list(_unequal("totals", totals, new["totals"], same_machine))
+    """What differs between two entries of a case, in words; fractions count by closeness on another machine."""
+    before, after = old["fields"], new["fields"]
+    found = list(_unequal("totals", old["totals"], new["totals"], same_machine))
     if old["settings"] != new["settings"]:
         found.append("settings")
     for name in before.keys() | after.keys():
@@ -65,12 +60,6 @@ def differences(old: dict[str, Any], new: dict[str, Any], same_machine: bool) ->
         elif not _same(before[name], after[name], same_machine):
             found.append(f"{name} (sum {before[name][1]} -> {after[name][1]})")
     return sorted(found)
-
-
-def _today(name: str) -> str:
-    """The present name of a total or of a field ("position tv_leak") of the record."""
-    kind, space, own = name.rpartition(" ")
-    return kind + space + RENAMED.get(own, own)
 
 
 def _same(one: list[Any], other: list[Any], same_machine: bool) -> bool:
