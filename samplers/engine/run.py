@@ -139,18 +139,31 @@ class DiscreteMethod(Method):
             host = decode(run, request, session.graphs, state, known, started)
             settings = self.describe(request) | run.method.chosen() | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
-            trace = run.record.finish(run.layout, request.seed, settings, seconds, width=width, **host)
+            trace = run.record.finish(run.inputs.layout, request.seed, settings, seconds, width=width, **host)
             run.method.annotate(trace)
             return Result(run.record.image.clone(), trace)
 
 
 @dataclass(frozen=True)
-class Run:
-    """What steps share. stream, layout, end, strength and skippable are inputs of captured steps; the rest is constant.
+class Inputs:
+    """What every run gives its steps anew.
 
-    cache: the target's state; memory: the drafter's, or without one what the method itself remembers; forcing: does the
-    layout force any token; end [B] (int64): see TokenLayout; strength [1 or B, S] (fp32), skippable [B, S] (bool): see
-    Request; codebook [V, C]; pads: see Graphs.
+    end [B] (int64): see TokenLayout; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request.
+    """
+
+    stream: Stream
+    layout: TokenLayout
+    end: Tensor
+    strength: Tensor | None
+    skippable: Tensor | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What steps share: ``inputs``, and what is constant in captured steps.
+
+    cache: the target's state; memory: the drafter's, or without one what the method itself remembers; codebook [V, C];
+    pads: see Graphs; forcing: does the layout force any token.
     """
 
     method: Any
@@ -163,11 +176,7 @@ class Run:
     pads: bool
     record: Record
     forcing: bool
-    stream: Stream
-    layout: TokenLayout
-    end: Tensor
-    strength: Tensor | None
-    skippable: Tensor | None
+    inputs: Inputs
 
     def predict(self, token: Tensor, position: Tensor, tree_mask: Tensor | None = None) -> Tensor:
         """Feed tokens [B, T] at positions [B, T]; the target's probabilities [B, T, V+] after them."""
@@ -177,7 +186,7 @@ class Run:
 
     def probs(self, logits: Tensor, position: Tensor) -> Tensor:
         """The target's probabilities [B, T, V+] after positions [B, T], from its logits [R, T, V+]."""
-        forced = self.layout.forced_at(position + 1) if self.forcing else None
+        forced = self.inputs.layout.forced_at(position + 1) if self.forcing else None
         return probabilities(logits, self.params, self.model.vocab, forced)
 
     def keep(self, count: Tensor, path: Tensor | None = None) -> None:
@@ -191,24 +200,22 @@ class Run:
         """
         columns, device = accepted.shape[1], accepted.device
         last, number = (numbers(values, device, torch.int64) for values in ((columns,), tuple(range(1, columns + 1))))
-        return torch.where(accepted, last, number).amin(-1).minimum(self.end - committed)
+        return torch.where(accepted, last, number).amin(-1).minimum(self.inputs.end - committed)
 
     def strength_at(self, position: Tensor) -> Tensor:
         """How far a relaxed rule may go at positions [B, T]."""
-        if self.strength is None:
+        if self.inputs.strength is None:
             return torch.ones(position.shape, device=position.device)
-        return self.strength.expand(len(position), -1).gather(1, position.clamp(max=self.layout.length - 1))
+        return self.inputs.strength.expand(len(position), -1).gather(
+            1, position.clamp(max=self.inputs.layout.length - 1)
+        )
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a captured step is given: a method's state, and the inputs of its run."""
+    """What a captured step is given: the inputs of its run, and a method's state."""
 
-    stream: Stream
-    layout: TokenLayout
-    end: Tensor
-    strength: Tensor | None
-    skippable: Tensor | None
+    inputs: Inputs
     state: Any
 
 
@@ -241,11 +248,7 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, 
         session.graphs.pads,
         session.record,
         layout.forces,
-        Stream.of(request.seed, batch, device),
-        layout,
-        layout.end.expand(batch),
-        strength,
-        skippable,
+        Inputs(Stream.of(request.seed, batch, device), layout, layout.end.expand(batch), strength, skippable),
     )
     session.record.begin(start.tokens, start.committed, layout)
     run = replace(run, method=method.fitted(run, start.committed, start.out, session.graphs, request))
@@ -258,9 +261,9 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
     known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
     run. On a GPU one round more than necessary is launched.
     """
-    method, model, length, extent, end = run.method, run.model, run.layout.length, (), run.end.cpu()
+    method, model, length, extent, end = run.method, run.model, run.inputs.layout.length, (), run.inputs.end.cpu()
     width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
-    inputs = StepInputs(run.stream, run.layout, run.end, run.strength, run.skippable, state)
+    inputs = StepInputs(run.inputs, state)
     poll, extents, ends, drafted = Poll(model.device, request.batch), [], [time.perf_counter()], [started]
     passes = 1 - poll.lag
     while True:
@@ -309,8 +312,7 @@ def step_of(run: Run, extent: Extent = ()) -> Callable[[StepInputs], StepInputs]
     """A step of the run from its inputs alone."""
 
     def step(given: StepInputs) -> StepInputs:
-        inputs = {name: getattr(given, name) for name in ("stream", "layout", "end", "strength", "skippable")}
-        return replace(given, state=run.method.step(replace(run, **inputs), given.state, extent))
+        return replace(given, state=run.method.step(replace(run, inputs=given.inputs), given.state, extent))
 
     return step
 

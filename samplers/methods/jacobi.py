@@ -86,15 +86,15 @@ class SJD(DiscreteMethod):
     name: ClassVar[str] = "sjd"
 
     def begin(self, run: Run, committed: Tensor, out: StepOut) -> Window:
-        first, length = committed[:, None], run.layout.length
+        first, length = committed[:, None], run.inputs.layout.length
         if run.memory.noise is not None:
-            run.memory.noise.put(first, run.stream.gumbel(first, run.model.vocab_total))
+            run.memory.noise.put(first, run.inputs.stream.gumbel(first, run.model.vocab_total))
         positions = torch.arange(length + 2 * self.columns, device=first.device).expand(len(first), -1)
         window = Window(
             committed,
             torch.zeros_like(first).expand(-1, 2),
             passes=torch.zeros_like(first[:1]),
-            initial=run.stream.uniform(positions, Purpose.INITIAL),
+            initial=run.inputs.stream.uniform(positions, Purpose.INITIAL),
             settled_count=torch.zeros_like(committed) if self.settle > 0 else None,
         )
         return self.decide(run, window, run.probs(out.logits[:, -1:], first - 1), Source.PREFILL)
@@ -146,7 +146,7 @@ class SJD(DiscreteMethod):
             memory.tokens.put(position, guess.unsqueeze(-1).float())
         noise = None
         if memory.noise is not None:
-            memory.noise.put(new, noise := run.stream.gumbel(new, p.shape[-1]))
+            memory.noise.put(new, noise := run.inputs.stream.gumbel(new, p.shape[-1]))
             noise = noise[:, :-1]
         first, first_q = first_guesses(
             self.initial,
@@ -156,7 +156,7 @@ class SJD(DiscreteMethod):
             new[:, :-1],
             window.initial.gather(1, new[:, :-1]),
             noise,
-            run.layout,
+            run.inputs.layout,
             run.model.vocab,
             run.forcing,
         )
@@ -182,10 +182,10 @@ class SJD(DiscreteMethod):
             if self.reuse == "gumbel":
                 token = perturbed_argmax(p, run.memory.noise.at(position))
             else:
-                token = categorical(p, run.stream.uniform(position, Purpose.TARGET, window.passes))
+                token = categorical(p, run.inputs.stream.uniform(position, Purpose.TARGET, window.passes))
             accepted = exists & (token == guess)
         else:
-            u, v = run.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), window.passes)
+            u, v = run.inputs.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), window.passes)
             if rule.exact:
                 return Tested(*maximal_coupling(p, drafts.rows, position, guess, exists, u, v), u=u, v=v)
             strength, draft = run.strength_at(position), self.draft(run, window, position, exists)

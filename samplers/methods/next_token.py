@@ -62,10 +62,10 @@ class NextToken(DiscreteMethod):
         first = committed[:, None]
         last = Last(committed, torch.zeros_like(first), torch.zeros_like(first[:1]))
         p = run.probs(out.logits[:, -1:], first - 1)
-        return self.sample_next(run, last, p, committed < run.end, Source.PREFILL)
+        return self.sample_next(run, last, p, committed < run.inputs.end, Source.PREFILL)
 
     def step(self, run: Run, last: Last, extent: Extent = ()) -> Last:
-        more = last.committed < run.end
+        more = last.committed < run.inputs.end
         p = run.predict(last.token, last.committed[:, None] - 1)
         run.keep(more)
         return self.sample_next(run, last, p, more, Source.BONUS)
@@ -73,7 +73,7 @@ class NextToken(DiscreteMethod):
     def sample_next(self, run: Run, last: Last, p: Tensor, more: Tensor, source: Source) -> Last:
         """Sample the next token from p [B, 1, V+], in the images that need ``more`` [B] (bool)."""
         position = last.committed[:, None]
-        token = perturbed_argmax(p, run.memory(run.stream, position, p.shape[-1]))
+        token = perturbed_argmax(p, run.memory(run.inputs.stream, position, p.shape[-1]))
         run.record.write(position, more[:, None], token, p, source=source, finalised_at=last.passes)
         return Last(last.committed + more, token, last.passes + 1)
 

@@ -54,7 +54,7 @@ def pass_costs(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width:
     device = torch.cuda.get_device_name(run.model.device) if run.model.device.type == "cuda" else str(run.model.device)
     machine = platform.node(), device, torch.get_num_threads(), torch.__version__
     weights = weights_of(run.model), weights_of(run.drafter.module)
-    shapes = tuple(out.logits.shape), run.layout.length, width, expansions, run.params.switches, graphs.active
+    shapes = tuple(out.logits.shape), run.inputs.layout.length, width, expansions, run.params.switches, graphs.active
     key = hashlib.sha256(repr((machine, weights, shapes, run.method.rule.name)).encode()).hexdigest()[:16]
     if key not in known or not _of_run(known[key], width, expansions):
         known[key] = measured(run, committed, out, graphs, width, expansions)
@@ -81,7 +81,7 @@ def measured(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: i
     """Times all passes. See pass_costs()."""
     own = type(graphs)(run.model.device)
     own.active = graphs.active
-    middle = None if run.pads else (int(committed.max()) + run.layout.length) // 2 + width
+    middle = None if run.pads else (int(committed.max()) + run.inputs.layout.length) // 2 + width
     run.model.set_attention_length(run.cache, middle)
     assert run.drafter is not None
     run.drafter.set_attention_length(run.memory, middle)
@@ -116,7 +116,9 @@ def _draft(run: Run, hidden: Tensor, frontier: int, committed: Tensor) -> Tree:
     position, _ = _chain(committed, OBSERVED)
     token, none = torch.zeros_like(position), torch.zeros_like(committed)
     out = run.drafter.observe(run.memory, token, position, hidden, none)
-    work = Drafting(run.drafter, run.memory, run.layout, run.params, run.model.vocab, run.stream, run.forcing)
+    work = Drafting(
+        run.drafter, run.memory, run.inputs.layout, run.params, run.model.vocab, run.inputs.stream, run.forcing
+    )
     first = tuple((rank,) for rank in range(max(frontier, 1)))
     shape = shape_of((*first, *((*path, 0) for path in first[:frontier])))
     return grow_sampled(work, Root(none, committed, out), shape, none[0])

@@ -91,13 +91,13 @@ class DraftTree(DiscreteMethod):
     def begin(self, run: Run, committed: Tensor, out: StepOut) -> Round:
         first, one = committed[:, None], torch.ones_like(committed)
         p = run.probs(out.logits, first - 1)
-        token = categorical(p, run.stream.uniform(first, Purpose.REDRAW))
+        token = categorical(p, run.inputs.stream.uniform(first, Purpose.REDRAW))
         run.record.write(first, first >= 0, token, p, source=Source.PREFILL, finalised_at=0)
         run.record.round(accepted=0, committed=committed + 1, width=1, nodes=0, depth=0, skipped=0)
         observed = Observed(token, committed, one, out.hidden)
         if run.pads:
             observed = observed.padded(self.max_drafter_inputs)
-        history = self.structure.start(len(one), run.layout, one.device)
+        history = self.structure.start(len(one), run.inputs.layout, one.device)
         state = Round(committed, token[:, 0], observed, history, None, None, passes=one, index=torch.zeros_like(one[0]))
         return self.advance(run, state, token, one)
 
@@ -113,7 +113,9 @@ class DraftTree(DiscreteMethod):
         new, extent = state.observed, self.structure.rounded(extent) if run.pads else extent
         position = new.begin[:, None] + counting(new.token.shape[1], new.begin.device)
         out = self.drafter.observe(run.memory, new.token, position, new.hidden, new.count)
-        work = Drafting(self.drafter, run.memory, run.layout, run.params, run.model.vocab, run.stream, run.forcing)
+        work = Drafting(
+            self.drafter, run.memory, run.inputs.layout, run.params, run.model.vocab, run.inputs.stream, run.forcing
+        )
         return self.structure.grow(work, Root(state.root, state.committed, out), state.plan, extent, state.index)
 
     def verify(self, run: Run, state: Round, tree: Tree) -> Round:
@@ -122,8 +124,8 @@ class DraftTree(DiscreteMethod):
         out = run.model.step(run.cache, tree.token, position, tree.tree_mask())
         verified, probs_after = self.accept(run, state, tree, out.logits, position)
 
-        active = state.committed < run.end
-        count = torch.where(active, torch.minimum(verified.accepted + 1, run.end - state.committed), 0)
+        active = state.committed < run.inputs.end
+        count = torch.where(active, torch.minimum(verified.accepted + 1, run.inputs.end - state.committed), 0)
         path = torch.nn.functional.pad(verified.path, (1, 0))
         run.keep(torch.where(active, verified.accepted + 1, 0), path)
         accepted = torch.where(active, verified.accepted, 0)
@@ -159,7 +161,7 @@ class DraftTree(DiscreteMethod):
             probs = run.probs(logits, position)
             probs_after = partial(take, probs)
 
-        random = RoundRandom(run.stream, state.index, state.committed)
+        random = RoundRandom(run.inputs.stream, state.index, state.committed)
         if not tree.levels:
             return sample_after_root(tree, probs, random), probs_after
         if self.structure.block:
@@ -173,8 +175,8 @@ class DraftTree(DiscreteMethod):
         """Count the first ``count`` [B] of the new tokens [B, L], and plan the next trees."""
         committed, index = state.committed + count, state.index + 1
         last = token.gather(1, (count[:, None] - 1).clamp(min=0))[:, 0]
-        plan = self.structure.plan(state.history, committed, run.layout, run.stream, index)
-        extent = self.structure.extent(state.history, plan, run.layout.length - committed)
+        plan = self.structure.plan(state.history, committed, run.inputs.layout, run.inputs.stream, index)
+        extent = self.structure.extent(state.history, plan, run.inputs.layout.length - committed)
         root = torch.where(count > 0, last, state.root)
         return replace(state, committed=committed, root=root, plan=plan, extent=extent, index=index)
 
@@ -218,7 +220,7 @@ class DraftTree(DiscreteMethod):
         """Record a round that accepts ``accepted`` [B] drafts and decides ``count`` [B] tokens."""
         if run.forcing:  # forced tokens are not counted
             position = state.committed[:, None] + counting(tree.levels, count.device)
-            free = run.layout.forced_at(position) < 0
+            free = run.inputs.layout.forced_at(position) < 0
             accepted = (free & (position < (state.committed + accepted)[:, None])).sum(1)
         nodes, depth = tree.exists[:, 1:].sum(1), tree.spread()[0]
         run.record.round(accepted=accepted, committed=count, width=width, nodes=nodes, depth=depth, skipped=skipped)

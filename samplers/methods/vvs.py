@@ -154,11 +154,19 @@ class VVS(DraftTree):
 
     def choose_skips(self, run: Run, state: SkippingRound, tree: Tree) -> Choice:
         """Choose the images whose trees are verified, and those whose trees are taken as they are."""
-        active = state.committed < run.end
+        active = state.committed < run.inputs.end
         alike = None if run.codebook is None else similarity(tree, run.codebook, self.skipping.decay)
-        planned = outline(tree, state.committed, run.layout)
+        planned = outline(tree, state.committed, run.inputs.layout)
         skip = active & decide(
-            self.skipping, tree, planned, alike, state.index, state.committed, run.end, state.skipped, run.skippable
+            self.skipping,
+            tree,
+            planned,
+            alike,
+            state.index,
+            state.committed,
+            run.inputs.end,
+            state.skipped,
+            run.inputs.skippable,
         )
         skips = skip.any()
         extent = torch.stack(((active & ~skip).any() | ~skips, skips, state.skipped.any())).long()
@@ -174,7 +182,7 @@ class VVS(DraftTree):
         if not skipped:  # padding, but for the root
             state = replace(state, uncached=state.uncached.of_width(1))
         before, uncached, plan = state.committed, state.uncached, state.plan
-        verifying, accepted = (before < run.end) & ~skip, torch.zeros_like(before)
+        verifying, accepted = (before < run.inputs.end) & ~skip, torch.zeros_like(before)
         decided, verified, q, width = None, None, tree.probability, 0
         if verifies:
             width = uncached.token.shape[1] + tree.token.shape[1] - 1
@@ -220,7 +228,9 @@ class VVS(DraftTree):
         refresh = self.skipping.refresh and width > 1
         if refresh:
             self.drafter.rewind(run.memory, torch.where(verifying, uncached.count - 1, 0))
-        decided = after_verification(uncached, verified, out.hidden, path, state.committed, run.end, verifying, refresh)
+        decided = after_verification(
+            uncached, verified, out.hidden, path, state.committed, run.inputs.end, verifying, refresh
+        )
         if not self.skipping.fresh:
             decided = replace(decided, observed=aged(self.skipping, state, decided))
         self.record(run, state, tree, verified, decided.count, probs_after, similarity=column(alike))
@@ -238,7 +248,7 @@ class VVS(DraftTree):
         """Take a path of the tree as if it were verified, for the images that skip; and its q [B, levels]."""
         state, tree, skip = chosen.round, chosen.tree, chosen.skip
         planned = replace(tree, exists=chosen.planned)
-        u = run.stream.uniform(state.committed[:, None], Purpose.SKIP, state.index)[:, 0]
+        u = run.inputs.stream.uniform(state.committed[:, None], Purpose.SKIP, state.index)[:, 0]
         slots, count = choose_path(self.skipping, tree, planned, u)
         count = torch.where(skip, count, 0)
         token, q = tree.token.gather(1, slots), path_probability(self.skipping, tree, planned, slots)

@@ -21,7 +21,7 @@ class Rounds:
 
     @property
     def done(self):
-        return bool((self.state.committed >= self.run.end).all())
+        return bool((self.state.committed >= self.run.inputs.end).all())
 
     @property
     def held(self):
@@ -38,7 +38,9 @@ class Rounds:
             self.state = self.run.method.step(self.run, self.state, engine.extent_of(self.state))
 
     def finish(self):
-        return self.run.record.finish(self.run.layout, self.request.seed, self.run.method.describe(self.request), 0.0)
+        return self.run.record.finish(
+            self.run.inputs.layout, self.request.seed, self.run.method.describe(self.request), 0.0
+        )
 
 
 def begin(model, method, batch=3, seed=0, cfg=2.0, forced=False):

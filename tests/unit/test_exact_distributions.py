@@ -96,7 +96,7 @@ def fours(values):
 
 def truncated_count(run, accepted, committed, real=Run.before_first_rejection):
     """All four images of a batch commit what the slowest unfinished one commits."""
-    count, length = real(run, accepted, committed), run.layout.length
+    count, length = real(run, accepted, committed), run.inputs.layout.length
     busy = committed < length
     return torch.where(busy, fours(torch.where(busy, count, length)), 0).minimum(count)
 
@@ -107,7 +107,7 @@ def truncated_refine(self, run, window, tested, p, position, exists, official):
     """
     draft = self.draft(run, window, position, exists)
     decided = torch.cat((torch.ones_like(tested.accepted[:, :1]), tested.accepted[:, :-1]), dim=1).long().cumprod(1)
-    redrawn = categorical(p, run.stream.uniform(position, Purpose.DRAFT, window.passes))
+    redrawn = categorical(p, run.inputs.stream.uniform(position, Purpose.DRAFT, window.passes))
     token = torch.where(decided.bool(), tested.token, redrawn)
     stale = decided.bool() & tested.accepted
     return token, torch.where(stale.unsqueeze(-1), draft.q, p) if official else p

@@ -63,7 +63,7 @@ class PlainJacobi(DiscreteMethod):
     def decide(self, run, now, p, source, most):
         column = torch.arange(self.window)
         position = now.committed[:, None] + column
-        sampled = categorical(p, run.stream.uniform(position, Purpose.TARGET, now.passes))
+        sampled = categorical(p, run.inputs.stream.uniform(position, Purpose.TARGET, now.passes))
         guess = torch.cat((now.token[:, 1:], now.token[:, :1]), dim=1)
         accepted = (sampled == guess) & (column < most - 1)  # the last column has no guess
         count = run.before_first_rejection(accepted, now.committed)

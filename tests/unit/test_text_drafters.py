@@ -107,7 +107,7 @@ def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure
         for image in range(2):
             wanted = features_after(target, drafter, words, run.run.record.tokens[image, :-1])
             for counts, found in seen:
-                if counts[image] < run.run.end[image]:
+                if counts[image] < run.run.inputs.end[image]:
                     assert torch.allclose(found[branch, image], wanted[counts[image] - 1], atol=1e-4)
     forced = layout.forced[0]
     assert torch.equal(run.run.record.image[:, forced >= 0], forced[forced >= 0].expand(2, -1))

@@ -174,7 +174,7 @@ class Case:
             patch.object(type(self.layout), "forces", self.forcing),
         ):
             run, state, _ = engine.begin(method.bound(self.request), self.request, session)
-        inputs = engine.StepInputs(run.stream, run.layout, run.end, None, None, state)
+        inputs = engine.StepInputs(run.inputs, state)
         while True:
             yield
             for extent in extents or ((),):
