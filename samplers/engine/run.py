@@ -204,11 +204,10 @@ class Run:
 
     def strength_at(self, position: Tensor) -> Tensor:
         """How far a relaxed rule may go at positions [B, T]."""
-        if self.inputs.strength is None:
+        strength, last = self.inputs.strength, self.inputs.layout.length - 1
+        if strength is None:
             return torch.ones(position.shape, device=position.device)
-        return self.inputs.strength.expand(len(position), -1).gather(
-            1, position.clamp(max=self.inputs.layout.length - 1)
-        )
+        return strength.expand(len(position), -1).gather(1, position.clamp(max=last))
 
 
 @dataclass(frozen=True)

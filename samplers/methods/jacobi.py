@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ...device.graphs import mapped
-from ...kernels.sampling import at, categorical, perturbed_argmax, readable
+from ...kernels.sampling import at, categorical, perturbed_argmax, readable, redraw
 from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers
 from ..contract import Request, Result, SamplingParams, StepOut
@@ -46,11 +46,11 @@ from ..drafts.guesses import INITIAL, Memory, first_guesses
 from ..engine.run import DiscreteMethod, Extent, Run
 from ..engine.session import session_key
 from ..rng import Purpose
-from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_resample, bound
+from ..rules.acceptance import EPS, AcceptanceRule, Exact, bound, exact_probability
 from ..settings import check_settings, setting, within
 from ..trace import Source, Trace
 from .settling import accept_settled, count_settled
-from .window import Tested, Window
+from .window import Draft, Tested, Window
 
 REUSE = {  # SJD.reuse -> in words, after the options of the SJD++ Sampler
     "coupled": "SJD, coupled",
@@ -172,31 +172,54 @@ class SJD(DiscreteMethod):
         return Window(window.committed + count, token, window.passes + 1, window.initial, settled_count)
 
     def test(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
-        """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD++, eqs. 2, 3).
-
-        A relaxed rule has its own probability and residual. With "gumbel" and "equality" the guess must be the sample.
-        """
-        rule, guess, drafts = self.rule, window.guess, run.memory.draft_probs
-        u = v = relaxed = tv_bound = None
+        """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD++, eqs. 2, 3)."""
+        given = run, window, p, position, exists
         if self.reuse in COMPARED:
-            if self.reuse == "gumbel":
-                token = perturbed_argmax(p, run.memory.noise.at(position))
-            else:
-                token = categorical(p, run.inputs.stream.uniform(position, Purpose.TARGET, window.passes))
-            accepted = exists & (token == guess)
+            return self.compare(*given)  # the guess must be a sample of p_k
+        u, v = run.inputs.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), window.passes)
+        if self.rule.exact:
+            return self.accept_or_redraw(*given, u, v)  # this very formula
+        return self.relax(*given, u, v)  # LANTERN, Cool-SD, ...
+
+    def compare(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
+        """Accept guesses that are the sample of p."""
+        if self.reuse == "gumbel":
+            token = perturbed_argmax(p, run.memory.noise.at(position))
         else:
-            u, v = run.inputs.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), window.passes)
-            if rule.exact:
-                return Tested(*maximal_coupling(p, drafts.rows, position, guess, exists, u, v), u=u, v=v)
-            strength, draft = run.strength_at(position), self.draft(run, window, position, exists)
-            outcome = accept_or_resample(rule, p, draft, u, v, strength)
-            token, accepted = outcome.token, outcome.accepted
-            if not rule.lossless:
-                relaxed = outcome.relaxed
-                tv_bound = rule.tv_bound(p, draft.q, draft.token, draft.depth, strength) * exists
-        q = drafts.entry(position, guess)
-        q, ratio = q * exists, at(p, guess) / q.clamp(min=EPS) * exists
-        return Tested(token, accepted, q, ratio, relaxed, tv_bound, u, v)
+            token = categorical(p, run.inputs.stream.uniform(position, Purpose.TARGET, window.passes))
+        q, ratio = self.ratio(run, window, p, position, exists)
+        return Tested(token, exists & (token == window.guess), q, ratio)
+
+    def accept_or_redraw(
+        self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
+    ) -> Tested:
+        """The exact test, for all guesses in one kernel: the maximal coupling of q and p, which samples from p and is
+        the guess as often as any test can be."""
+        drafts = run.memory.draft_probs.rows
+        return Tested(*maximal_coupling(p, drafts, position, window.guess, exists, u, v), u=u, v=v)
+
+    def relax(
+        self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
+    ) -> Tested:
+        """Accept guesses with the rule's own probability, else sample from its own residual."""
+        rule, draft, strength = self.rule, self.draft(run, window, position, exists), run.strength_at(position)
+        case = p, draft.q, draft.token, draft.depth, strength
+        accepted = exists & (u < rule.accept_probability(*case))
+        if rule.plain:  # q is zero where there is no guess, so the residual there is p
+            resampled = redraw(p, draft.q, v)
+        else:
+            resampled = categorical(torch.where(exists.unsqueeze(-1), rule.residual(*case), p), v)
+        token = torch.where(accepted, draft.token, resampled)
+        q, ratio = self.ratio(run, window, p, position, exists)
+        if rule.lossless:
+            return Tested(token, accepted, q, ratio, u=u, v=v)
+        relaxed = accepted & (u >= exact_probability(p, draft.q, draft.token))
+        return Tested(token, accepted, q, ratio, relaxed, rule.tv_bound(*case) * exists, u, v)
+
+    def ratio(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+        """q and p / q of the guesses [B, W], 0 where there is none."""
+        q = run.memory.draft_probs.entry(position, window.guess)
+        return q * exists, at(p, window.guess) / q.clamp(min=EPS) * exists
 
     def refine(
         self, run: Run, window: Window, tested: Tested, p: Tensor, position: Tensor, exists: Tensor
@@ -213,8 +236,7 @@ class SJD(DiscreteMethod):
         if self.reuse in (*COMPARED, "none") or (self.reuse == "coupled" and self.rule.exact):
             return tested.token, p  # the test has done it, or nothing does
         if self.reuse == "coupled":
-            drafts = run.memory.draft_probs.rows
-            return maximal_coupling(p, drafts, position, window.guess, exists, tested.u, tested.v)[0], p
+            return self.accept_or_redraw(run, window, p, position, exists, tested.u, tested.v).token, p
         resampled = categorical(p, tested.v)
         if self.reuse == "resample":
             return resampled, p
@@ -230,7 +252,7 @@ class SJD(DiscreteMethod):
     def draft(self, run: Run, window: Window, position: Tensor, exists: Tensor) -> Draft:
         """The guesses of the window, with the q that they were sampled from."""
         depth = position - window.committed[:, None] + 1
-        return Draft(window.guess, run.memory.draft_probs.at(position) * exists.unsqueeze(-1), depth, exists)
+        return Draft(window.guess, run.memory.draft_probs.at(position) * exists.unsqueeze(-1), depth)
 
     def record(
         self,

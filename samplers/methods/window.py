@@ -38,6 +38,18 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Guesses [B, W] (int64), the q [B, W, V+] they were sampled from, and their depth [B, W] (int64), from 1.
+
+    Where there is no guess, q is zero and the token meaningless.
+    """
+
+    token: Tensor
+    q: Tensor
+    depth: Tensor
+
+
+@dataclass(frozen=True)
 class Tested:
     """What a pass finds of the guesses, [B, W].
 

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import at, categorical, redraw, residual, unless_empty
-from ...kernels.verification import EPS, AcceptanceBudget, maximal_coupling
+from ...kernels.sampling import at, residual, unless_empty
+from ...kernels.verification import EPS, AcceptanceBudget
 from ..contract import ARModel
 from ..settings import check_settings, settings_of
 
@@ -97,7 +97,7 @@ class AcceptanceRule:
 class Exact(AcceptanceRule):
     """min(1, p/q) and [p - q]+: the output distribution is exactly p (Leviathan et al., ICML 2023, appendix A.1).
 
-    Windows take kernels.verification.maximal_coupling instead, which does the same and refines in one go.
+    Windows take kernels.verification.maximal_coupling instead, which does the same in one go.
     """
 
     name = label = "exact"
@@ -148,49 +148,3 @@ def check_strength(strength: Tensor | None, batch: int, length: int, device: tor
     if not ((strength >= 0) & (strength <= 1)).all():
         raise ValueError("strength has values outside 0 (exact) to 1 (the rule as set).")
     return strength.to(device, torch.float32)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Drafted tokens [B, T] (int64), the q [B, T, V+] they were sampled from, depth [B, T], and where a draft exists.
-
-    Where ``exists`` [B, T] (bool) is false, q is zero and the token meaningless.
-    """
-
-    token: Tensor
-    q: Tensor
-    depth: Tensor
-    exists: Tensor
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Decided tokens [B, T] (int64), which of them are accepted drafts, and which of these the exact rule rejects."""
-
-    token: Tensor
-    accepted: Tensor
-    relaxed: Tensor
-
-
-def accept_or_resample(
-    rule: AcceptanceRule, p: Tensor, draft: Draft, u: Tensor, v: Tensor, strength: Tensor
-) -> Outcome:
-    """Test every draft by itself against p [B, T, V+]; without a draft the token is sampled from p.
-
-    u, v [B, T]: independent uniform numbers for the test and for resampling. With the exact rule this is the maximal
-    coupling of q and p: the token is distributed as p, and is the draft as often as any rule can achieve.
-    """
-    if rule.exact:
-        place = torch.arange(p.shape[1], device=p.device).expand_as(draft.token)
-        token, accepted, _, _ = maximal_coupling(p, draft.q, place, draft.token, draft.exists, u, v)
-        return Outcome(token, accepted, torch.zeros_like(accepted))
-    case = p, draft.q, draft.token, draft.depth, strength
-    accepted = draft.exists & (u < rule.accept_probability(*case))
-    relaxed = torch.zeros_like(accepted)
-    if not rule.lossless:
-        relaxed = accepted & (u >= exact_probability(p, draft.q, draft.token))
-    if rule.plain:  # q is zero where there is no draft, so the residual there is p
-        resampled = redraw(p, draft.q, v)
-    else:
-        resampled = categorical(torch.where(draft.exists.unsqueeze(-1), rule.residual(*case), p), v)
-    return Outcome(torch.where(accepted, draft.token, resampled), accepted, relaxed)

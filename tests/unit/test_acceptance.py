@@ -1,4 +1,4 @@
-"""The acceptance rules against hand-computed numbers, and what accept_or_resample makes of the exact one."""
+"""The acceptance rules against hand-computed numbers."""
 
 from dataclasses import replace
 
