@@ -1,7 +1,7 @@
 """Verification of drafts (windows, trees and chains), from probabilities and random numbers to what is decided.
 
 Shapes: B images, T positions of a window, M drafts of a tree (slot 0 is the root, the last token decided), W children
-at most, L levels. Rules are those of samplers/rules/acceptance.py: accept_probability, residual and tv_bound of rows.
+at most, L levels. Rules are those of samplers/rules/acceptance.py: accept_probability, residual, drift_bound of rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Verified:
 
     path [B, L] accepted slots (0 past the end), accepted [B] their number a; token [B, L + 1]: the accepted drafts,
     then the token sampled after them (columns after a are meaningless). Of the last draft tested at each column:
-    source (a trace.Source: BONUS where there was none), rank (int64), q, ratio = p/q, and the tv_bound of all tests
+    source (a trace.Source: BONUS where there was none), rank (int64), q, ratio = p/q, and the drift_bound of all tests
     there (fp32).
     """
 
@@ -38,7 +38,7 @@ class Verified:
     rank: Tensor
     q: Tensor
     ratio: Tensor
-    tv_bound: Tensor
+    drift_bound: Tensor
 
     @property
     def tested(self) -> Tensor:
@@ -195,7 +195,8 @@ class _SiblingTest:
         q_draft = at(self.q, self.draft)
         ratio = at(self.p, self.draft) / q_draft.clamp(min=EPS)
         ranks = torch.full_like(self.draft, rank)
-        return _recorded(before, testing, accepted, self.u >= ratio, ranks, q_draft, ratio, rule.tv_bound(*self.case))
+        bound = rule.drift_bound(*self.case)
+        return _recorded(before, testing, accepted, self.u >= ratio, ranks, q_draft, ratio, bound)
 
 
 @Accelerated
@@ -320,11 +321,11 @@ def _recorded(
     rank: Tensor,
     q: Tensor,
     ratio: Tensor,
-    tv_bound: Tensor,
+    drift_bound: Tensor,
 ) -> Tensor:
     """The record [B, 5] of a column after one more test, of the images ``testing`` [B]. TV bounds add up."""
     source = torch.where(accepted, torch.where(relaxed, float(RELAXED), float(ACCEPTED)), float(RESIDUAL))
-    now = torch.stack((source, rank.float(), q, ratio, before[:, 4] + tv_bound), dim=1)
+    now = torch.stack((source, rank.float(), q, ratio, before[:, 4] + drift_bound), dim=1)
     return torch.where(testing.unsqueeze(1), now, before)
 
 
@@ -339,8 +340,8 @@ def _outcome(
     """Join the columns; the token after the path is sample(accepted [B, 1]) [B]."""
     missing = levels - len(path)  # levels that no image reached
     slots = torch.stack(path + [torch.zeros_like(token[:, 0])] * missing, dim=1)
-    source, rank, q, ratio, tv_bound = torch.stack(records + [untested] * (missing + 1), dim=1).unbind(-1)
+    source, rank, q, ratio, drift_bound = torch.stack(records + [untested] * (missing + 1), dim=1).unbind(-1)
     accepted = (slots > 0).sum(1, keepdim=True)
     last = sample(accepted).unsqueeze(1)
     tokens = torch.cat((token.gather(1, slots), last), dim=1).scatter(1, accepted, last)
-    return Verified(slots, accepted[:, 0], tokens, source.long(), rank.long(), q, ratio, tv_bound)
+    return Verified(slots, accepted[:, 0], tokens, source.long(), rank.long(), q, ratio, drift_bound)

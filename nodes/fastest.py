@@ -98,7 +98,7 @@ class Search:
         trial.seconds.append(seconds / totals["tokens"])
         trial.tokens += totals["tokens"]
         trial.passes += sum(totals["passes_per_image"])
-        trial.tv_bound += totals["tv_bound"]
+        trial.drift_bound += totals["drift_bound"]
 
     def warm_up(self, method: ChosenMethod, until: float = math.inf) -> None:
         """Warm-up runs: one, or two if steps are captured, because the second still captures."""
@@ -182,7 +182,7 @@ class Search:
                 raise
             trial.note = "did not fit in memory"
         if trial.tokens and not trial.within(self.budget):
-            trial.note = f"over leak_budget (drift bound {trial.tv_bound_per_token:.3f} per token)"
+            trial.note = f"over leak_budget (drift bound {trial.drift_bound_per_token:.3f} per token)"
         for key in sessions.keys() - self.warm.keys():
             del sessions[key]  # a model keeps few, and must keep the baseline's
 

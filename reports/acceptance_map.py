@@ -218,7 +218,7 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
             name = CONTINUOUS_NAMES[kind]
         return _marks(source == kind, free, colour, name, title)
     if metric == "TV leak":
-        return _drift(grids["tv_bound"], free)
+        return _drift(grids["drift_bound"], free)
     return _continuous(metric, grids, free)
 
 
@@ -299,7 +299,7 @@ def _amount(
 
 def _drift(bound: np.ndarray, free: np.ndarray) -> TokenMap:
     """Where a run may drift from the model's distribution, and by how much at most."""
-    most, title = float(bound.max()), "TV leak (drift bound)"
+    most, title = float(bound.max()), "Drift bound"
     drawn = _amount(bound, most or 1, free, f"{title}, {math.fsum(bound.flat):.2f} in all", "0, exact", f"{most:.2g}")
     if most:
         return drawn

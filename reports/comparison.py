@@ -63,7 +63,7 @@ def columns(traces: list[Trace]) -> list[Column]:
         Column("acceptance", "of drafts", "higher", [_acceptance(t) for t in totals], "{:.0%}".format),
     ]
     if not all(t.continuous for t in traces):
-        bounds = [t.tv_bound for t in traces]
+        bounds = [t.drift_bound for t in traces]
         chosen.append(Column("drift bound", "sum per image", "lower", bounds, "{:.2f}".format))
     if any(t.continuous for t in traces):
         chosen.append(Column("distance", "mean square", "lower", [_distance(t) for t in totals], "{:.3g}".format))

@@ -92,9 +92,9 @@ def fidelity(trace: Trace) -> str:
     if trace.continuous:
         apart = trace.summary()["mean_square_distance"]
         return f"the two models' samples are {apart:.3g} apart (mean squared distance)"
-    if trace.tv_bound is None:
+    if trace.drift_bound is None:
         return "approximate, by an unknown drift"
-    return f"approximate, drift bound {trace.tv_bound:.2f}, summed over an image"
+    return f"approximate, drift bound {trace.drift_bound:.2f}, summed over an image"
 
 
 def describe(trace: Trace) -> str:

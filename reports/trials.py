@@ -39,13 +39,13 @@ M = TypeVar("M", bound=Method)
 @dataclass
 class Trial(Generic[M]):
     """What was measured of a method: seconds per token of every run; tokens, passes of the model (summed over images)
-    and tv_bound (the drift bound) of all runs together. note: why there are no numbers, or not all."""
+    and drift_bound (the drift bound) of all runs together. note: why there are no numbers, or not all."""
 
     method: M
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     passes: int = 0
-    tv_bound: float = 0.0
+    drift_bound: float = 0.0
     note: str = ""
 
     @property
@@ -53,8 +53,8 @@ class Trial(Generic[M]):
         return median(self.seconds)
 
     @property
-    def tv_bound_per_token(self) -> float:
-        return self.tv_bound / self.tokens
+    def drift_bound_per_token(self) -> float:
+        return self.drift_bound / self.tokens
 
     @property
     def passes_per_token(self) -> float:
@@ -63,7 +63,7 @@ class Trial(Generic[M]):
 
     def within(self, budget: float) -> bool:
         """Did it drift no further per token than allowed?"""
-        return bool(self.tokens) and self.tv_bound_per_token <= budget * (1 + ROUNDING)
+        return bool(self.tokens) and self.drift_bound_per_token <= budget * (1 + ROUNDING)
 
     def faster_than(self, other: Trial) -> bool:
         """For certain, as far as these runs can tell."""
@@ -162,7 +162,7 @@ def report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
                 "seconds_per_token": t.seconds,
                 "tokens": t.tokens,
                 "passes": t.passes,
-                "tv_bound": t.tv_bound,
+                "drift_bound": t.drift_bound,
                 "quality": t.method.quality and asdict(t.method.quality),
                 "note": t.note,
             }
@@ -205,7 +205,7 @@ def columns(trials: list[Trial], plain: Trial) -> list[Column]:
         Column("model passes", "per token", "lower", [t and t.passes_per_token for t in measured], "{:.2f}".format),
     ]
     if any(not trial.method.exact for trial in trials):
-        bounds = [t and t.tv_bound_per_token for t in measured]
+        bounds = [t and t.drift_bound_per_token for t in measured]
         chosen.append(Column("drift bound", "per token", "lower", bounds, "{:.3f}".format))
     qualities = [trial.method.quality for trial in trials]
     if any(quality and not trial.method.exact for trial, quality in zip(trials, qualities, strict=True)):
@@ -244,7 +244,7 @@ def chart(trials: list[Trial], verdict: Verdict, setting: str) -> Chart:
             trial.method.name,
             f"{trial.method.acceptance}; {trial.note}" if trial.note else trial.method.acceptance,
             list(cells),
-            "exact" if trial.method.exact else f"drift <= {trial.tv_bound_per_token:.3f}",
+            "exact" if trial.method.exact else f"drift <= {trial.drift_bound_per_token:.3f}",
             trial.method.exact,
             trial is verdict.chosen,
         )

@@ -15,7 +15,7 @@ from ..kernels.sampling import at, entropy
 from .constants import numbers
 from .layout import TokenLayout
 
-SCHEMA = "specar.trace/2"
+SCHEMA = "specar.trace/3"
 
 
 class Source(IntEnum):
@@ -37,7 +37,7 @@ POSITION_FIELDS = {  # of models of token ids: name -> dtype
     "p": torch.float32,  # target probability of the final token
     "q": torch.float32,  # draft probability of the draft token verified here (0: no draft token)
     "ratio": torch.float32,  # p / q of the draft token verified here, unclipped (0: no draft token)
-    "tv_bound": torch.float32,  # bound on the total variation that a relaxed rule adds here (0: none, or none known)
+    "drift_bound": torch.float32,  # bound on the total variation that a relaxed rule adds here (0: none, or none known)
     "entropy": torch.float32,  # of the target's distribution, in nats
     "top1": torch.float32,  # largest target probability
     "refinements": torch.int32,  # passes that the position spent in the Jacobi window before the one that decided it
@@ -104,14 +104,14 @@ class Trace:
         return [*self.positions.values(), *self.rounds.values()]
 
     @property
-    def tv_bound(self) -> float | None:
+    def drift_bound(self) -> float | None:
         """The drift bound of an image: summed over its tokens, the mean of a batch. None where it is not counted, of
         vectors, or not known: of SJD++ as printed, which tests kept drafts with a distribution that is not theirs, and
         where sampled trees decide by themselves whether they are verified (VVS, dynamic)."""
         known = self.settings.get("bounded", self.settings.get("reuse") != "threshold_paper")
         if self.continuous or not known:
             return None
-        return self.totals["tv_bound"] / self.totals["images"]
+        return self.totals["drift_bound"] / self.totals["images"]
 
     @property
     def draft_tv(self) -> float | None:
@@ -126,10 +126,10 @@ class Trace:
         return 0.0 if alike else None
 
     def summary(self) -> dict[str, Any]:
-        """Numbers of the whole run, as they were computed at its end; but tv_bound per image, and None for it and for
-        draft_tv where they are not known. With those of :func:`tree_sizes`."""
+        """Numbers of the whole run, as they were computed at its end; but drift_bound per image, and None for it and
+        for draft_tv where they are not known. With those of :func:`tree_sizes`."""
         unknown = {} if self.continuous else {"draft_tv": self.draft_tv}
-        return self.totals | {"tv_bound": self.tv_bound} | unknown | tree_sizes(self.positions, self.rounds)
+        return self.totals | {"drift_bound": self.drift_bound} | unknown | tree_sizes(self.positions, self.rounds)
 
     def report(self) -> dict[str, Any]:
         """The versioned JSON report: schema, settings and summary."""
@@ -154,9 +154,9 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
     neither on the number of threads nor on how the records lie in memory. prefix_tokens: tokens before the first one
     and after the last one that was sampled, on which no pass was spent. acceptance_rate: of the positions at which a
     draft was tested, the fraction decided by an accepted one; of a chain this is the alpha of Leviathan et al. (section
-    3.1), and siblings of a tree that are tested at a position count once. tv_bound: the sum of the position field over
-    all images. draft_tv: the mean of that field over the positions at which a draft was tested (Cool-SD, assumption 2
-    and table 3), 0 where it was not measured.
+    3.1), and siblings of a tree that are tested at a position count once. drift_bound: the sum of the position field
+    over all images. draft_tv: the mean of that field over the positions at which a draft was tested (Cool-SD,
+    assumption 2 and table 3), 0 where it was not measured.
     """
     source = positions["source"]
     free, verified = source != Source.FORCED, tested(positions)
@@ -200,7 +200,7 @@ def tree_sizes(positions: dict[str, Tensor], rounds: dict[str, Tensor]) -> dict[
 def _discrete_numbers(positions: dict[str, Tensor], free: Tensor, verified: Tensor) -> dict[str, float]:
     log_p = [math.log(max(p, 1e-30)) for p in positions["p"][free].tolist()]
     return {
-        "tv_bound": math.fsum(positions["tv_bound"].flatten().tolist()),
+        "drift_bound": math.fsum(positions["drift_bound"].flatten().tolist()),
         "mean_log_p": _mean(log_p),
         "draft_tv": _mean(positions["draft_tv"][verified].tolist()),
     }

@@ -214,7 +214,7 @@ class SJD(DiscreteMethod):
         if rule.lossless:
             return Tested(token, accepted, q, ratio, u=u, v=v)
         relaxed = accepted & (u >= exact_probability(p, draft.q, draft.token))
-        return Tested(token, accepted, q, ratio, relaxed, rule.tv_bound(*case) * exists, u, v)
+        return Tested(token, accepted, q, ratio, relaxed, rule.drift_bound(*case) * exists, u, v)
 
     def ratio(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
         """q and p / q of the guesses [B, W], 0 where there is none."""
@@ -285,7 +285,7 @@ class SJD(DiscreteMethod):
             depth=numbers((*range(1, columns), 0), device, torch.int64)[:max_count],
             q=cut(tested.q),
             ratio=cut(tested.ratio),
-            tv_bound=cut(tested.tv_bound),
+            drift_bound=cut(tested.drift_bound),
         )
 
     @property

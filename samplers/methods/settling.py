@@ -44,15 +44,15 @@ def accept_settled(run: Run, window: Window, tested: Tested, p: Tensor, position
     assert window.settled_count is not None and tested.u is not None
     distance = total_variation(p, run.memory.draft_probs.at(position))
     settled = counting(distance.shape[1], distance.device) < window.settled_count[:, None]
-    relaxed, tv_bound = settled & (tested.u >= tested.ratio), distance * settled
+    relaxed, drift_bound = settled & (tested.u >= tested.ratio), distance * settled
     if tested.relaxed is not None:
         relaxed = torch.where(settled, relaxed, tested.relaxed)
-        tv_bound = torch.where(settled, tv_bound, tested.tv_bound)
+        drift_bound = torch.where(settled, drift_bound, tested.drift_bound)
     return replace(
         tested,
         token=torch.where(settled, window.guess, tested.token),
         accepted=tested.accepted | settled,
         relaxed=relaxed,
-        tv_bound=tv_bound,
+        drift_bound=drift_bound,
         tv_change=distance,
     )

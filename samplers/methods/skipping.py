@@ -2,7 +2,7 @@
 
 Dong et al., "VVS: accelerating speculative decoding for visual autoregressive generation via partial verification
 skipping", CVPR 2026 (arXiv:2511.13587): when to skip (section 4.4), which path to take and how much of it (4.2, eq. 1),
-and which features a drafter gets meanwhile (4.3). Not lossless: bounded afterwards (the trace's tv_bound), not in
+and which features a drafter gets meanwhile (4.3). Not lossless: bounded afterwards (the trace's drift_bound), not in
 advance.
 
 The two listings of the paper contradict each other on the flag that forbids skipping twice; here, as in its text, the

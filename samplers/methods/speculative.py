@@ -207,7 +207,7 @@ class DraftTree(DiscreteMethod):
             rank=verified.rank,
             q=verified.q,
             ratio=verified.ratio,
-            tv_bound=verified.tv_bound,
+            drift_bound=verified.drift_bound,
             tree_depth=depth[:, None],
             tree_width=width[:, None],
             similarity=similarity,

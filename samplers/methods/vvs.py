@@ -329,7 +329,7 @@ def record_uncached(run: Run, state: SkippingRound, logits: Tensor, position: Te
         token,
         p,
         ratio=ratio,
-        tv_bound=(1 - ratio).clamp(min=0),
+        drift_bound=(1 - ratio).clamp(min=0),
     )
 
 

@@ -54,9 +54,9 @@ class Tested:
     """What a pass finds of the guesses, [B, W].
 
     token (int64): the guess where it is ``accepted`` (bool), else the token sampled in its place; q, ratio: q_k(x_k)
-    and p_k(x_k) / q_k(x_k) of the guess (0 without one); relaxed (bool): accepted by a relaxed rule only; tv_bound: the
-    drift it adds (both None where nothing is relaxed); u, v: uniform numbers for the test and for sampling (None with
-    Gumbel noise); tv_change: total variation of q_k and p_k (None without settling).
+    and p_k(x_k) / q_k(x_k) of the guess (0 without one); relaxed (bool): accepted by a relaxed rule only; drift_bound:
+    what it adds to that (both None where nothing is relaxed); u, v: uniform numbers for the test and for sampling (None
+    with Gumbel noise); tv_change: total variation of q_k and p_k (None without settling).
     """
 
     token: Tensor
@@ -64,7 +64,7 @@ class Tested:
     q: Tensor
     ratio: Tensor
     relaxed: Tensor | None = None
-    tv_bound: Tensor | None = None
+    drift_bound: Tensor | None = None
     u: Tensor | None = None
     v: Tensor | None = None
     tv_change: Tensor | None = None

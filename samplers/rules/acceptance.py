@@ -7,7 +7,7 @@ point mass on it.
 
 With acceptance probability f and residual distribution G, a token is distributed as K = q f + (1 - sum q f) G. The
 total variation of K and p is least, sum [q f - p]+, for G ~ [p - q f]+ (Li et al., "Annealed relaxation of speculative
-decoding for faster autoregressive image generation", proposition 3; that G is eq. 10); a rule's ``tv_bound`` is that
+decoding for faster autoregressive image generation", proposition 3; that G is eq. 10); a rule's ``drift_bound`` is that
 distance. Its sum over the tested positions bounds, in expectation, the total variation between the generated images and
 the model's own (theorem 2, eqs. 8 and 9; that G minimises this bound).
 """
@@ -81,7 +81,7 @@ class AcceptanceRule:
             return residual(p, q)
         return unless_empty((p - self.accepted_mass(p, q, depth, strength)).clamp(min=0), p)
 
-    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def drift_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """Total variation [...] of the output of this test and p: its value, or an unbiased estimate of a bound."""
         return (self.accepted_mass(p, q, depth, strength) - p).clamp(min=0).sum(-1)
 
@@ -108,7 +108,7 @@ class Exact(AcceptanceRule):
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return exact_probability(p, q, token)
 
-    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def drift_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return torch.zeros_like(strength)
 
 

@@ -99,7 +99,7 @@ class NeighbourRule(AcceptanceRule):
         relaxed_p = relaxed_p.scatter_add(-1, token.unsqueeze(-1), absorbed.unsqueeze(-1))
         return unless_empty((relaxed_p - q).clamp(min=0), p)
 
-    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def drift_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """[f - p/q]+ of the draft, an unbiased estimate: its mean over q is sum [q f - p]+.
 
         A residual other than the optimal one adds at most the mean of (1 - f) times the distance of the two.

@@ -59,7 +59,7 @@ class TVMetered(ScaledRatio):
         omega = 1 + (budget - below).clamp(min=0) / slope
         return torch.minimum(omega, largest).squeeze(-1)
 
-    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def drift_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         relaxable = ((q - p) * _relaxable(p, q)).sum(-1)
         return torch.minimum(self.epsilon * strength, relaxable)
 

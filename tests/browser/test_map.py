@@ -108,7 +108,7 @@ def assert_tells(page: Page, trace: Trace, image: int, row: int, column: int) ->
         for name, value in values.items()
         if name in NAMES and (values["depth"] or name not in OF_GUESSES)
     }
-    assert set(expected) <= set(pairs) <= set(expected) | {"tries to resample", "drift bound (TV)"}
+    assert set(expected) <= set(pairs) <= set(expected) | {"tries to resample", "drift bound"}
     assert {name: float(pairs[name]) for name in expected} == pytest.approx(expected, rel=6e-4)
 
 

@@ -101,9 +101,9 @@ def the_middle_is_kept(comfy, run):
 
 
 def the_face_is_exact(comfy, run):
-    tv_bound = saved_positions(comfy, run)["positions.tv_bound"].reshape(16, 16)
-    assert (tv_bound[6:10, 6:10] == 0).all()  # the middle of the face
-    border = torch.cat([tv_bound[0], tv_bound[-1], tv_bound[:, 0], tv_bound[:, -1]])
+    drift_bound = saved_positions(comfy, run)["positions.drift_bound"].reshape(16, 16)
+    assert (drift_bound[6:10, 6:10] == 0).all()  # the middle of the face
+    border = torch.cat([drift_bound[0], drift_bound[-1], drift_bound[:, 0], drift_bound[:, -1]])
     assert border.sum() > 0
 
 
@@ -121,9 +121,9 @@ def what_is_found_is_drawn_with(comfy, run):
     prompt = comfy.workflow("09 Find the fastest method")
     node, sampler = (comfy.node_id(prompt, kind) for kind in ("SpecARFindFastest", "SpecARMethodSampler"))
     [found] = run.outputs[node]["specar"]
-    [drawn] = [report for report in run.collect("specar") if report["schema"] == "specar.trace/2"]
+    [drawn] = [report for report in run.collect("specar") if report["schema"] == "specar.trace/3"]
     chosen = found["trials"][found["chosen"]]
-    assert drawn["settings"].get("lossless", True) and not chosen["tv_bound"]
+    assert drawn["settings"].get("lossless", True) and not chosen["drift_bound"]
     assert (chosen["method"] == "next token") == (drawn["settings"]["method"] == "next_token")
     if "window" in chosen["method"]:
         assert chosen["method"].endswith(f"window {drawn['settings']['window']}")

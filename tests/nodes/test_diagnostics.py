@@ -37,7 +37,7 @@ def made_trace(**grids) -> Trace:
         "top1": [1.0, 0.5, 0.25, 1.0],
         "tree_depth": [3, 3, 0, 0],
         "tree_width": [2, 4, 0, 0],
-        "tv_bound": [0.0, 0.5, 0.25, 0.0],
+        "drift_bound": [0.0, 0.5, 0.25, 0.0],
         "similarity": [-0.25, 0.75, 0.0, 0.0],
     }
     positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
@@ -74,10 +74,10 @@ def test_metrics(metric, strength):
 
 
 def test_an_exact_run_has_no_drift():
-    drawn = token_map(made_trace(tv_bound=[0.0] * 4), "TV leak", 0)
-    assert not drawn.strength.any() and drawn.title == "TV leak (drift bound)"
+    drawn = token_map(made_trace(drift_bound=[0.0] * 4), "TV leak", 0)
+    assert not drawn.strength.any() and drawn.title == "Drift bound"
     assert drawn.legend[0].text == "exact: no drift"
-    assert token_map(made_trace(), "TV leak", 0).title.startswith("TV leak (drift bound), ")
+    assert token_map(made_trace(), "TV leak", 0).title.startswith("Drift bound, ")
 
 
 def test_the_similarities_of_a_run_tell_its_quarters():
@@ -257,7 +257,7 @@ def test_numbers_leave_out_ends_of_lines_and_empty_records():
     rows, cols, stride = 2, 3, 4  # a forced end-of-line token after every row
     order = torch.arange(rows * stride).reshape(1, -1)
     kept = torch.where(order % stride == cols, int(Source.FORCED), int(Source.ACCEPTED))
-    trace = Trace(rows, cols, stride, {"source": kept, "finalised_at": order, "tv_bound": 0.0 * order}, {}, {}, {})
+    trace = Trace(rows, cols, stride, {"source": kept, "finalised_at": order, "drift_bound": 0.0 * order}, {}, {}, {})
     assert numbers_of(trace)["fields"] == {"source": [1] * 6, "finalised_at": [0, 1, 2, 4, 5, 6]}
 
 

@@ -89,7 +89,7 @@ def trials(out) -> list[dict]:
 def test_every_method_is_tried_and_the_result_is_all_of_a_piece(find, tiny, progress):
     out = find()
     method, chart, report = out.result
-    assert [t["method"] for t in trials(out)] == EXACT and all(t["exact"] and not t["tv_bound"] for t in trials(out))
+    assert [t["method"] for t in trials(out)] == EXACT and all(t["exact"] and not t["drift_bound"] for t in trials(out))
     seconds = [t["seconds_per_token"] for t in trials(out)]
     promising = [runs[0] <= fastest.REPEAT_WITHIN * min(runs[0] for runs in seconds) for runs in seconds]
     assert [len(runs) for runs in seconds[1:]] == [fastest.RUNS if again else 1 for again in promising[1:]]
@@ -117,12 +117,12 @@ def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find):
         "LANTERN++ (neighbours 10, ratio 2)",
     ]
     for t in trials(out)[2:]:
-        assert t["tokens"] % 32 == 0 and t["tv_bound"] > 0
-        over = t["tv_bound"] / t["tokens"] > 1e-4 * (1 + 1e-5)
+        assert t["tokens"] % 32 == 0 and t["drift_bound"] > 0
+        over = t["drift_bound"] / t["tokens"] > 1e-4 * (1 + 1e-5)
         assert ("over leak_budget" in t["note"]) == over == ("TV budget" not in t["acceptance"])
         assert not over or len(t["seconds_per_token"]) == 1, "it need not be repeated"
     chosen = trials(out)[out.ui["specar"][0]["chosen"]]
-    assert chosen["tv_bound"] / chosen["tokens"] <= 1e-4 * (1 + 1e-5)
+    assert chosen["drift_bound"] / chosen["tokens"] <= 1e-4 * (1 + 1e-5)
     assert "drift bound (per token)" in out.result[2]
 
 

@@ -50,7 +50,7 @@ def test_an_image_taken_from_a_batch_keeps_its_seed(sample):
 
 def test_settling_is_set_and_measured(sample):
     _, trace = sample("SJD", window=8, settling=0.5)
-    assert trace.settings["settle"] == 0.5 and not trace.settings["lossless"] and trace.tv_bound > 0
+    assert trace.settings["settle"] == 0.5 and not trace.settings["lossless"] and trace.drift_bound > 0
 
 
 @EACH_KIND

@@ -57,7 +57,7 @@ def test_the_mask_of_a_rule_says_where_it_counts(sample, rule):
     assert torch.equal(half["ar_tokens"][:, :2], exact["ar_tokens"][:, :2])
     relaxed = trace.grid("source") == Source.RELAXED
     assert relaxed[:, 2:].any() and not relaxed[:, :2].any()
-    assert (trace.grid("tv_bound")[:, :2] == 0).all() and trace.grid("tv_bound").sum() > 0
+    assert (trace.grid("drift_bound")[:, :2] == 0).all() and trace.grid("drift_bound").sum() > 0
 
 
 def test_a_mask_per_image(sample, rule):

@@ -69,5 +69,5 @@ def assert_same_tree_run(one, other):
         for name in mine.keys() - {"milliseconds", "draft_milliseconds", "width"}:
             torch.testing.assert_close(mine[name], its[name], msg=name)
     # The others are counted; these sum up what was compared.
-    apart = {"seconds": 0, "tv_bound": 0, "mean_log_p": 0, "draft_tv": 0}
+    apart = {"seconds": 0, "drift_bound": 0, "mean_log_p": 0, "draft_tv": 0}
     assert one.trace.totals | apart == other.trace.totals | apart

@@ -170,7 +170,7 @@ class FakeComfy:
             settings = {"method": "sjd"}
             if "aple" in prompt["1"]["inputs"]["text"]:
                 settings["notices"] = ["The model does not know these words and ignores them: aple."]
-            report = {"schema": "specar.trace/2", "settings": settings, "totals": {"target_passes": 5}}
+            report = {"schema": "specar.trace/3", "settings": settings, "totals": {"target_passes": 5}}
             image = {"filename": f"{prefix}_00001_.png", "subfolder": "", "type": "output"}
             outputs = {
                 "9": {"images": [image]},

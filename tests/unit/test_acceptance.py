@@ -38,7 +38,7 @@ def test_golden_numbers_of_a_scaled_ratio(omega, f, accepted, rest, drift):
         assert close(accept, f) and close((Q * accept).sum(), accepted)
         probs = rule.residual(*given)
         probs = probs / probs.sum(-1, keepdim=True)
-        assert close(probs, [rest] * 4) and close(rule.tv_bound(*given), [drift] * 4)
+        assert close(probs, [rest] * 4) and close(rule.drift_bound(*given), [drift] * 4)
         kernel = Q * accept + (1 - accepted) * probs[0]
         assert close((kernel - P).clamp(min=0).sum(), drift)
 
@@ -48,7 +48,7 @@ def test_golden_numbers_of_the_metered_rule(epsilon, omega):
     """From 0.4 = TV(P, Q) on, the largest ratio Q/P = 6 is reached and everything is accepted."""
     rule, given = TVMetered(epsilon), (P.expand(4, -1), Q.expand(4, -1), torch.arange(4), DEPTH, ONE)
     assert close(rule.omega(P, Q, DEPTH[0], ONE[0]), omega, 1e-5)
-    assert close(rule.tv_bound(*given), [min(epsilon, 0.4)] * 4)
+    assert close(rule.drift_bound(*given), [min(epsilon, 0.4)] * 4)
     assert close(rule.accept_probability(*given), UniformRSD(omega).accept_probability(*given), 1e-5)
 
 

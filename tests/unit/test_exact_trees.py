@@ -130,10 +130,10 @@ def test_relaxed_rules_keep_their_bound_and_accept_more(structure, rule):
     """The distance from the distribution is at most the mean of the trace's TV bounds."""
     relaxed, exact = draw(structure, "row", rule=rule), draw(structure, "row")
     noise = distance(exact.tokens, "row").tv
-    tv_bound = relaxed.trace.positions["tv_bound"].sum(1)
-    bound = float(tv_bound.mean() + 4 * tv_bound.std() / RUNS**0.5)
+    drift_bound = relaxed.trace.positions["drift_bound"].sum(1)
+    bound = float(drift_bound.mean() + 4 * drift_bound.std() / RUNS**0.5)
     assert distance(relaxed.tokens, "row").tv <= bound + noise
     assert sum(relaxed.trace.totals["passes_per_image"]) < sum(exact.trace.totals["passes_per_image"])
     sources = relaxed.trace.positions["source"]
     assert (sources == Source.RELAXED).any() and not (exact.trace.positions["source"] == Source.RELAXED).any()
-    assert float(exact.trace.positions["tv_bound"].sum()) == 0
+    assert float(exact.trace.positions["drift_bound"].sum()) == 0

@@ -203,7 +203,7 @@ def test_a_drafter_that_proposes_nothing_costs_a_pass_per_token_and_is_reported(
 def test_garbage_ends_with_every_rule_and_schedule(spoil):
     for structure, rule in RULES_ON_TREES:
         decoded = DraftTree(Garbage(spoil), structure, rule).sample(request(MODEL, LAYOUT, batch=4))
-        assert decoded.tokens.max() < 3 and math.isfinite(decoded.trace.summary()["tv_bound"]), rule
+        assert decoded.tokens.max() < 3 and math.isfinite(decoded.trace.summary()["drift_bound"]), rule
     for skipping in SKIPPING:
         decoded = VVS(Garbage(spoil), TWO_LEVELS, skipping=skipping).sample(request(MODEL, LAYOUT, batch=4))
         assert decoded.tokens.max() < 3

@@ -135,8 +135,8 @@ def test_the_drift_of_all_siblings_tested_is_recorded():
     given = p, token, tree.children(), None, None, u, torch.zeros(1, 2), torch.ones(1, 2), UniformRSD(1.5)
     found = verification.rejection_sampling(*given)
     assert found.accepted.tolist() == [1] and found.rank[0, 0] == 1
-    assert float(found.tv_bound[0, 0]) == pytest.approx(0.75 - 0.5 + 0.9 - 0.6)
-    assert float(found.ratio[0, 0]) == pytest.approx(0.6) and not found.tv_bound[0, 1]
+    assert float(found.drift_bound[0, 0]) == pytest.approx(0.75 - 0.5 + 0.9 - 0.6)
+    assert float(found.ratio[0, 0]) == pytest.approx(0.6) and not found.drift_bound[0, 1]
 
 
 def test_where_no_child_is_the_sample_the_last_one_is_recorded():

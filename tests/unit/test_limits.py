@@ -265,7 +265,7 @@ def trace_of(rows: int, cols: int, images: int = 1, **changes) -> Trace:
 
 
 def saved(trace: Trace, tmp_path: Path) -> Path:
-    trace.totals = {"tv_bound": 0.0, "draft_tv": 0.0} | trace.totals
+    trace.totals = {"drift_bound": 0.0, "draft_tv": 0.0} | trace.totals
     return save_trace(trace, tmp_path / "trace")[1]
 
 
@@ -297,7 +297,7 @@ def test_settings_of_a_trace_are_quoted_short_and_printable(tmp_path):
     trace.settings["chosen"] = CONTROL * 5000
     counts = dict.fromkeys(("accepted_drafts", "prefix_tokens"), 0)
     rates = dict.fromkeys(
-        ("acceptance_rate", "accepted_length", "step_compression", "tv_bound", "draft_tv", "mean_log_p"), 1.0
+        ("acceptance_rate", "accepted_length", "step_compression", "drift_bound", "draft_tv", "mean_log_p"), 1.0
     )
     trace.totals |= counts | rates | {"sources": {}}
     for text in (*run_report.labels([trace])[0], *run_report.describe(trace).split("\n"), comparison.table([trace])):

@@ -85,7 +85,7 @@ def test_a_rule_judges_every_row_of_a_window_by_itself(rule):
         torch.tensor([0.0, 0.3, 0.5, 0.7, 0.9, 1.0], dtype=torch.float64),
     )
     window = [x.unflatten(0, (2, 3)) for x in (p, q, *numbers)]
-    for name in ("accept_probability", "residual", "tv_bound"):
+    for name in ("accept_probability", "residual", "drift_bound"):
         torch.testing.assert_close(getattr(rule, name)(*window).flatten(0, 1), getattr(rule, name)(p, q, *numbers))
 
 
@@ -126,7 +126,7 @@ def distance(a, b):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("depth", [1, 3, 9])
-def test_the_drift_is_its_closed_form_and_the_tv_bound_says_so(rule, depth):
+def test_the_drift_is_its_closed_form_and_the_drift_bound_says_so(rule, depth):
     """With the optimal residual, TV(K, p) = sum [q f - p]+; a bound that looks at one draft has this for its mean."""
     rule = bound(rule)
     drifts = []
@@ -136,10 +136,10 @@ def test_the_drift_is_its_closed_form_and_the_tv_bound_says_so(rule, depth):
         assert abs(float(kernel.sum()) - 1) < 1e-12
         drift = float((q * f - p).clamp(min=0).sum())
         assert abs(distance(kernel, p) - drift) < 1e-9
-        tv_bound = rule.tv_bound(*every(p, q, depth))
-        assert abs(float((q * tv_bound).sum()) - drift) < 1e-9
+        drift_bound = rule.drift_bound(*every(p, q, depth))
+        assert abs(float((q * drift_bound).sum()) - drift) < 1e-9
         if not isinstance(rule, Lantern | LanternPP):
-            assert (tv_bound - drift).abs().max() < 1e-9
+            assert (drift_bound - drift).abs().max() < 1e-9
         drifts.append(drift)
     relaxed = not rule.lossless
     if isinstance(rule, CoolSD):
@@ -154,7 +154,7 @@ def test_the_papers_residual_adds_its_distance_from_the_best_one_where_it_is_sam
         p, q = probs(seed)
         given = every(p, q)
         best = (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
-        found, accept, paper = rule.tv_bound(*given), rule.accept_probability(*given), rule.residual(*given)
+        found, accept, paper = rule.drift_bound(*given), rule.accept_probability(*given), rule.residual(*given)
         for x in q.nonzero()[:, 0].tolist():
             f, apart = float(accept[x]), float((paper[x] / paper[x].sum() - best).abs().sum()) / 2
             assert float(found[x]) == pytest.approx(max(f - float(p[x] / q[x]), 0) + (1 - f) * apart)
@@ -163,7 +163,7 @@ def test_the_papers_residual_adds_its_distance_from_the_best_one_where_it_is_sam
 
 
 @pytest.mark.parametrize("redraw", RESIDUALS)
-def test_the_papers_residual_samples_worse_and_the_tv_bound_holds_for_what_they_sample(redraw):
+def test_the_papers_residual_samples_worse_and_the_drift_bound_holds_for_what_they_sample(redraw):
     worse = 0
     for rule in (Lantern(4, 0.2, redraw), Lantern(9, 0.5, redraw), LanternPP(6, 4, redraw)):
         rule, best = bound(rule), bound(replace(rule, redraw="optimal"))
@@ -172,7 +172,7 @@ def test_the_papers_residual_samples_worse_and_the_tv_bound_holds_for_what_they_
             drift = distance(enumerated(rule, p, q)[2], p)
             least = distance(enumerated(best, p, q)[2], p)
             assert drift >= least - 1e-12
-            assert drift <= float((q * rule.tv_bound(*every(p, q))).sum()) + 1e-12
+            assert drift <= float((q * rule.drift_bound(*every(p, q))).sum()) + 1e-12
             likely = q.argsort(descending=True)[:3].tolist()
             drift += distance(certain_group(rule, p, likely), p)
             least += distance(certain_group(best, p, likely), p)
@@ -225,7 +225,7 @@ def test_nothing_relaxed_is_the_exact_rule_to_the_last_bit(rule):
         drafted = q > 0
         assert torch.equal(rule.accept_probability(*given)[drafted], exact.accept_probability(*given)[drafted])
         assert torch.equal(rule.residual(*given), exact.residual(*given))
-        assert (rule.tv_bound(*given)[drafted] == 0).all()
+        assert (rule.drift_bound(*given)[drafted] == 0).all()
 
 
 @pytest.mark.parametrize("rule", [*RULES, *LOSSY], ids=str)
@@ -247,7 +247,7 @@ def test_extreme_distributions(rule):
     ):
         f, rest, kernel = enumerated(rule, p, q)
         assert kernel.isfinite().all() and abs(float(kernel.sum()) - 1) < 1e-5
-        assert rule.tv_bound(*every(p, q))[q > 0].isfinite().all()
+        assert rule.drift_bound(*every(p, q))[q > 0].isfinite().all()
         if torch.equal(p, q):
             assert (f[q > 0] > 1 - 1e-6).all()
         if not isinstance(rule, Lantern | LanternPP | Grouped):  # those may keep what looks like a possible token
@@ -260,7 +260,7 @@ def test_special_tokens_resemble_nothing(rule):
     rule = bound(rule)
     end = torch.eye(VOCAB + 2)[VOCAB + 1]
     given = end[None], end[None], torch.tensor([VOCAB + 1]), torch.tensor([1]), torch.ones(1)
-    assert rule.accept_probability(*given) == 1 and rule.tv_bound(*given) == 0
+    assert rule.accept_probability(*given) == 1 and rule.drift_bound(*given) == 0
     assert rule.residual(*given).argmax() == VOCAB + 1 and rule.residual(*given).count_nonzero() == 1
     p, q = probs(1)
     wide = [torch.cat((row, torch.zeros(2, dtype=row.dtype))) for row in (p, q)]
@@ -282,7 +282,7 @@ def sampled_group(rule, p, q, children, forget=False, vanilla=False):
 
     forget: the residual uses q as it was at first (wrong). vanilla: the residual is [p - q]+ whatever f (wrong).
     """
-    out, tv_bounds = torch.zeros_like(p), 0.0
+    out, drift_bounds = torch.zeros_like(p), 0.0
     stack = [(p, q, 0, 1.0)]
     while stack:
         probs, left, number, mass = stack.pop()
@@ -290,7 +290,7 @@ def sampled_group(rule, p, q, children, forget=False, vanilla=False):
             out += mass * probs
             continue
         f, rest, _ = enumerated(rule, probs, left)
-        tv_bounds += mass * float((left * rule.tv_bound(*every(probs, left))).sum())
+        drift_bounds += mass * float((left * rule.drift_bound(*every(probs, left))).sum())
         out += mass * left * f
         if forget or vanilla:
             wrong = Exact().residual(*every(probs, q if forget else left))
@@ -301,7 +301,7 @@ def sampled_group(rule, p, q, children, forget=False, vanilla=False):
                 without = left.clone()
                 without[x] = 0
                 stack.append((rest[x], without / without.sum().clamp(min=1e-300), number + 1, rejected))
-    return out, tv_bounds
+    return out, drift_bounds
 
 
 def certain_group(rule, p, children):
@@ -320,8 +320,8 @@ def certain_group(rule, p, children):
 def test_exact_siblings_sample_from_p(children):
     for seed in range(3):
         p, q = probs(seed, 6, zeros=0.1)
-        out, tv_bound = sampled_group(Exact(), p, q, children)
-        assert distance(out, p) < 1e-14 and tv_bound == 0
+        out, drift_bound = sampled_group(Exact(), p, q, children)
+        assert distance(out, p) < 1e-14 and drift_bound == 0
         likely = q.argsort(descending=True)[:children].tolist()
         assert distance(certain_group(Exact(), p, likely), p) < 1e-14
 
@@ -348,16 +348,16 @@ def test_a_stricter_ratio_needs_its_own_residual():
 
 
 @pytest.mark.parametrize("rule", LOSSY, ids=str)
-def test_relaxed_siblings_drift_no_further_than_their_tv_bounds(rule):
+def test_relaxed_siblings_drift_no_further_than_their_drift_bounds(rule):
     codebook = CODEBOOK[:6]
     rule = replace(rule, neighbours=min(rule.neighbours, 5)) if hasattr(rule, "neighbours") else rule
     rule = bound(rule, codebook)
     for seed in range(2):
         p, q = probs(seed, 6, zeros=0)
         for children in (1, 2, 3):
-            out, tv_bound = sampled_group(rule, p, q, children)
+            out, drift_bound = sampled_group(rule, p, q, children)
             assert abs(float(out.sum()) - 1) < 1e-12
-            assert distance(out, p) <= tv_bound + 1e-12
+            assert distance(out, p) <= drift_bound + 1e-12
 
 
 # Settings

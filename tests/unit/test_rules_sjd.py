@@ -56,12 +56,12 @@ def many(rule, name="plain"):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "line_ends"])
-def test_images_drift_no_further_than_the_recorded_tv_bound(rule, name):
+def test_images_drift_no_further_than_the_recorded_drift_bound(rule, name):
     """The mean over runs of the TV bounds summed along an image bounds the total variation of the distributions."""
     decoded, distribution = many(rule, name), MODELS[name].distribution(LAYOUTS[name][0], SamplingParams())
     found = chi_square(decoded.tokens, distribution)
-    tv_bound = float(decoded.trace.positions["tv_bound"].sum(-1).mean())
-    assert tv_bound > 0.01 and found.tv <= tv_bound + NOISE
+    drift_bound = float(decoded.trace.positions["drift_bound"].sum(-1).mean())
+    assert drift_bound > 0.01 and found.tv <= drift_bound + NOISE
     trace, reference = decoded.trace, many(Exact(), name).trace
     assert sum(trace.totals["passes_per_image"]) < sum(reference.totals["passes_per_image"])
     assert trace.summary()["accepted_drafts"] > reference.summary()["accepted_drafts"]
@@ -77,11 +77,11 @@ def test_a_relaxed_rule_does_drift():
 
 
 @pytest.mark.parametrize("rule", [UniformRSD(2), CoolSD(2, 0.5, 3), Lantern(2, 0.3), TVMetered(0.05)], ids=str)
-def test_as_many_tokens_are_relaxed_as_the_tv_bounds_sum_up_to(rule):
+def test_as_many_tokens_are_relaxed_as_the_drift_bounds_sum_up_to(rule):
     """Where f >= min(1, p/q), the chance of a relaxed token is sum q (f - min(1, p/q)): the same as sum [q f - p]+."""
     positions = many(rule).trace.positions
-    relaxed, tv_bound = (positions["source"] == Source.RELAXED).sum(-1).float(), positions["tv_bound"].sum(-1)
-    difference = relaxed - tv_bound
+    relaxed, drift_bound = (positions["source"] == Source.RELAXED).sum(-1).float(), positions["drift_bound"].sum(-1)
+    difference = relaxed - drift_bound
     assert abs(difference.mean()) < 4 * difference.std() / RUNS**0.5
 
 
@@ -98,8 +98,8 @@ def test_a_relaxed_token_is_one_the_exact_rule_refuses(rule):
     relaxed = positions["source"] == Source.RELAXED
     assert relaxed.any() and (positions["ratio"][relaxed] < 1).all() and (positions["depth"][relaxed] > 0).all()
     forced = LAYOUTS["line_ends"][0].forced.expand(RUNS, -1) >= 0
-    assert (positions["source"][forced] == Source.FORCED).all() and (positions["tv_bound"][forced] == 0).all()
-    assert (positions["tv_bound"][positions["depth"] == 0] == 0).all(), "no draft, no drift"
+    assert (positions["source"][forced] == Source.FORCED).all() and (positions["drift_bound"][forced] == 0).all()
+    assert (positions["drift_bound"][positions["depth"] == 0] == 0).all(), "no draft, no drift"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -107,7 +107,7 @@ def test_without_a_draft_nothing_drifts(rule):
     """Also where the filters leave two tokens, so that what stands in for a draft may have probability zero."""
     positions = draw(rule, batch=500, params=SamplingParams(top_k=2), window=2).trace.positions
     bare = positions["depth"] == 0
-    assert bare[:, 1:].any() and (positions["tv_bound"][bare] == 0).all()
+    assert bare[:, 1:].any() and (positions["drift_bound"][bare] == 0).all()
 
 
 @pytest.mark.parametrize("reuse", [r for r in REUSE if r not in (*COMPARED, "none")])
@@ -140,7 +140,7 @@ def test_a_schedule_relaxes_the_first_offsets_only():
     positions = draw(CoolSD(4, 0, steps=1)).trace.positions
     relaxed = positions["source"] == Source.RELAXED
     assert relaxed.any() and (positions["depth"][relaxed] == 1).all()
-    assert (positions["tv_bound"][positions["depth"] > 1] == 0).all()
+    assert (positions["drift_bound"][positions["depth"] > 1] == 0).all()
 
 
 def test_settings_say_which_rule_it_was():
@@ -196,4 +196,4 @@ def test_a_step_compiles_as_one_graph(model, rule, monkeypatch):
         compiled = passes(torch.compile(step, fullgraph=True, backend="eager"), rule, model)
     assert all(torch.equal(a, b) for a, b in zip(decided(plain), decided(compiled), strict=True))
     record = plain[0].record
-    assert record.positions[..., record.fields.index("tv_bound")].any(), "the rule has something to record"
+    assert record.positions[..., record.fields.index("drift_bound")].any(), "the rule has something to record"

@@ -188,14 +188,14 @@ def assert_adds_up(method, asked: Request, decoded: Result) -> None:
     assert (at["q"][accepted] > 0).all() and (at["refinements"] >= 0).all() and (at["entropy"] >= 0).all()
     assert (at["p"][known & ~relaxed & (source != Source.SKIPPED)] > 0).all()
     assert (at["p"] <= at["top1"] + 1e-6)[known].all()
-    assert (at["p"][bound] == 1).all() and (at["tv_bound"] >= 0).all()
+    assert (at["p"][bound] == 1).all() and (at["drift_bound"] >= 0).all()
 
     # Relaxation and skipping happen only where they may.
     unverified = source == Source.SKIPPED
     strength = torch.ones(1, layout.length) if asked.strength is None else asked.strength
     relaxing = hasattr(method, "rule") and (not method.rule.lossless or getattr(method, "settle", 0) > 0)
     may = (strength > 0).expand(batch, -1) & ~bound & relaxing
-    assert not relaxed[~may].any() and not at["tv_bound"][~may & ~unverified].any()
+    assert not relaxed[~may].any() and not at["drift_bound"][~may & ~unverified].any()
     assert asked.skippable is None or not (unverified & ~asked.skippable).any()
     assert not (skipped[1:] & skipped[:-1]).any() and unverified.any() <= skipped.any()
     assert trace.settings["lossless"] is method.lossless
@@ -312,4 +312,4 @@ def test_strength_zero_is_the_exact_image(asked, rule, data):
     tree = DraftTree(DRAFTERS[False][asked.layout.length], structure)
     for method in (window, tree):
         exact, relaxed = (replace(method, rule=each).sample(none) for each in (Exact(), rule))
-        assert torch.equal(exact.tokens, relaxed.tokens) and not relaxed.trace.positions["tv_bound"].any()
+        assert torch.equal(exact.tokens, relaxed.tokens) and not relaxed.trace.positions["drift_bound"].any()

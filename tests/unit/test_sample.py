@@ -218,7 +218,7 @@ def test_a_rule_of_ones_own_works_as_the_same_rule_of_the_pack(model, tree):
         runs.append(specar.sample(model, model.encode_prompt("heart"), method, seed=1))
     own, ours = (out.trace for out in runs)
     assert own.settings["rule"] == {"rule": "double"} and "acceptance: double;" in specar.run_report(own)
-    assert torch.equal(runs[0].tokens, runs[1].tokens) and own.tv_bound == pytest.approx(ours.tv_bound, rel=1e-3)
+    assert torch.equal(runs[0].tokens, runs[1].tokens) and own.drift_bound == pytest.approx(ours.drift_bound, rel=1e-3)
 
 
 @pytest.mark.parametrize(

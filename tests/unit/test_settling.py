@@ -44,14 +44,14 @@ def many(method, name="row", runs=RUNS):
 def drift(decoded, name="row"):
     """How far the images are from the model's distribution (z, tv), the drift bound, and what chance explains."""
     distribution = MODELS[name].distribution(LAYOUTS[name][0], SamplingParams())
-    bounds, runs = decoded.trace.positions["tv_bound"].sum(-1), len(decoded.tokens)
+    bounds, runs = decoded.trace.positions["drift_bound"].sum(-1), len(decoded.tokens)
     chance = chi_square(many(EXACT, name, runs).tokens, distribution).tv + 4 * float(bounds.std()) / runs**0.5
     return chi_square(decoded.tokens, distribution), float(bounds.mean()), chance
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_images_drift_no_further_than_the_recorded_tv_bound(method, name):
+def test_images_drift_no_further_than_the_recorded_drift_bound(method, name):
     found, bound, chance = drift(many(method, name), name)
     assert bound > 0.002 and found.tv <= bound + chance, (found, bound, chance)
     trace, exact = many(method, name).trace, many(replace(method, settle=0.0), name).trace
@@ -59,7 +59,7 @@ def test_images_drift_no_further_than_the_recorded_tv_bound(method, name):
     assert trace.settings["lossless"] is False and (trace.positions["source"] == Source.RELAXED).any()
     forced = LAYOUTS[name][0].forced.expand(RUNS, -1)
     assert torch.equal(many(method, name).tokens[forced >= 0], forced[forced >= 0])
-    assert not trace.positions["tv_bound"][forced >= 0].any()
+    assert not trace.positions["drift_bound"][forced >= 0].any()
 
 
 def test_settling_does_drift():
@@ -70,7 +70,7 @@ def test_settling_does_drift():
 def test_the_more_settles_the_fewer_passes_and_the_more_drift():
     traces = [many(replace(EXACT, settle=most)).trace for most in (0.0, 0.1, 0.3, 1.0)]
     passes = [sum(trace.totals["passes_per_image"]) for trace in traces]
-    bounds = [trace.tv_bound for trace in traces]
+    bounds = [trace.drift_bound for trace in traces]
     assert passes == sorted(passes, reverse=True) and len(set(passes)) == 4
     assert bounds == sorted(bounds) and len(set(bounds)) == 4
 
@@ -91,19 +91,19 @@ def test_settling_by_the_guess_itself_breaks_the_bound(monkeypatch):
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m.rule == EXACT.rule], ids=str)
-def test_as_many_tokens_are_relaxed_as_the_tv_bounds_sum_up_to(method):
+def test_as_many_tokens_are_relaxed_as_the_drift_bounds_sum_up_to(method):
     """The chance that the exact rule rejects a sample from q is the total variation of p and q."""
     positions = many(method).trace.positions
-    difference = (positions["source"] == Source.RELAXED).sum(-1).float() - positions["tv_bound"].sum(-1)
+    difference = (positions["source"] == Source.RELAXED).sum(-1).float() - positions["drift_bound"].sum(-1)
     assert abs(difference.mean()) < 4 * difference.std() / RUNS**0.5
 
 
 def test_strength_zero_is_exact_and_strength_is_per_position():
     method = replace(EXACT, settle=1.0)
     none = draw(method, batch=1000, strength=torch.zeros(1, 6))
-    assert torch.equal(none.tokens, many(EXACT).tokens[:1000]) and not none.trace.positions["tv_bound"].any()
+    assert torch.equal(none.tokens, many(EXACT).tokens[:1000]) and not none.trace.positions["drift_bound"].any()
     positions = draw(method, strength=torch.tensor([[1.0, 1, 1, 0, 1, 1]])).trace.positions
-    assert not positions["tv_bound"][:, 3].any() and positions["tv_bound"][:, 2].any()
+    assert not positions["drift_bound"][:, 3].any() and positions["drift_bound"][:, 2].any()
 
 
 def test_where_the_prefix_does_not_matter_settling_is_exact():
@@ -111,7 +111,7 @@ def test_where_the_prefix_does_not_matter_settling_is_exact():
     model, most = ToyModel(plain(2, 3), memory=0), 1e-6  # what rounding moves settles, too, or not: both are exact
     found = draw(replace(EXACT, settle=most), model=model, batch=2000)
     assert torch.equal(found.tokens, draw(EXACT, model=model, batch=2000).tokens)
-    assert (found.trace.positions["tv_bound"] < most).all()
+    assert (found.trace.positions["drift_bound"] < most).all()
 
 
 def test_guesses_settle_one_after_the_other():
@@ -146,5 +146,5 @@ def test_the_cache_holds_what_was_accepted(tmp_path):
     with fp64():
         out = api.sample(model, prompt, SJD(5, settle=0.5), cfg=1.0, top_k=0, batch_size=3)
         wanted = at(model.teacher_forced(prompt, out.tokens).softmax(-1), out.tokens.flatten(1))
-    assert out.trace.positions["tv_bound"].any()
+    assert out.trace.positions["drift_bound"].any()
     torch.testing.assert_close(out.trace.positions["p"], wanted)

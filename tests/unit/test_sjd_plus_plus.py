@@ -106,7 +106,7 @@ def test_the_sampler_has_this_distribution(threshold):
     out = method.sample(request(TOYS[0], LAYOUT, batch=30_000))
     assert chi_square(out.tokens, distribution_of(TOYS[0], threshold)).z < 4
     assert chi_square(out.tokens, TOYS[0].distribution(LAYOUT, SamplingParams())).z > 20
-    assert out.trace.tv_bound is None
+    assert out.trace.drift_bound is None
 
 
 def test_the_bias_is_as_the_page_says():

@@ -337,7 +337,7 @@ def test_without_a_skip_nothing_changes(structure):
 def test_a_token_taken_unverified_drifts_by_what_its_ratio_lacks(structure):
     positions = draw(structure, Skipping(interval=2, guard=1, path="first"), batch=64).trace.positions
     known = (positions["source"] == Source.SKIPPED) & (positions["p"] >= 0)
-    ratio, drift = positions["ratio"][known], positions["tv_bound"][known]
+    ratio, drift = positions["ratio"][known], positions["drift_bound"][known]
     assert (ratio < 1).any() and ((ratio > 1).any() or isinstance(structure, Dynamic)), "nothing to tell apart"
     assert torch.equal(drift, (1 - ratio).clamp(min=0))
 
@@ -396,7 +396,7 @@ def test_without_codes_the_uniform_schedule_records_no_similarity():
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
 def test_images_of_a_batch_are_those_of_runs_of_their_own(structure):
     """With as many tokens taken unverified as their own path has; and the target's p of every token is recorded."""
-    skips, names = Skipping(interval=2, guard=1, truncate=False), ("source", "p", "q", "ratio", "tv_bound", "depth")
+    skips, names = Skipping(interval=2, guard=1, truncate=False), ("source", "p", "q", "ratio", "drift_bound", "depth")
     together, distribution = draw(structure, skips, batch=8), MODEL.distribution(LAYOUT, SamplingParams())
     free = LAYOUT.forced[0] < 0
     for seed in range(8):

@@ -259,8 +259,8 @@ def drawn(structure, schedule: str, path: str, batch: int = RUNS):
 def test_whole_runs(structure, path):
     out = drawn(structure, "uniform", path)
     noise = chi_square(DraftTree(ToyDrafter(TOY), structure).sample(request(TOY, LAYOUT, batch=RUNS)).tokens, EXACT).tv
-    assert chi_square(out.tokens, EXACT).tv <= out.trace.tv_bound + noise
-    assert out.trace.tv_bound > 0.05
+    assert chi_square(out.tokens, EXACT).tv <= out.trace.drift_bound + noise
+    assert out.trace.drift_bound > 0.05
 
 
 class Feeling(ToyDrafter):
@@ -286,10 +286,10 @@ def test_stale_features_change_drafts_but_no_distribution(structure, features):
     found = chi_square(exact.tokens, EXACT)
     assert found.z < 4
     skipped = often.sample(asked)
-    assert chi_square(skipped.tokens, EXACT).tv <= skipped.trace.tv_bound + found.tv
+    assert chi_square(skipped.tokens, EXACT).tv <= skipped.trace.drift_bound + found.tv
 
 
 def test_the_trace_tells_whether_the_bound_is_known():
     for structure in (Dynamic(2, 3, 5), Static(((0,), (1,), (2,), (0, 0)))):
         trace = drawn(structure, "dynamic", "uniform", batch=4).trace
-        assert (trace.tv_bound is None) == structure.sampled == (trace.summary()["tv_bound"] is None)
+        assert (trace.drift_bound is None) == structure.sampled == (trace.summary()["drift_bound"] is None)

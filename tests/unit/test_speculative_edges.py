@@ -192,7 +192,7 @@ def test_rules_stand_the_smallest_probabilities(rule):
     assert ((f >= 0) & (f <= 1)).all()
     kept = q[0] * f
     drawn = kept + (1 - kept.sum()) * probs / probs.sum()
-    assert (drawn - p[0]).clamp(min=0).sum() <= (rule.tv_bound(*given) * q[0]).sum() + 1e-6
+    assert (drawn - p[0]).clamp(min=0).sum() <= (rule.drift_bound(*given) * q[0]).sum() + 1e-6
 
 
 # What the trace says.

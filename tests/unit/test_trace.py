@@ -75,7 +75,7 @@ def test_hand_made_run_has_the_hand_made_numbers():
         "acceptance_rate": 0.5,
         "accepted_length": 6 / 5,
         "step_compression": 6 / 5,
-        "tv_bound": 0,
+        "drift_bound": 0,
         "sources": {"prefill": 2, "accepted": 1, "residual": 1, "bonus": 2},
     }
     assert {key: summary[key] for key in wanted} == wanted
@@ -129,7 +129,7 @@ def test_the_report_lies_beside_the_records(tmp_path):
     assert loaded.report() == json.loads(json.dumps(trace.report()))
     report = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
     assert report == loaded.report()
-    assert report["schema"] == "specar.trace/2" and report["grid"] == [2, 2, 3]
+    assert report["schema"] == "specar.trace/3" and report["grid"] == [2, 2, 3]
     assert report["settings"]["threshold"] == 0.7 and report["settings"]["top_k"] == 2
     assert report["settings"]["lossless"] is True and report["totals"]["tokens"] == 20
 
@@ -207,7 +207,7 @@ def test_every_number_is_read_back_bit_for_bit(name, tmp_path, threads):
         assert all(torch.equal(saved[key], found[key]) and saved[key].dtype == found[key].dtype for key in saved)
     sums = {
         "mean_square_distance": "continuous, " in name,
-        "tv_bound": {"relaxed", "metered", "vvs"} & {*name.split()},
+        "drift_bound": {"relaxed", "metered", "vvs"} & {*name.split()},
         "mean_log_p": name != "jacobi" and not trace.continuous,
     }  # Jacobi decoding is greedy: its p are 1
     assert all(trace.totals[number] for number, expected in sums.items() if expected), "no sum to read back"
@@ -249,7 +249,7 @@ def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, tmp_path, thr
         wanted = {"mean_square_distance": positions["distance"][judged].double().square().mean().item()}
     else:
         wanted = {
-            "tv_bound": positions["tv_bound"].double().sum(1).mean().item(),
+            "drift_bound": positions["drift_bound"].double().sum(1).mean().item(),
             "mean_log_p": positions["p"].double().log().mean().item(),
             "draft_tv": positions["draft_tv"][judged].double().mean().item(),
         }
@@ -263,8 +263,8 @@ def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, tmp_path, thr
         lambda header, tensors: header.update(totals=["prefix_tokens"]),
         lambda header, tensors: header["totals"].pop("tokens"),
         lambda header, tensors: header.pop("totals"),
-        lambda header, tensors: tensors.pop("positions.tv_bound"),
-        lambda header, tensors: tensors.update({"positions.tv_bound": torch.zeros(2)}),
+        lambda header, tensors: tensors.pop("positions.drift_bound"),
+        lambda header, tensors: tensors.update({"positions.drift_bound": torch.zeros(2)}),
         lambda header, tensors: header.update(schema="specar.trace/1"),
     ],
 )
@@ -283,7 +283,7 @@ def test_damaged_files_are_refused(damage, tmp_path):
         ("prefix_tokens", -1),
         ("prefix_tokens", 0.0),
         ("sources", {"accepted": 1}),
-        ("tv_bound", "much"),
+        ("drift_bound", "much"),
         ("acceptance_rate", None),
         ("mean_log_p", 1),
         ("passes_per_image", "many"),
@@ -314,11 +314,13 @@ def test_sources_end_with_the_last(beyond, tmp_path):
 @pytest.mark.parametrize("rule", [Exact(), UniformRSD(5.0)])
 def test_the_drift_bound_is_that_of_an_image_and_unknown_for_sjd_plus_plus_as_printed(rule):
     trace = trace_of(SJD(window=3, rule=rule))
-    summed = trace.positions["tv_bound"].double().sum(1)
-    assert len(summed) > 1 and trace.tv_bound == trace.summary()["tv_bound"] == pytest.approx(summed.mean().item())
-    assert (trace.tv_bound > 0) is not rule.lossless
+    summed = trace.positions["drift_bound"].double().sum(1)
+    assert len(summed) > 1 and trace.drift_bound == trace.summary()["drift_bound"] == pytest.approx(
+        summed.mean().item()
+    )
+    assert (trace.drift_bound > 0) is not rule.lossless
     biased = trace_of(SJD(window=3, reuse="threshold_paper", rule=rule))
-    assert biased.tv_bound is None is biased.report()["totals"]["tv_bound"]
+    assert biased.drift_bound is None is biased.report()["totals"]["drift_bound"]
     assert "unknown drift" in describe(biased) and "drift bound" not in describe(biased)
 
 
@@ -360,10 +362,10 @@ def test_other_files_are_refused_by_name(tmp_path):
     assert "found no schema" in refused(path)
     save_file({"positions.p": torch.zeros(2)}, str(path), metadata={"specar": json.dumps({"schema": "specar.trace/9"})})
     assert "specar.trace/9" in refused(path)
-    for metadata in ("not json", "[]", "3", json.dumps({"schema": "specar.trace/2"})):
+    for metadata in ("not json", "[]", "3", json.dumps({"schema": "specar.trace/3"})):
         save_file({"positions.p": torch.zeros(2)}, str(path), metadata={"specar": metadata})
         refused(path)
-    header = {"schema": "specar.trace/2", "rows": 1, "cols": 2, "stride": 2, "totals": {}, "settings": {}}
+    header = {"schema": "specar.trace/3", "rows": 1, "cols": 2, "stride": 2, "totals": {}, "settings": {}}
     for name in ("positions.p", "unknown.p", "nodot"):
         save_file({name: torch.zeros(1, 2)}, str(path), metadata={"specar": json.dumps(header)})
         refused(path)

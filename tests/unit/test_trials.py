@@ -21,10 +21,10 @@ class Method:
         return self.acceptance == "exact"
 
 
-def trial(name: str, *milliseconds: float, tv_bound: float | None = None, note: str = "") -> Trial:
-    method = Method(name) if tv_bound is None else Method(name, "relaxed")
+def trial(name: str, *milliseconds: float, drift_bound: float | None = None, note: str = "") -> Trial:
+    method = Method(name) if drift_bound is None else Method(name, "relaxed")
     tokens = 100 * len(milliseconds)
-    return Trial(method, [m / 1000 for m in milliseconds], tokens, tokens // 2, (tv_bound or 0.0) * tokens, note)
+    return Trial(method, [m / 1000 for m in milliseconds], tokens, tokens // 2, (drift_bound or 0.0) * tokens, note)
 
 
 PLAIN = trial("next token", 10, 11, 12)
@@ -46,11 +46,11 @@ def choice(*others: Trial, budget: float = 0.0, plain: Trial = PLAIN) -> tuple[s
         ([trial("a", 13, 14)], 0, ("next token", False, [])),
         ([trial("a", 1)], 0, ("next token", False, [])),  # a single run proves nothing
         ([trial("a"), trial("b", 5, 6)], 0, ("b", True, [])),
-        ([trial("a", 1, 1, tv_bound=0.2), trial("b", 5, 6)], 0.1, ("b", True, [])),
-        ([trial("a", 1, 1, tv_bound=0.2), trial("b", 5, 6)], 0.2, ("a", True, [])),
-        ([trial("a", 1, 1, tv_bound=0.0), trial("b", 5, 6)], 0, ("a", True, [])),  # relaxed, but without drift
-        ([trial("a", 4, 6, tv_bound=0.1), trial("b", 5, 7)], 0.2, ("b", True, ["a"])),  # alike: the exact one
-        ([trial("a", 4, 4.5, tv_bound=0.1), trial("b", 5, 7)], 0.2, ("a", True, [])),
+        ([trial("a", 1, 1, drift_bound=0.2), trial("b", 5, 6)], 0.1, ("b", True, [])),
+        ([trial("a", 1, 1, drift_bound=0.2), trial("b", 5, 6)], 0.2, ("a", True, [])),
+        ([trial("a", 1, 1, drift_bound=0.0), trial("b", 5, 6)], 0, ("a", True, [])),  # relaxed, but without drift
+        ([trial("a", 4, 6, drift_bound=0.1), trial("b", 5, 7)], 0.2, ("b", True, ["a"])),  # alike: the exact one
+        ([trial("a", 4, 4.5, drift_bound=0.1), trial("b", 5, 7)], 0.2, ("a", True, [])),
     ],
 )
 def test_the_choice(others, budget, wanted):
@@ -89,7 +89,7 @@ def test_what_is_said_is_what_was_measured():
 
 @pytest.mark.parametrize("budget", [0.0, 0.1])
 def test_no_speed_up_is_claimed_that_was_not_measured(budget):
-    tried = [PLAIN, trial("a", 9, 11), trial("b", 2), trial("c", 1, 1, tv_bound=0.5)]
+    tried = [PLAIN, trial("a", 9, 11), trial("b", 2), trial("c", 1, 1, drift_bound=0.5)]
     text = trials.in_words(tried, judge(tried, budget), "", budget)
     first, second, third = text.splitlines()[:3]
     assert first.startswith("Too noisy to tell; probably b (5.5 times). Raise seconds")
@@ -99,7 +99,7 @@ def test_no_speed_up_is_claimed_that_was_not_measured(budget):
 
 
 def test_what_the_medians_say_is_told_with_its_doubt():
-    tried = [trial("next token", 6, 7, 9), trial("a", 8, 8), trial("b", 3, 4, 8), trial("c", 1, 1, tv_bound=0.5)]
+    tried = [trial("next token", 6, 7, 9), trial("a", 8, 8), trial("b", 3, 4, 8), trial("c", 1, 1, drift_bound=0.5)]
     first, _, third = trials.summary(tried, judge(tried, 0), "", 0).splitlines()[:3]
     assert "probably b (1.8 times)" in first and third == "b was 0.75 to 3.00 times as fast."
     slower = [trial("next token", 6, 7), trial("a", 8, 8)]
@@ -114,14 +114,14 @@ def test_next_token_for_want_of_time_is_no_verdict_on_the_others():
 
 
 def test_drift_bounds_are_shown_where_a_relaxed_method_was_tried():
-    tried = [PLAIN, trial("a", 5, 6, tv_bound=0.03)]
+    tried = [PLAIN, trial("a", 5, 6, drift_bound=0.03)]
     row = trials.table(tried, judge(tried, 0.1)).splitlines()[2]
     assert "a (chosen)" in row and "| 0.030 " in row and "relaxed" in row
     assert trials.title(tried[1]) == "a, relaxed"
 
 
 def test_quality_is_shown_where_it_was_measured():
-    tried = [PLAIN, trial("a", 5, 6, tv_bound=0.03), trial("b", 7, 8, tv_bound=0.03), trial("c", 9, 9)]
+    tried = [PLAIN, trial("a", 5, 6, drift_bound=0.03), trial("b", 7, 8, drift_bound=0.03), trial("c", 9, 9)]
     verdict = judge(tried, 0.1)
     text = trials.in_words(tried, verdict, "", 0.1)
     assert "bundled model" not in text and trials.report(tried, verdict)["trials"][1]["quality"] is None

@@ -98,7 +98,7 @@ def bound_of(case: str) -> float | None:
     """The drift bound per token of a case: of the images of the quality report, if it has them, else of the report of
     passes (None: not known)."""
     image = quality_tables.measured("default").get(case)
-    return image["tv_bound_per_token"] if image else drift(cases("default-cpu", GUIDANCE)[case])
+    return image["drift_bound_per_token"] if image else drift(cases("default-cpu", GUIDANCE)[case])
 
 
 def exactness(case: str) -> str:

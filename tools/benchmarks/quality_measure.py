@@ -53,16 +53,16 @@ class Measurement:
     def features(self, case: str, space: str) -> Tensor:
         return self.seen[case][space].double() / self.scale[space]
 
-    def row(self, case: str, tokens: Tensor, passes: Tensor, tv_bound: Tensor, lossless: bool) -> dict[str, Any]:
+    def row(self, case: str, tokens: Tensor, passes: Tensor, drift_bound: Tensor, lossless: bool) -> dict[str, Any]:
         """Everything that is reported of a case. Of its images: tokens [N, ...], passes [N], drift bounds per token [N]
         (NaN: unknown)."""
-        seen, bound = self.seen[case], float(tv_bound.mean())
+        seen, bound = self.seen[case], float(drift_bound.mean())
         return {
             "name": case,
             "lossless": lossless,
             "images": len(passes),
             "passes": bootstrap(passes),
-            "tv_bound_per_token": None if math.isnan(bound) else bound,
+            "drift_bound_per_token": None if math.isnan(bound) else bound,
             **({"log_p": self.likelihood(seen["log_p"], tokens)} if "log_p" in seen else {}),
             "agreement": agreement(seen["shown"], self.prompts),
             "distances": {space: self.distances(case, space) for space in self.sources},

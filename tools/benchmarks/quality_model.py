@@ -43,12 +43,12 @@ class Images:
     """The first N images of a method, in the order of the prompts.
 
     content: tokens [N, rows, cols] (uint16) or latents [N, C, h, w] (fp16); passes [N] (int32): forward passes of each;
-    tv_bound [N] (fp32): its drift bound, NaN where that is unknown.
+    drift_bound [N] (fp32): its drift bound, NaN where that is unknown.
     """
 
     content: Tensor
     passes: Tensor
-    tv_bound: Tensor
+    drift_bound: Tensor
 
     def __len__(self) -> int:
         return len(self.passes)
@@ -57,15 +57,15 @@ class Images:
         return Images(*(torch.cat(parts) for parts in zip(vars(self).values(), vars(more).values(), strict=True)))
 
     def first(self, count: int) -> Images:
-        return Images(self.content[:count], self.passes[:count], self.tv_bound[:count])
+        return Images(self.content[:count], self.passes[:count], self.drift_bound[:count])
 
     @classmethod
     def of(cls, out: Output, continuous: bool) -> Images:
         """What is kept of a batch."""
         trace, images = out.trace, out.latent if continuous else out.tokens
         passes = torch.tensor(trace.totals["passes_per_image"], dtype=torch.int32)
-        known = trace.tv_bound is not None
-        bound = trace.positions["tv_bound"].sum(1) if known else torch.full((len(passes),), torch.nan)
+        known = trace.drift_bound is not None
+        bound = trace.positions["drift_bound"].sum(1) if known else torch.full((len(passes),), torch.nan)
         return cls(images.cpu().to(CONTENT[continuous]).contiguous(), passes, bound)
 
 
@@ -153,7 +153,7 @@ class ModelUnderTest:
                     f"{file} has images of another origin ({found}) than is asked for ({wanted}). Remove it, "
                     "or choose another --folder."
                 )
-            return Images(*(stored.get_tensor(name) for name in ("content", "passes", "tv_bound")))
+            return Images(*(stored.get_tensor(name) for name in ("content", "passes", "drift_bound")))
 
     def images(self, case: Case, count: int) -> Images | None:
         """Its first images; None if there are fewer than ``count``."""
@@ -248,7 +248,7 @@ class ModelUnderTest:
         rows = []
         for case, found in drawn.items():
             lossless = settings[case.name].get("lossless", False)
-            bound = found.tv_bound / found.content[0].numel()
+            bound = found.drift_bound / found.content[0].numel()
             rows.append(table.row(case.name, found.content, found.passes, bound, lossless))
             print(line(rows[-1]), flush=True)
         return {

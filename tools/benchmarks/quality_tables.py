@@ -240,7 +240,7 @@ def drift(row: dict[str, Any]) -> str:
     """The drift bound per token."""
     if row["lossless"]:
         return "exact"
-    bound = row["tv_bound_per_token"]
+    bound = row["drift_bound_per_token"]
     return "unknown" if bound is None else f"{bound:.2f}"
 
 

@@ -51,8 +51,8 @@ def cases(report: str, guidance: float) -> dict[str, dict[str, Any]]:
 
 
 def drift(row: dict[str, Any]) -> float | None:
-    """The drift bound per token of an image (None: not known). Earlier reports call it tv_leak, and say 0 of SJD++."""
-    bound = row.get("tv_bound", row.get("tv_leak"))
+    """The drift bound per token of an image (None: not known). Earlier reports say 0 of SJD++."""
+    bound = row.get("drift_bound")
     return None if bound is None or "threshold_paper" in row["name"] else bound / tokens(row)
 
 

@@ -68,7 +68,7 @@ def test_every_image_has_its_prompt_and_its_seed_and_a_run_that_was_stopped_goes
     whole = tested.file(SJD).read_bytes()
     images = tested.images(SJD, 3)
     assert images.content.shape == (3, 16, 16) and images.content.dtype == torch.uint16
-    assert (images.passes < 200).all() and images.tv_bound.eq(0).all()
+    assert (images.passes < 200).all() and images.drift_bound.eq(0).all()
     assert len(tested.images(SJD, 2)) == 2 and tested.images(SJD, 4) is None
     tested.file(SJD).unlink()
     calls, sample = [], specar.sample
@@ -134,7 +134,7 @@ def test_the_check_passes_what_is_exact_and_names_what_is_not():
     assert [row.get("inside") for row in rows] == [None, True, True, True, False, False]
     reference, floor = rows[0], rows[1]
     assert reference["p_values"] == reference["changes"] == {} and "reference" not in reference["distances"]["own"]
-    assert set(floor["p_values"]) == {"kernel, own", "agreement", "log_p"} and floor["tv_bound_per_token"] is None
+    assert set(floor["p_values"]) == {"kernel, own", "agreement", "log_p"} and floor["drift_bound_per_token"] is None
     low, high = floor["distances"]["own"]["reference"]["kernel"]["interval"]
     assert low < 0 < high
     assert floor["changes"]["log_p"]["value"] == pytest.approx(floor["log_p"]["value"] - reference["log_p"]["value"])
@@ -229,7 +229,7 @@ def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     assert list(rows) == only and report["outside"] == [] and report["images"] == 4
     assert all(set(row["measured"]) == {"command", "machine", "versions", "commit"} for row in rows.values())
     assert "EAGLE-2" in report["missing"] and rows["next_token"]["passes"]["value"] == 256
-    assert rows["Cool-SD delta 2"]["tv_bound_per_token"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
+    assert rows["Cool-SD delta 2"]["drift_bound_per_token"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
     for row in rows.values():
         assert set(row["agreement"]) == {*LABELS, "all"} and -4 < row["log_p"]["value"] < 0
         assert row["agreement"]["background"]["value"] >= 0.75, "the model nearly always draws the background"
@@ -255,7 +255,8 @@ def test_a_model_of_vectors_is_drawn_as_latents(loaded):
     tested, plain = loaded["continuous"], Case("plain", specar.methods.ContinuousNextToken(4))
     tested.draw(plain, WANTED[:2], 2)
     images = tested.images(plain, 2)
-    assert images.content.dtype == torch.float16 and images.passes.tolist() == [4, 4] and images.tv_bound.isnan().all()
+    assert images.content.dtype == torch.float16 and images.passes.tolist() == [4, 4]
+    assert images.drift_bound.isnan().all()
     given = conditioning(tested.model, WANTED[:2])
     out = specar.sample(tested.model, given, plain.method, seed=first_seed("plain"), batch_size=2)
     [pixels] = tested.pixels(images)

@@ -39,7 +39,7 @@ function tokenPairs(data, value) {
     value("tree_depth") > 0 && ["tree", `${value("tree_depth")} levels, ${value("tree_width")} wide`],
     value("tree_depth") > 0 && guessed && ["rank among siblings", value("rank") + 1],
     "similarity" in data.fields && value("tree_depth") > 0 && ["similarity of the paths", value("similarity")],
-    "tv_bound" in data.fields && ["drift bound (TV)", value("tv_bound")],
+    "drift_bound" in data.fields && ["drift bound", value("drift_bound")],
   ].filter(Boolean);
 }
 
