@@ -7,7 +7,9 @@ design", 2008), amounts run from dark blue to light yellow with rising lightness
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,40 +36,9 @@ CONTINUOUS_NAMES = {  # the same for runs that sampled vectors, where the names 
     Source.RELAXED: "accepted within the tolerance",
     Source.PREFILL: "sampled by the model alone, first",
 }
-TREE = {  # metric -> (record of the trace, title)
-    "tree depth": ("tree_depth", "Levels of the token's draft tree"),
-    "tree width": ("tree_width", "Most drafts on one level of the token's tree"),
-}
-MARKS = {  # metric -> (Source that is marked, title)
-    "skipped": (Source.SKIPPED, "Tokens accepted unverified"),
-    "accepted by relaxation": (Source.RELAXED, "Draft tokens that only a relaxed rule accepted"),
-}
-SIMILARITY = "similarity"  # of VVS, which skips rounds by it
-DISCRETE = (
-    "ratio p/q",
-    "entropy",
-    "top-1 probability",
-    *TREE,
-    "skipped",
-    "TV leak",
-    SIMILARITY,
-)  # metrics of token ids ...
-CONTINUOUS = ("distance", "log ratio", "order", "block", "tries")  # ... and of vectors; the others suit both
-METRICS = (
-    "source",
-    "pass",
-    "accepted length",
-    "ratio p/q",
-    "entropy",
-    "top-1 probability",
-    *TREE,
-    *MARKS,
-    "TV leak",
-    *CONTINUOUS,
-    SIMILARITY,
-)
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
 NOT_JUDGED = "no draft was verified"
+KEPT = "kept or fixed"
 MARGIN, LINE, SWATCH, SWATCH_WIDTH = 10, 30, 21, 25  # pixels of the legend, which shrinks with the map on its node
 TITLE, TEXT = 21, 21  # its font sizes
 TOKEN_PIXELS = 16  # side of a token in maps without an image
@@ -188,50 +159,17 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         raise ValueError(f"metric is {metric!r}; choose one of: {there}.")
     if reason := lacking(trace, metric):
         return _blank(metric, reason, (trace.rows, trace.cols))
-    grids = {name: trace.grid(name)[image].numpy() for name in trace.positions}
-    source = grids["source"]
-    free = source != Source.FORCED
-    if metric == "source":
-        return _sources(source, CONTINUOUS_NAMES if trace.continuous else {})
-    if metric == "pass":
-        last = max(int(grids["finalised_at"].max()), 1)
-        return _amount(grids["finalised_at"], last, free, "Forward pass that fixed the token", "0", str(last))
-    if metric == "accepted length":
-        lengths = _tokens_per_pass(grids["finalised_at"], free)
-        most = max(int(lengths.max()), 1)
-        return _amount(lengths, most, free, "Tokens fixed in the same pass", "0", str(most))
-    if metric == "ratio p/q":
-        return _ratio(grids["ratio"], free & (grids["depth"] > 0) & (source != Source.SKIPPED))
-    if metric == "entropy":
-        most = max(float(grids["entropy"].max()), 1e-6)
-        return _amount(grids["entropy"], most, free, "Entropy of the prediction (nats)", "0, certain", f"{most:.1f}")
-    if metric == "top-1 probability":
-        return _amount(grids["top1"], 1, free, "Largest probability of the prediction", "0", "1, certain")
-    if metric in TREE:
-        return _tree(metric, grids[TREE[metric][0]], free)
-    if metric == SIMILARITY:
-        return _similarity(grids["similarity"], free & (grids["tree_depth"] > 0))
-    if metric in MARKS:
-        kind, title = MARKS[metric]
-        name, colour = SOURCES[kind]
-        if trace.continuous and kind in CONTINUOUS_NAMES:
-            name = CONTINUOUS_NAMES[kind]
-        return _marks(source == kind, free, colour, name, title)
-    if metric == "TV leak":
-        return _drift(grids["drift_bound"], free)
-    return _continuous(metric, grids, free)
+    records = {name: trace.grid(name)[image].numpy() for name in trace.positions}
+    return METRICS[metric].draw(Tokens(records, trace.continuous))
 
 
 def lacking(trace: Trace, metric: str) -> str:
     """Why this run has no such numbers; empty if it has them."""
-    if metric in (DISCRETE if trace.continuous else CONTINUOUS):
+    wanted = METRICS[metric]
+    if wanted.continuous not in (None, trace.continuous):
         return f"it sampled {'vectors' if trace.continuous else 'token ids'}"
-    if metric in TREE and not trace.positions[TREE[metric][0]].any():
-        return "it drafted no trees"
-    if metric == SIMILARITY and not trace.positions["similarity"].any():
-        return "no paths were compared"
-    if metric == "tries" and not trace.positions["tries"].any():
-        return "no token took tries"
+    if wanted.absent and not trace.positions[metric.replace(" ", "_")].any():
+        return wanted.absent
     return ""
 
 
@@ -242,114 +180,187 @@ def _blank(metric: str, reason: str, shape: tuple[int, int]) -> TokenMap:
     return TokenMap(colours, np.zeros(shape, np.float32), f"This run has no {metric}", legend)
 
 
-def _continuous(metric: str, grids: dict[str, np.ndarray], free: np.ndarray) -> TokenMap:
-    judged = free & (grids["depth"] > 0)
-    if metric == "distance":
-        distances = grids["distance"]
-        most = max(float(distances[judged & np.isfinite(distances)].max(initial=0)), 1e-6)  # drafters may fail
-        distances, title = np.minimum(distances, most), "Distance of the two models' samples (latent units)"
-        return _amount(distances, most, judged, title, "0", f"{most:.2f}", NOT_JUDGED)
-    if metric == "log ratio":
-        return _log_ratio(grids["log_ratio"], judged)
-    if metric == "order":
-        last = grids["order"].size - 1
-        return _amount(grids["order"], max(last, 1), free, "Place in the order of sampling", "0, first", str(last))
-    if metric == "block":
-        last = max(int(grids["block"].max()), 1)
-        return _amount(
-            grids["block"],
-            last,
-            free & (grids["block"] > 0),
-            "Round that drafted the token",
-            "0",
-            str(last),
-            NOT_JUDGED,
-        )
-    tries, resampled = np.abs(grids["tries"]), grids["tries"] != 0
-    most, failed = max(int(tries.max()), 1), int((grids["tries"] < 0).sum())
-    title = "Tries to resample after a rejection" + (f"; {failed} failed" if failed else "")
-    return _amount(tries, most, resampled, title, "0", str(most), "not resampled by tries")
+@dataclass(frozen=True)
+class Tokens:
+    """The records of an image's tokens, [h, w] each, of a run of vectors if ``continuous``."""
+
+    records: dict[str, np.ndarray]
+    continuous: bool
+
+    def __getitem__(self, record: str) -> np.ndarray:
+        return self.records[record]
+
+    @property
+    def free(self) -> np.ndarray:
+        """Neither kept nor fixed."""
+        return self["source"] != Source.FORCED
+
+    @property
+    def judged(self) -> np.ndarray:
+        """Was a draft verified there."""
+        return self.free & (self["depth"] > 0) & (self["source"] != Source.SKIPPED)
+
+    def source_name(self, kind: Source) -> str:
+        return CONTINUOUS_NAMES[kind] if self.continuous and kind in CONTINUOUS_NAMES else SOURCES[kind][0]
 
 
-def _tokens_per_pass(finalised_at: np.ndarray, free: np.ndarray) -> np.ndarray:
-    count = np.bincount(finalised_at[free].ravel(), minlength=int(finalised_at.max()) + 1)
-    return count[finalised_at]
-
-
-def _sources(source: np.ndarray, names: dict[Source, str]) -> TokenMap:
-    """``names`` replace those of SOURCES."""
+def _sources(tokens: Tokens) -> TokenMap:
+    source = tokens["source"]
     colours = np.zeros((*source.shape, 3), np.uint8)
     legend = []
-    for kind, (name, colour) in SOURCES.items():
+    for kind, (_, colour) in SOURCES.items():
         where = source == kind
         colours[where] = colour
         if where.any():
-            legend.append(Swatch(colour, f"{names.get(kind, name)}: {where.sum()} ({where.mean():.0%})"))
+            legend.append(Swatch(colour, f"{tokens.source_name(kind)}: {where.sum()} ({where.mean():.0%})"))
     accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
     return TokenMap(colours, accepted.astype(np.float32), "Source of each token", tuple(legend))
 
 
-def _amount(
-    values: np.ndarray, most: float, free: np.ndarray, title: str, low: str, high: str, grey: str = "kept or fixed"
-) -> TokenMap:
-    strength = np.where(free, np.clip(values / most, 0, 1), 0).astype(np.float32)
-    colours = np.where(free[..., None], gradient(strength, AMOUNT), GREY).astype(np.uint8)
-    return TokenMap(colours, strength, title, (Scale(AMOUNT, low, high), *_grey(~free, grey)))
+def _tokens_per_pass(tokens: Tokens) -> TokenMap:
+    fixed = tokens["finalised_at"]
+    count = np.bincount(fixed[tokens.free].ravel(), minlength=int(fixed.max()) + 1)
+    return _numbers(count[fixed], tokens.free, "Tokens fixed in the same pass")
 
 
-def _drift(bound: np.ndarray, free: np.ndarray) -> TokenMap:
+def _ratio(tokens: Tokens) -> TokenMap:
+    """Colours on a logarithmic scale from 1/8 to 8; strength is the exact rule's acceptance probability min(1, p/q)."""
+    ratio, judged = tokens["ratio"], tokens.judged
+    position = (np.log2(np.clip(ratio, 1 / 8, 8)) + 3) / 6
+    return _ratios(position, np.minimum(ratio, 1), judged, "Ratio p/q (the exact test accepts min(1, p/q))", "1/8", "8")
+
+
+def _log_ratio(tokens: Tokens) -> TokenMap:
+    """Colours from -LOG_RATIOS to LOG_RATIOS; strength is the probability of acceptance min(1, exp(log ratio))."""
+    ratio, most = tokens["log_ratio"], LOG_RATIOS
+    position = (np.clip(ratio, -most, most) / most + 1) / 2
+    chance = np.exp(np.minimum(ratio, 0))
+    return _ratios(position, chance, tokens.judged, "Log ratio of the test", f"-{most}", f"{most}")
+
+
+def _entropy(tokens: Tokens) -> TokenMap:
+    most = max(float(tokens["entropy"].max()), 1e-6)
+    title = "Entropy of the prediction (nats)"
+    return _amount(tokens["entropy"], most, tokens.free, title, "0, certain", f"{most:.1f}")
+
+
+def _top1(tokens: Tokens) -> TokenMap:
+    return _amount(tokens["top1"], 1, tokens.free, "Largest probability of the prediction", "0", "1, certain")
+
+
+def _tree(record: str, title: str, tokens: Tokens) -> TokenMap:
+    return _numbers(tokens[record], tokens.free & (tokens[record] > 0), title, "not from a tree")
+
+
+def _marks(kind: Source, title: str, tokens: Tokens) -> TokenMap:
+    """Tokens of one source in its colour of the source map, on white."""
+    marked, free, colour = tokens["source"] == kind, tokens.free, SOURCES[kind][1]
+    colours = np.where(marked[..., None], colour, np.where(free[..., None], 255, GREY)).astype(np.uint8)
+    legend = (
+        Swatch(colour, f"{tokens.source_name(kind)}: {marked.sum()} ({marked.mean():.0%})"),
+        Swatch((255, 255, 255), f"all others: {(free & ~marked).sum()}"),
+        *_grey(~free, KEPT),
+    )
+    return TokenMap(colours, marked.astype(np.float32), title, legend)
+
+
+def _drift(tokens: Tokens) -> TokenMap:
     """Where a run may drift from the model's distribution, and by how much at most."""
-    most, title = float(bound.max()), "Drift bound"
-    drawn = _amount(bound, most or 1, free, f"{title}, {math.fsum(bound.flat):.2f} in all", "0, exact", f"{most:.2g}")
+    bound, title = tokens["drift_bound"], "Drift bound"
+    most, whole = float(bound.max()), f"{title}, {math.fsum(bound.flat):.2f} in all"
+    drawn = _amount(bound, most or 1, tokens.free, whole, "0, exact", f"{most:.2g}")
     if most:
         return drawn
     return replace(drawn, title=title, legend=(Swatch(AMOUNT[0], "exact: no drift"), *drawn.legend[1:]))
 
 
-def _ratio(ratio: np.ndarray, verified: np.ndarray) -> TokenMap:
-    """Colours on a logarithmic scale from 1/8 to 8; strength is the exact rule's acceptance probability min(1, p/q)."""
-    position = (np.log2(np.clip(ratio, 1 / 8, 8)) + 3) / 6
-    colours = np.where(verified[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
-    strength = np.where(verified, np.minimum(ratio, 1), 0).astype(np.float32)
-    legend = (Scale(RATIO, "1/8 or less", "8 or more"), *_grey(~verified, NOT_JUDGED))
-    return TokenMap(colours, strength, "Ratio p/q (the exact test accepts min(1, p/q))", legend)
+def _distance(tokens: Tokens) -> TokenMap:
+    distances, judged = tokens["distance"], tokens.judged
+    most = max(float(distances[judged & np.isfinite(distances)].max(initial=0)), 1e-6)  # drafters may fail
+    distances, title = np.minimum(distances, most), "Distance of the two models' samples (latent units)"
+    return _amount(distances, most, judged, title, "0", f"{most:.2f}", NOT_JUDGED)
 
 
-def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
-    """Colours from -LOG_RATIOS to LOG_RATIOS; strength is the probability of acceptance min(1, exp(log ratio))."""
-    position = (np.clip(ratio, -LOG_RATIOS, LOG_RATIOS) / LOG_RATIOS + 1) / 2
-    colours = np.where(judged[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
-    strength = np.where(judged, np.exp(np.minimum(ratio, 0)), 0).astype(np.float32)
-    legend = (Scale(RATIO, f"-{LOG_RATIOS} or less", f"{LOG_RATIOS} or more"), *_grey(~judged, NOT_JUDGED))
-    return TokenMap(colours, strength, "Log ratio of the test", legend)
+def _order(tokens: Tokens) -> TokenMap:
+    last = tokens["order"].size - 1
+    return _amount(tokens["order"], max(last, 1), tokens.free, "Place in the order of sampling", "0, first", str(last))
 
 
-def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:
-    most = max(int(values.max()), 1)  # all of an image may be kept
-    return _amount(values, most, free & (values > 0), TREE[metric][1], "0", str(most), "not from a tree")
+def _block(tokens: Tokens) -> TokenMap:
+    drafted = tokens.free & (tokens["block"] > 0)
+    return _numbers(tokens["block"], drafted, "Round that drafted the token", NOT_JUDGED)
 
 
-def _similarity(values: np.ndarray, drafted: np.ndarray) -> TokenMap:
+def _tries(tokens: Tokens) -> TokenMap:
+    tries, failed = tokens["tries"], int((tokens["tries"] < 0).sum())
+    title = "Tries to resample after a rejection" + (f"; {failed} failed" if failed else "")
+    return _numbers(np.abs(tries), tries != 0, title, "not resampled by tries")
+
+
+def _similarity(tokens: Tokens) -> TokenMap:
     """With the quartiles in the title, from which to choose a threshold."""
-    title = "Similarity of paths"
+    values, drafted, title = tokens["similarity"], tokens.free & (tokens["tree_depth"] > 0), "Similarity of paths"
     if drafted.any():
         title += ", quarters {:.2f}, {:.2f}, {:.2f}".format(*np.quantile(values[drafted], (0.25, 0.5, 0.75)))
     return _amount(values, 1, drafted, title, "0 or less", "1, alike", "not from a tree")
 
 
-def _marks(marked: np.ndarray, free: np.ndarray, colour: tuple[int, int, int], name: str, title: str) -> TokenMap:
-    """Marked tokens in their colour of the source map, on white."""
-    colours = np.where(marked[..., None], colour, np.where(free[..., None], 255, GREY)).astype(np.uint8)
-    legend = (
-        Swatch(colour, f"{name}: {marked.sum()} ({marked.mean():.0%})"),
-        Swatch((255, 255, 255), f"all others: {(free & ~marked).sum()}"),
-        *_grey(~free, "kept or fixed"),
-    )
-    return TokenMap(colours, marked.astype(np.float32), title, legend)
+def _numbers(values: np.ndarray, where: np.ndarray, title: str, grey: str = KEPT) -> TokenMap:
+    """Whole numbers from 0 to their largest."""
+    most = max(int(values.max()), 1)
+    return _amount(values, most, where, title, "0", str(most), grey)
+
+
+def _amount(
+    values: np.ndarray, most: float, where: np.ndarray, title: str, low: str, high: str, grey: str = KEPT
+) -> TokenMap:
+    """Values from 0 to ``most``, grey where they mean nothing."""
+    strength = np.where(where, np.clip(values / most, 0, 1), 0).astype(np.float32)
+    colours = np.where(where[..., None], gradient(strength, AMOUNT), GREY).astype(np.uint8)
+    return TokenMap(colours, strength, title, (Scale(AMOUNT, low, high), *_grey(~where, grey)))
+
+
+def _ratios(position: np.ndarray, chance: np.ndarray, judged: np.ndarray, title: str, low: str, high: str) -> TokenMap:
+    """Positions in 0..1 on the scale of ratios, with a probability of acceptance as strength."""
+    colours = np.where(judged[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
+    legend = (Scale(RATIO, f"{low} or less", f"{high} or more"), *_grey(~judged, NOT_JUDGED))
+    return TokenMap(colours, np.where(judged, chance, 0).astype(np.float32), title, legend)
 
 
 def _grey(where: np.ndarray, text: str) -> tuple[Swatch, ...]:
     return (Swatch(GREY, f"{text}: {where.sum()}"),) if where.any() else ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How to draw it, and the runs that have it: of vectors if ``continuous``, of token ids if not (None: both). With
+    an ``absent``, the reason, those lack it whose record of this name is zero everywhere."""
+
+    draw: Callable[[Tokens], TokenMap]
+    continuous: bool | None = None
+    absent: str = ""
+
+
+NO_TREES = "it drafted no trees"
+METRICS = {  # as the node's widget lists them
+    "source": Metric(_sources),
+    "pass": Metric(lambda t: _numbers(t["finalised_at"], t.free, "Forward pass that fixed the token")),
+    "accepted length": Metric(_tokens_per_pass),
+    "ratio p/q": Metric(_ratio, False),
+    "entropy": Metric(_entropy, False),
+    "top-1 probability": Metric(_top1, False),
+    "tree depth": Metric(partial(_tree, "tree_depth", "Levels of the token's draft tree"), False, NO_TREES),
+    "tree width": Metric(partial(_tree, "tree_width", "Most drafts on one level of the token's tree"), False, NO_TREES),
+    "skipped": Metric(partial(_marks, Source.SKIPPED, "Tokens accepted unverified"), False),
+    "accepted by relaxation": Metric(partial(_marks, Source.RELAXED, "Draft tokens that only a relaxed rule accepted")),
+    "TV leak": Metric(_drift, False),
+    "distance": Metric(_distance, True),
+    "log ratio": Metric(_log_ratio, True),
+    "order": Metric(_order, True),
+    "block": Metric(_block, True),
+    "tries": Metric(_tries, True, "no token took tries"),
+    "similarity": Metric(_similarity, False, "no paths were compared"),
+}
 
 
 def gradient(values: np.ndarray, anchors: tuple[tuple[int, int, int], ...]) -> np.ndarray:

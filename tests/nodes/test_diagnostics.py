@@ -9,17 +9,10 @@ import numpy as np
 import pytest
 import torch
 from comfyui_specar.reports import acceptance_map, token_records
-from comfyui_specar.reports.acceptance_map import (
-    CONTINUOUS,
-    DISCRETE,
-    GREY,
-    METRICS,
-    RATIO,
-    SOURCES,
-    gradient,
-    token_map,
-)
+from comfyui_specar.reports.acceptance_map import GREY, METRICS, RATIO, SOURCES, gradient, token_map
 from comfyui_specar.samplers.trace import Source, Trace
+
+CONTINUOUS, DISCRETE = ([name for name, each in METRICS.items() if each.continuous is kind] for kind in (True, False))
 
 
 def as_json(trace: Trace) -> dict:
