@@ -6,7 +6,6 @@ batch, M positions predicted at once, T denoising steps per token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -19,6 +18,7 @@ from ..kernels.sampling import inverse
 from .contract import Output, Result, Sketch
 from .distributions import Distribution
 from .rng import Purpose, Stream
+from .settings import check_settings, setting
 from .trace import CONTINUOUS_FIELDS, Record, Source
 
 GUIDANCE = ("linear", "constant")
@@ -33,23 +33,16 @@ class ContinuousParams:
     "ddim"; iterations: forward passes of next-token sampling. Default: one per token.
     """
 
-    cfg: float = 1.0
-    cfg_schedule: str = "linear"
-    temperature: float = 1.0
+    cfg: float = setting(1.0, 1, advice="1 is no guidance")
+    cfg_schedule: str = setting("linear", options=GUIDANCE)
+    temperature: float = setting(1.0, 0, advice="0 is no noise")
     steps: int = 100
     kind: str = "ddpm"
-    iterations: int | None = None
+    iterations: int | None = setting(None, 1)
 
     def check(self) -> None:
         """Raise ValueError naming the parameter and its legal range."""
-        if not 1 <= self.cfg < math.inf:
-            raise ValueError(f"cfg is {self.cfg}, but must be finite and at least 1 (no guidance).")
-        if self.cfg_schedule not in GUIDANCE:
-            raise ValueError(f"cfg_schedule is {self.cfg_schedule!r}; choose one of {', '.join(map(repr, GUIDANCE))}.")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}, but must be finite and at least 0 (no noise).")
-        if self.iterations is not None and self.iterations < 1:
-            raise ValueError(f"iterations is {self.iterations}, but must be at least 1.")
+        check_settings(self)
 
 
 class Schedule(Protocol):

@@ -5,7 +5,6 @@ ARModel and Drafter are all that methods know of discrete models; continuous_con
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .layout import TokenLayout
+from .settings import Setting, check_settings, setting
 from .trace import Trace
 
 
@@ -169,10 +169,10 @@ class SamplingParams:
     (2.5, 3, 0.6 there). This is another distribution, which exact methods sample exactly; temperature 0 ignores it.
     """
 
-    cfg: float = 1.0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    cfg: float = setting(1.0, 1, advice="1 is no guidance")
+    temperature: float = setting(1.0, 0, advice="0 is greedy")
+    top_k: int = setting(0, 0, advice="0 is off")
+    top_p: float = setting(1.0, 0, 1, advice="1 is off", above=True)
     order: tuple[str, str] = ("top_k", "top_p")
     entropy: tuple[float, float, float] | None = None
 
@@ -190,28 +190,22 @@ class SamplingParams:
 
     def check(self, vocab: int) -> None:
         """Raise ValueError naming the parameter and its legal range."""
-        if not self.cfg >= 1:
-            raise ValueError(f"cfg is {self.cfg}, but must be at least 1 (no guidance).")
-        if not (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE):
+        check_settings(self)
+        if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
                 f"temperature is {self.temperature}, but must be 0 (greedy) or at least {MIN_TEMPERATURE:g}."
             )
-        if not 0 <= self.top_k <= vocab:
+        if self.top_k > vocab:
             raise ValueError(f"top_k is {self.top_k}, but this model has {vocab} image tokens. Use 0 (off) to {vocab}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1 (off).")
         if self.entropy is not None:
             check_entropy(*self.entropy)
 
 
 def check_entropy(first: float, decay: float, last: float) -> None:
     """Raise ValueError unless these are legal values T0, alpha, theta of an entropy temperature."""
-    if not 0 <= first < math.inf:
-        raise ValueError(f"The entropy temperature's T0 is {first}, but must be at least 0.")
-    if not 0 < decay < math.inf:
-        raise ValueError(f"The entropy temperature's alpha is {decay}, but must be above 0.")
-    if not MIN_TEMPERATURE <= last < math.inf:
-        raise ValueError(f"The entropy temperature's theta is {last}, but must be at least {MIN_TEMPERATURE:g}.")
+    legal = {"T0": Setting(0), "alpha": Setting(0, above=True), "theta": Setting(MIN_TEMPERATURE)}
+    for (name, each), value in zip(legal.items(), (first, decay, last), strict=True):
+        each.check(f"The entropy temperature's {name}", value)
 
 
 @dataclass(frozen=True)

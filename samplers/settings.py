@@ -13,6 +13,7 @@ class Setting:
     """Legal values: one of ``options``, or low <= value <= high (infinite high: any finite number >= low).
 
     exact: the value that makes a relaxed rule exact. advice: sensible values, in words. shown: is it part of a report.
+    above: is ``low`` itself illegal.
     """
 
     low: float = -math.inf
@@ -21,11 +22,12 @@ class Setting:
     exact: float | None = None
     advice: str = ""
     shown: bool = True
+    above: bool = False
 
     def legal(self, value: Any) -> bool:
         if self.options:
             return value in self.options
-        return self.low <= value <= self.high and value < math.inf
+        return self.low <= value <= self.high and value < math.inf and not (self.above and value == self.low)
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError for an illegal value, TypeError if it is no number and should be."""
@@ -38,7 +40,10 @@ class Setting:
         if self.options:
             return f"choose one of {', '.join(map(repr, self.options))}"  # some contain commas
         low = f"{self.low:g}" + (" (exact)" if self.exact == self.low else "")
-        words = f"must be at least {low}" if self.high == math.inf else f"must be {low} to {self.high:g}"
+        if self.above:
+            words = f"must be above {low}" + ("" if self.high == math.inf else f" and at most {self.high:g}")
+        else:
+            words = f"must be at least {low}" if self.high == math.inf else f"must be {low} to {self.high:g}"
         return words + (f"; {self.advice}" if self.advice else "")
 
 
@@ -58,9 +63,10 @@ def setting(
     exact: float | None = None,
     advice: str = "",
     shown: bool = True,
+    above: bool = False,
 ) -> Any:
     """A dataclass field that declares its legal values (see Setting)."""
-    return field(default=default, metadata={"setting": Setting(low, high, options, exact, advice, shown)})
+    return field(default=default, metadata={"setting": Setting(low, high, options, exact, advice, shown, above)})
 
 
 def settings_of(owner: Any) -> dict[str, Setting]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ...kernels.verification import Verified
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
-from ..settings import setting
+from ..settings import Setting, setting
 from .auto import FIRST, acceptance_of, best_paths
 from .costs import PassCosts
 from .growing import DRAWS, Drafting, Root, grow_top_k
@@ -120,8 +120,7 @@ class ADTTree(Structure):
             ("base depth", self.base[0], 0, 32),
             ("base width", self.base[1], 0, 64),
         ):
-            if not low <= value <= high:
-                raise ValueError(f"{name} is {value}, but must be {low} to {high}.")
+            Setting(low, high).check(name, value)
 
     def describe(self) -> dict[str, Any]:
         """Without the settings of table V, of alpha and of costs where they are off: earlier reports lack them."""

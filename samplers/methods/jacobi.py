@@ -80,7 +80,7 @@ class SJD(DiscreteMethod):
     window: int | None = setting(None, 2, advice="without one, the method chooses")
     reuse: str = setting("coupled", options=tuple(REUSE))
     initial: str = setting("mixed", options=INITIAL)
-    threshold: float = 0.5
+    threshold: float = setting(0.5, 0, advice="SJD++ uses 0.5", above=True)
     rule: AcceptanceRule = field(default_factory=Exact)
     settle: float = setting(0.0, 0, 1, exact=0)
     name: ClassVar[str] = "sjd"
@@ -311,8 +311,6 @@ class SJD(DiscreteMethod):
                 f"window is {self.window}, but this image has {length} token{'s' * (length > 1)}: {legal}."
             )
         check_settings(self)
-        if not self.threshold > 0:
-            raise ValueError(f"threshold is {self.threshold}, but must be above 0 (SJD++ uses 0.5).")
         self.rule.check()
         if self.settle and self.reuse != "coupled":
             raise ValueError(

@@ -53,7 +53,7 @@ def test_a_method_answers_what_the_contract_asks(build, make):
     assert method.width(request) >= 1 and method.run_bytes(request) > 0
     settings = json.loads(json.dumps(method.describe(request)))
     assert settings["method"] == method.name and settings["lossless"] == method.lossless
-    assert method_of(settings) is type(method) and method.in_words(settings)
+    assert isinstance(method, method_of(settings)) and method.in_words(settings)
     assert method.session_key(request) == method.session_key(request)
 
 

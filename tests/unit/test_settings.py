@@ -55,6 +55,7 @@ DECLARED = {
         "window": (None, 2, ANY, None),
         "reuse": ("coupled", REUSE),
         "initial": ("mixed", INITIAL),
+        "threshold": (0.5, 0, ANY, None),
         "settle": (0.0, 0, 1, 0),
     },
     "DraftTree": {},
@@ -74,6 +75,18 @@ DECLARED = {
         "path": ("uniform", ("uniform", "confident", "first")),
         "guard": (5, 0, ANY, None),
         "features": ("-1, 0", FEATURES),
+    },
+    "SamplingParams": {
+        "cfg": (1.0, 1, ANY, None),
+        "temperature": (1.0, 0, ANY, None),
+        "top_k": (0, 0, ANY, None),
+        "top_p": (1.0, 0, 1, None),
+    },
+    "ContinuousParams": {
+        "cfg": (1.0, 1, ANY, None),
+        "cfg_schedule": ("linear", ("linear", "constant")),
+        "temperature": (1.0, 0, ANY, None),
+        "iterations": (None, 1, ANY, None),
     },
 }
 # Defaults of what declares no legal values.
@@ -95,26 +108,11 @@ PLAIN = {
         "pays": False,
     },
     "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "settle": 0.0},
-    "SJD": {"threshold": 0.5},
     "DraftTree": {"name": "draft_tree"},
     "ContinuousSpeculative": {"tolerance": 0.26, "aligned": True},
     "Skipping": {"truncate": True, "refresh": True},
-    "SamplingParams": {
-        "cfg": 1.0,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "order": ("top_k", "top_p"),
-        "entropy": None,
-    },
-    "ContinuousParams": {
-        "cfg": 1.0,
-        "cfg_schedule": "linear",
-        "temperature": 1.0,
-        "steps": 100,
-        "kind": "ddpm",
-        "iterations": None,
-    },
+    "SamplingParams": {"order": ("top_k", "top_p"), "entropy": None},
+    "ContinuousParams": {"steps": 100, "kind": "ddpm"},
     "Request": REQUEST | {"strength": None, "skippable": None},
     "ContinuousRequest": REQUEST | {"tokens": None, "kept": None},
 }
@@ -158,6 +156,7 @@ def test_every_setting_is_part_of_a_report_except_what_a_rule_takes_from_its_met
         (Setting(2, 5), (2, 3.5, 5), (math.nextafter(2, 1), math.nextafter(5, 6), math.nan, -math.inf, math.inf)),
         (Setting(0), (0, 1e300), (math.inf, math.nan, -1e-300)),
         (Setting(), (-1e300, 0, 1e300), (math.inf, -math.inf + math.inf, math.nan)),
+        (Setting(0, 1, above=True), (1e-300, 1), (0, -1e-300, math.nan)),
         (Setting(options=("a", "b")), ("a", "b"), ("c", "", None, 1)),
     ],
 )
@@ -185,7 +184,7 @@ def test_a_check_refuses_and_names_what_is_beyond_any_limit(name):
     """The check of the rule, structure or schedule itself; methods are given a request, too, and check the same."""
     owner = OWNERS[name]
     required = {each.name: None for each in fields(owner) if each.init and each.default is MISSING}
-    check = check_settings if owner in registry.METHODS else owner.check
+    check = check_settings if owner in (*registry.METHODS, SamplingParams) else owner.check
     check(owner(**required))
     for setting, legal in settings_of(owner).items():
         assert beyond(legal)
