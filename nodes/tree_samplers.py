@@ -15,9 +15,10 @@ from ..samplers.drafts.trees import Path
 from ..samplers.methods import published
 from ..samplers.methods.skipping import SCHEDULES, Skipping
 from ..samplers.methods.speculative import DraftTree
+from ..samplers.rules.cool_sd import CoolSD
 from ..samplers.rules.lantern import Lantern, LanternPP
 from .comfy_runtime.runs import LoadedDrafter
-from .rules import EXACT, REDRAW, ChosenRule, cool_sd_inputs, redraw_input, where_input
+from .rules import COOL_SD, EXACT, REDRAW, ChosenRule, setting_input, setting_inputs, where_input
 from .samplers import Inputs, sample
 from .schema import schema
 from .search import WITH_DRAFTER
@@ -136,9 +137,9 @@ class LanternSampler(io.ComfyNode):
                 drafter_input(),
                 io.Combo.Input("variant", options=[LANTERN, LANTERN_PP], default=LANTERN_PP),
                 advanced(io.Int.Input("neighbours", default=0, min=0, max=16384)),
-                io.Float.Input("delta", default=Lantern.delta, min=0, max=1, step=0.01, round=0.001),
-                io.Float.Input("ratio", default=LanternPP.ratio, min=1, max=1000, step=0.1, round=0.01),
-                redraw_input(),
+                setting_input(Lantern, "delta"),
+                setting_input(LanternPP, "ratio", step=0.1),
+                setting_input(Lantern, "redraw", folded=True),
                 negative_input(),
                 where_input(),
                 io.Combo.Input("structure", options=[AUTO, PAPER], default=AUTO, optional=True),
@@ -182,7 +183,7 @@ class CoolSDSampler(io.ComfyNode):
                 *common_inputs(),
                 drafter_input(),
                 io.Combo.Input("structure", options=list(STRUCTURES), default=DEFAULT),
-                *cool_sd_inputs(),
+                *setting_inputs(CoolSD, COOL_SD),
                 negative_input(),
                 where_input(),
             ],

@@ -1,11 +1,10 @@
-"""Every relaxed rule of the registry, with settings that relax a lot on models of a few codes."""
+"""Every relaxed rule of the registry, with settings that relax a lot on models of a few codes; else its defaults."""
 
 from __future__ import annotations
 
 from comfyui_specar.samplers.registry import RULES
 from comfyui_specar.samplers.rules.acceptance import AcceptanceRule, Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.rules.entropy import Entropy
 from comfyui_specar.samplers.rules.grouped import Grouped
 from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
@@ -17,16 +16,5 @@ SETTINGS = {
     CoolSD: {"delta": 1.5},
     Grouped: {"window": 14, "gap": 0.9, "radius": 10.0},
     TVMetered: {"epsilon": 0.1},
-    Entropy: {},
 }
-
-
-def relaxed(rule: type[AcceptanceRule]) -> AcceptanceRule:
-    if rule not in SETTINGS:
-        raise LookupError(
-            f"Add settings with which {rule.__name__} relaxes a lot to SETTINGS of tests/support/rules.py."
-        )
-    return rule(**SETTINGS[rule])
-
-
-RELAXED = [relaxed(rule) for rule in RULES if rule is not Exact]
+RELAXED: list[AcceptanceRule] = [rule(**SETTINGS.get(rule, {})) for rule in RULES if rule is not Exact]

@@ -129,8 +129,9 @@ def tables() -> Iterator[str]:
     for picture in (ROOT / "docs/pictures").glob("**/*"):
         if picture.is_file() and picture.name not in everything:
             yield f"{name(picture)} is shown nowhere"
+    listed = read("docs/nodes.md") + read("docs/methods/rules.md")
     for node in json.loads(read("locales/en/nodeDefs.json")).values():
-        if node["display_name"] not in texts[ROOT / "docs/nodes.md"]:
+        if node["display_name"] not in listed:
             yield f"docs/nodes.md does not list {node['display_name']}"
     jobs = [block for _, block in CODE.findall(texts[ROOT / "docs/batches.md"]) if block.startswith("id,prompt,seed\n")]
     if not any(read("docs/jobs.csv").startswith(block) for block in jobs):

@@ -11,6 +11,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("en", "zh")
 NODES = json.loads((ROOT / "locales/en/nodeDefs.json").read_text("utf-8"))
+PAGES = sorted(path.name for path in (ROOT / "web/docs").iterdir())
 REFERENCE = {"en": r"other inputs are those of (.+?)\.", "zh": r"其他输入与“(.+?)”相同"}  # to another node's page
 VALUES = {
     "verbatim": r"\[\S+\]\(\S+\)|hf download .+",
@@ -57,8 +58,11 @@ def leaves(words: dict, path: str = ""):
 
 
 def help_pages() -> Iterator[str]:
-    """A page names every widget, shows an image that is small and readable, and there is one of each node alone."""
-    for node, language in ((node, language) for node in NODES for language in LANGUAGES):
+    """A page names every widget and shows an image that is small and readable. Every node has one but rules, which may
+    do without: ComfyUI then shows the description, and a table of the inputs with their tooltips."""
+    for node in {*PAGES} - {*NODES} | {node for node in NODES if not node.startswith("SpecARRule")} - {*PAGES}:
+        yield f"web/docs/{node} has no node, or no page"
+    for node, language in ((node, language) for node in PAGES for language in LANGUAGES):
         text, title = page(node, language), locale(language, "nodeDefs")[node]["display_name"]
         if not text.startswith(f"# {title}\n"):
             yield f"{node}/{language}.md is not headed {title}"
@@ -67,13 +71,11 @@ def help_pages() -> Iterator[str]:
             yield f"{node}/{language}.md does not name {missing}"
         if not re.search(rf"!\[[^\]]+\]\({node}/picture\.webp\)", text):  # the front end starts at web/docs
             yield f"{node}/{language}.md shows no image"
-    for node in NODES:
+    for node in PAGES:
         file = ROOT / f"web/docs/{node}/picture.webp"
         width, height = Image.open(file).size
         if file.stat().st_size > MOST_BYTES or width <= 500 or height <= 200:
             yield f"{node}/picture.webp has {file.stat().st_size} bytes and {width} x {height} pixels"
-    for other in {path.name for path in (ROOT / "web/docs").iterdir()} ^ set(NODES):
-        yield f"web/docs/{other} has no node, or no page"
 
 
 def translations() -> Iterator[str]:
@@ -84,7 +86,7 @@ def translations() -> Iterator[str]:
         for key, text in chinese.items():
             if not text.strip() or not (key.endswith(".name") or CHINESE.search(text)):
                 yield f"locales/zh/{file}.json: {key} is not translated"
-    for node in NODES:
+    for node in PAGES:
         english, chinese = page(node, "en"), page(node, "zh")
         shapes = (r"^#+ ", r"^\*\*[^*]+\*\*$", r"^\* ")
         alike = all(len(re.findall(what, chinese, re.M)) == len(re.findall(what, english, re.M)) for what in shapes)
