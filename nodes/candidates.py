@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from ..samplers.contract import Method, Request
 from ..samplers.drafts.structures import Chain
@@ -37,6 +38,17 @@ def next_token(model: LoadedModel, request: Request) -> ChosenMethod:
     return chosen(model, NextToken(), None, "AR Sampler (next token)", request)
 
 
+def methods(
+    model: LoadedModel, drafter: LoadedDrafter | None, request: Request, budget: float, codes: int
+) -> list[ChosenMethod]:
+    """What Find Fastest tries: next token, the exact methods, and the likely fastest window and tree with approximate
+    rules if ``budget``, the limit of the drift bound per token, allows any. codes: size of the codebook (0: none)."""
+    exact = exact_methods(model, drafter, request)
+    likely = [[each for each in exact if (each.drafter is None) == window][:1] for window in (True, False)]
+    relaxed = relaxed_methods(chain(*likely), budget, codes, request) if budget else []
+    return [next_token(model, request), *exact, *relaxed]
+
+
 def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, request: Request) -> list[ChosenMethod]:
     """Methods that sample the model's distribution; likely the fastest first."""
     windows = [sjd(model, window, request) for window in WINDOWS if 2 * window <= request.layout.sampled_tokens]
@@ -53,8 +65,7 @@ def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, request: Re
 
 
 def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int, request: Request) -> list[ChosenMethod]:
-    """``bases`` with approximate rules that have a drift bound. budget: limit of the drift bound per token; codes: size
-    of the codebook (0: none)."""
+    """``bases`` with approximate rules that have a drift bound; see ``methods``."""
     rules: list[AcceptanceRule] = [TVMetered(budget), CoolSD(1.1), CoolSD(2.0)]
     if NEIGHBOURS < codes <= MOST_CODES:
         rules.append(LanternPP(NEIGHBOURS, 2.0))

@@ -1,13 +1,13 @@
-"""Find Fastest: short trials of several methods on the user's own model and device."""
+"""Find Fastest: short trials of several methods on the user's own model and device, in rounds until the time is up."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from ..reports.run_report import drawing
 from ..reports.trials import TIME_UP, Trial
 from ..samplers.contract import Progress, Request
 from ..samplers.layout import TokenLayout
-from ..samplers.methods.jacobi import SJD
-from ..samplers.methods.speculative import DraftTree
 from . import candidates
 from .comfy_runtime import runs
 from .comfy_runtime.memory import out_of_memory
@@ -35,13 +33,10 @@ from .search import REPORT
 from .sockets import ARDrafter, ARMethod
 from .widgets import common_inputs, negative_input
 
-RUNS = 3  # per method that may be the fastest
-REPEAT_WITHIN = 1.5  # times the fastest: a slower method is not repeated
-STOP_AFTER = 2.0  # times the next-token sampler: a first run that takes longer is stopped
-FEWEST = 32  # tokens of a trial, if the image has as many
-WARM = 32  # tokens of a run for warm-up or estimation
-PER_METHOD = 1.5  # average time per method with warm-up, in runs of the next-token sampler; one more to capture steps
-UNIT = 1000  # progress per method
+RUNS = 2  # of a method in a round: one proves nothing
+STOP_AFTER = 2.0  # times the next-token sampler: a run that takes longer is stopped, and the method left out
+FEWEST = 32  # tokens of a trial, if the image has as many, and of a run for warm-up where no steps are captured
+UNIT = 1000  # of the progress bar
 
 clock = time.perf_counter
 
@@ -52,33 +47,33 @@ class GivenUpError(Exception):
 
 @dataclass
 class Search:
-    """Trials of methods for a request. until: deadline, as clock(); captured: whether steps are captured as CUDA
-    graphs, which makes the first runs of a method slower.
+    """Trials of methods for a request, the first of them the next-token sampler.
 
-    layout: the part of request.layout that a run samples. trials: the first is the baseline. warm: sessions that its
-    runs left with the model.
+    layout: the part of request.layout that a run samples; began: as clock(); seconds: for all trials; captured: whether
+    steps are captured as CUDA graphs; reached: tokens sampled by the last run.
     """
 
     request: Request
     report: Report
-    until: float
-    budget: float
-    captured: bool
+    trials: list[Trial[ChosenMethod]]
     layout: TokenLayout
-    trials: list[Trial[ChosenMethod]] = field(default_factory=list)
-    warm: dict[Any, Any] = field(default_factory=dict)
-    stage: int = -1  # index in the progress bar
-    lap: int = 0
-    laps: int = 1
+    seconds: float
+    captured: bool
+    began: float
+    reached: int = 0
 
-    # Runs
+    @property
+    def until(self) -> float:
+        return self.began + self.seconds
 
     def run(self, method: ChosenMethod, layout: TokenLayout, seed: int = 0, until: float = math.inf) -> tuple:
         """Sample the tokens of ``layout``: seconds and trace. Raises GivenUpError after ``until``."""
 
         def watch(progress: Progress) -> None:
-            share = (self.lap + float(progress.committed.float().mean()) / layout.length) / self.laps
-            self.report(replace(progress, committed=torch.tensor(UNIT * (self.stage + min(1.0, share)))))
+            decided = layout.forced[:, : int(progress.committed.min())]
+            self.reached = int((decided < 0).sum(1).min())
+            share = min(1.0, (clock() - self.began) / self.seconds)
+            self.report(replace(progress, committed=torch.tensor(UNIT * share)))
             if clock() > until:
                 raise GivenUpError
 
@@ -88,116 +83,65 @@ class Search:
             began = clock()
             result = method.method.sample(request)
             seconds = clock() - began
-        self.lap += 1
         return seconds, result.trace
 
-    def measure(self, trial: Trial[ChosenMethod], until: float = math.inf) -> None:
-        """One measured run; the n-th run has the same seed for all methods."""
-        seconds, trace = self.run(trial.method, self.layout, len(trial.seconds), until)
-        totals = trace.totals
-        trial.seconds.append(seconds / totals["tokens"])
-        trial.tokens += totals["tokens"]
-        trial.passes += sum(totals["passes_per_image"])
-        trial.drift_bound += totals["drift_bound"]
+    def shorten(self) -> None:
+        """Make trials as long as the next-token sampler gets in its share of the time, so that a round fits into it."""
+        try:
+            self.run(self.trials[0].method, self.layout, 0, clock() + self.seconds / (RUNS * len(self.trials)))
+        except GivenUpError:
+            self.layout = self.layout.beginning(max(FEWEST, self.reached))
 
-    def warm_up(self, method: ChosenMethod, until: float = math.inf) -> None:
-        """Warm-up runs: one, or two if steps are captured, because the second still captures."""
-        layout = self.layout if self.captured else self.layout.beginning(max(WARM, method.method.width(self.request)))
-        for _ in range(1 + self.captured):
-            self.run(method, layout, 0, until)
-
-    # Methods
-
-    def begin(self, laps: int) -> None:
-        """Start the next stage, of ``laps`` runs."""
-        self.stage, self.lap, self.laps = self.stage + 1, 0, laps
-
-    def baseline(self, method: ChosenMethod, tokens: int, methods: int) -> None:
-        """Measure the next-token sampler, without a time limit, and choose the number of tokens per run: at most
-        ``tokens``, and fewer if the time does not suffice for ``methods`` methods."""
-        self.begin(2 + 4 * self.captured)
-        beginning = self.request.layout.beginning(WARM)
-        seconds, trace = [self.run(method, beginning) for _ in range(1 + 2 * self.captured)][-1]
-        per_token = seconds * self.request.batch / trace.totals["tokens"]
-        affordable = int((self.until - clock()) / (methods * (PER_METHOD + self.captured) * per_token))
-        self.layout = self.request.layout.beginning(min(tokens, max(FEWEST, affordable)))
-        self.trials.append(Trial(method))
-        sessions = method.model.model.sessions
-        sessions.clear()  # sessions of the estimate have another length
+    def measure(self, trial: Trial[ChosenMethod], until: float, longest: float) -> None:
+        """A method's runs in a round, of ``longest`` seconds each, after those for warm-up; the n-th run has the same
+        seed for all methods. A model keeps the captured steps of few methods: each round captures them again, in two
+        runs. Raises GivenUpError."""
         if self.captured:
-            self.warm_up(method)
-        self.warm = dict(sessions)
-        self.measure(self.trials[0])
+            for _ in range(2):
+                self.run(trial.method, self.layout, 0, until)
+        elif not trial.seconds:
+            beginning = self.layout.beginning(max(FEWEST, trial.method.method.width(self.request)))
+            self.run(trial.method, beginning, 0, until)
+        for _ in range(RUNS):
+            seconds, trace = self.run(trial.method, self.layout, len(trial.seconds), min(until, clock() + longest))
+            trial.add(seconds, trace.totals)
 
-    def once(self, methods: Iterable[ChosenMethod]) -> None:
-        """Measure methods once, while enough time is left to repeat the fastest (or half of the time)."""
-        tokens = self.trials[0].tokens  # of a run
-        whole, half = self.trials[0].seconds[0] * tokens, (clock() + self.until) / 2
-        for method in methods:
-            self.begin(2 + self.captured)
-            trial = Trial(method)
-            self.trials.append(trial)
-            if method.drafter is None and 2 * method.method.width(self.request) > self.layout.length:
+    def rounds(self, budget: float) -> None:
+        """Measure the methods in turn until the time is up, the next-token sampler at least once. What has a note is
+        left out."""
+        plain, *others = self.trials
+        for trial in others:
+            if trial.method.drafter is None and 2 * trial.method.method.width(self.request) > self.layout.length:
                 trial.note = f"not tried: trials of {self.layout.sampled_tokens} tokens are too short for it"
-                continue
-            best = min(other.seconds[0] for other in self.trials if other.seconds) * tokens
-            enough = max(self.until - (RUNS - 1 + self.captured) * (whole + best), half)
-            if clock() >= enough:
-                trial.note = TIME_UP
-                continue
-            with self.noting(trial, enough):
-                self.warm_up(method, enough)
-                self.measure(trial, min(enough, clock() + STOP_AFTER * whole))
-
-    def repeat(self) -> None:
-        """Repeat the methods that may be the fastest, alternating with the baseline; the fastest one even after the
-        deadline."""
-        plain, others = self.trials[0], [trial for trial in self.trials[1:] if self.promising(trial)]
-        self.begin(len(others) * (2 * (RUNS - 1) + 2 * self.captured))
-        for place, trial in enumerate(sorted(others, key=lambda trial: trial.median)):
-            if place and clock() >= self.until:
-                trial.note = "run only once: time was up"
-                continue
-            with self.noting(trial):
-                if self.captured:
-                    self.warm_up(trial.method)
-                sessions = trial.method.model.model.sessions
-                if any(sessions.get(key) is not session for key, session in self.warm.items()):
-                    self.warm_up(plain.method)  # memory was short, and weights were moved
-                while len(trial.seconds) < RUNS:
-                    self.measure(plain)
-                    self.measure(trial)
+        self.measure(plain, math.inf, math.inf)
+        turn = others
+        while clock() < self.until and not all(trial.note for trial in others):
+            for trial in turn:
+                if not trial.note and clock() < self.until:
+                    longest = (
+                        math.inf if trial is plain else STOP_AFTER * plain.median * plain.tokens / len(plain.seconds)
+                    )
+                    with self.noting(trial, budget):
+                        self.measure(trial, self.until, longest)
+            turn = self.trials
+        for trial in others:
+            if len(trial.seconds) < RUNS and not trial.note:
+                trial.note = "run only once: time was up" if trial.seconds else TIME_UP
 
     @contextmanager
-    def noting(self, trial: Trial[ChosenMethod], until: float = math.inf) -> Iterator[None]:
-        """Record why a method could not be measured, and remove its sessions from the model."""
-        sessions = trial.method.model.model.sessions
+    def noting(self, trial: Trial[ChosenMethod], budget: float) -> Iterator[None]:
+        """Record why a method is measured no further."""
         try:
             yield
         except GivenUpError:
-            slow = f"stopped: it took more than {STOP_AFTER:g} times as long as next token"
-            trial.note = TIME_UP if clock() >= until else slow
+            if clock() < self.until:
+                trial.note = f"stopped: it took more than {STOP_AFTER:g} times as long as next token"
         except (RuntimeError, runs.TooLargeError) as error:
             if not isinstance(error, runs.TooLargeError) and not out_of_memory(error):
                 raise
             trial.note = "did not fit in memory"
-        if trial.tokens and not trial.within(self.budget):
+        if trial.tokens and not trial.within(budget):
             trial.note = f"over leak_budget (drift bound {trial.drift_bound_per_token:.3f} per token)"
-        for key in sessions.keys() - self.warm.keys():
-            del sessions[key]  # a model keeps few, and must keep the baseline's
-
-    def promising(self, trial: Trial[ChosenMethod]) -> bool:
-        """Whether it may be the fastest."""
-        medians = [other.median for other in self.trials if other.seconds and other.within(self.budget)]
-        return trial.within(self.budget) and trial.median <= REPEAT_WITHIN * min(medians)
-
-    def bases(self) -> list[ChosenMethod]:
-        """The fastest window and the fastest tree so far, unless they are too slow for any rule to help."""
-        ran = [trial for trial in self.trials if trial.seconds]
-        of = [[t for t in ran if isinstance(t.method.method, kind)] for kind in (SJD, DraftTree)]
-        best = [min(trials, key=lambda trial: trial.median) for trials in of if trials]
-        limit = STOP_AFTER * min(trial.median for trial in ran)
-        return [trial.method for trial in best if trial.median <= limit]
 
 
 def search(
@@ -207,20 +151,14 @@ def search(
 
     No session is left with the model, because other runs have another length.
     """
-    until, plain = clock() + seconds, candidates.next_token(model, request)
-    exact = candidates.exact_methods(model, drafter, request)
-    codes = 0 if model.model.codebook is None else model.model.vocab
-    rules = len(candidates.relaxed_methods(exact[:1], budget, codes, request)) if budget else 0
-    planned = 1 + len(exact) + rules * (1 if drafter is None else 2)
-    captured = capturable(model.patcher.load_device)
-    tried = Search(request, Report((planned + 1) * UNIT, None), until, budget, captured, request.layout)
+    began, codes = clock(), 0 if model.model.codebook is None else model.model.vocab
+    methods = candidates.methods(model, drafter, request, budget, codes)
+    captured, layout = capturable(model.patcher.load_device), request.layout.beginning(tokens)
+    tried = Search(request, Report(UNIT, None), [*map(Trial, methods)], layout, seconds, captured, began)
     model.patcher.release()
     try:
-        tried.baseline(plain, tokens, planned)
-        tried.once(exact)
-        if budget:
-            tried.once(candidates.relaxed_methods(tried.bases(), budget, codes, request))
-        tried.repeat()
+        tried.shorten()
+        tried.rounds(budget)
         tried.report.finish()
     finally:
         model.patcher.release()
@@ -273,7 +211,7 @@ class FindFastest(io.ComfyNode):
             )
         tried, layout = search(request, model, drafter, leak_budget, tokens, seconds)
         verdict = trials.judge(tried, leak_budget)
-        setting = setting_text(request, layout)
+        setting = setting_text(request, layout, seconds)
         chart = trials.chart(tried, verdict, setting)
         image = as_images([draw(chart)])
         shown = {
@@ -289,9 +227,12 @@ def trial_seed_input() -> io.Input:
     return io.Int.Input("trial_seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF)
 
 
-def setting_text(request: Request, layout: TokenLayout) -> str:
+def setting_text(request: Request, layout: TokenLayout, seconds: int) -> str:
     """Description of the trials' settings."""
     drawn, total = layout.sampled_tokens, request.layout.sampled_tokens
     what = f"{total} tokens" if drawn == total else f"the first {drawn} of {total} tokens"
     images = "an image" if request.batch == 1 else f"each of {request.batch} images"
-    return f"Trials sampled {what} of {images} on {request.model.device}, {drawing(asdict(request.params))}."
+    setting = drawing(asdict(request.params))
+    return (
+        f"Trials sampled {what} of {images} on {request.model.device}, {setting}, by turns until {seconds} s were up."
+    )

@@ -1,6 +1,6 @@
 """What trials of several methods say: which one is to be chosen, in words, as a table and as a chart. No ComfyUI.
 
-A method counts as faster than another only where every one of its runs was, and there were two at least of each.
+A method counts as faster than another only where the middle half of its runs was, and there were two at least of each.
 """
 
 from __future__ import annotations
@@ -61,13 +61,27 @@ class Trial(Generic[M]):
         """Of one image: 1 is what the next-token sampler takes."""
         return self.passes / self.tokens
 
+    @property
+    def range(self) -> tuple[float, float]:
+        """Least and most seconds per token of the middle half of the runs, without what disturbed single ones."""
+        aside = len(self.seconds) // 4
+        runs = sorted(self.seconds)[aside : len(self.seconds) - aside]
+        return runs[0], runs[-1]
+
+    def add(self, seconds: float, totals: dict[str, Any]) -> None:
+        """A run, and the totals of its trace."""
+        self.seconds.append(seconds / totals["tokens"])
+        self.tokens += totals["tokens"]
+        self.passes += sum(totals["passes_per_image"])
+        self.drift_bound += totals["drift_bound"]
+
     def within(self, budget: float) -> bool:
         """Did it drift no further per token than allowed?"""
         return bool(self.tokens) and self.drift_bound_per_token <= budget * (1 + ROUNDING)
 
     def faster_than(self, other: Trial) -> bool:
         """For certain, as far as these runs can tell."""
-        return min(len(self.seconds), len(other.seconds)) >= 2 and max(self.seconds) < min(other.seconds)
+        return min(len(self.seconds), len(other.seconds)) >= 2 and self.range[1] < other.range[0]
 
 
 @dataclass(frozen=True)
@@ -94,12 +108,8 @@ def judge(trials: list[Trial], budget: float) -> Verdict:
 
 
 def speed(trial: Trial, plain: Trial) -> tuple[float, float, float]:
-    """How many times as fast as the next-token sampler: by the medians, and the least and most that single runs say."""
-    return (
-        plain.median / trial.median,
-        min(plain.seconds) / max(trial.seconds),
-        max(plain.seconds) / min(trial.seconds),
-    )
+    """How many times as fast as the next-token sampler: by the medians, and the least and most by their ranges."""
+    return plain.median / trial.median, plain.range[0] / trial.range[1], plain.range[1] / trial.range[0]
 
 
 def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) -> str:
@@ -109,7 +119,7 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
         times, least, most = speed(chosen, trials[0])
         lines = [
             f"Chosen: {title(chosen)}. {times:.2f} times as fast as next token in these trials ({least:.2f} to "
-            f"{most:.2f} over {len(chosen.seconds)} runs)."
+            f"{most:.2f} in the middle half of {len(chosen.seconds)} runs)."
         ]
         if verdict.alike:
             lines.append(f"Indistinguishable from the fastest in these runs: {'; '.join(map(title, verdict.alike))}.")
@@ -117,7 +127,7 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
         lines = ["Chosen: next token, as there was no time to try any other method. Allow more seconds."]
     else:
         within = " within leak_budget" if budget else ""
-        lines = [f"Chosen: next token. No other method{within} was faster in every run."]
+        lines = [f"Chosen: next token. No other method{within} was clearly faster."]
         likely = [trial for trial in trials[1:] if trial.within(budget) and trial.median < trials[0].median]
         if likely:
             best = min(likely, key=lambda trial: trial.median)
@@ -181,8 +191,7 @@ def ranked(trials: list[Trial]) -> list[Trial]:
 
 
 def columns(trials: list[Trial], plain: Trial) -> list[Column]:
-    """The measures of these trials, with the range of single runs where there are several. plain: the next-token
-    sampler's."""
+    """The measures of these trials, and their ranges. plain: the next-token sampler's."""
     measured = [trial if trial.seconds else None for trial in trials]
     speeds = [t and speed(t, plain) for t in measured]
     chosen = [
@@ -192,7 +201,7 @@ def columns(trials: list[Trial], plain: Trial) -> list[Column]:
             "lower",
             [t and 1000 * t.median for t in measured],
             "{:.3g}".format,
-            [t and (1000 * min(t.seconds), 1000 * max(t.seconds)) for t in measured],
+            [t and (1000 * t.range[0], 1000 * t.range[1]) for t in measured],
         ),
         Column(
             "speed",
@@ -220,7 +229,7 @@ def _sign(value: float) -> str:
 
 
 def table(trials: list[Trial], verdict: Verdict) -> str:
-    """The measurements as a Markdown table, the fastest first; medians, and in brackets the range of single runs."""
+    """The measurements as a Markdown table, the fastest first; medians, and in brackets the middle half of the runs."""
     rows, measures = ranked(trials), columns(ranked(trials), trials[0])
     head = ["method", "acceptance", *(f"{c.name} ({c.unit})" for c in measures), "runs"]
     lines = [
