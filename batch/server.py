@@ -315,17 +315,11 @@ def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
 
 
 def notices_of(outputs: dict[str, dict]) -> list[str]:
-    """What runs did not do of what was asked, once each: from the samplers, and from the reports of their traces, as
-    samplers of older versions of this pack say nothing. Raises UnexpectedAnswerError."""
-    samplers = [parse_object(run.encode(errors="replace")) for run in listed_in(outputs, "specar_run", str)]
-    reports = [get(report, "settings", dict, {}) for report in listed_in(outputs, "specar", dict)]
-    found = [one_line(notice) for about in (*samplers, *reports) for notice in get_list(about, "notices", str)]
+    """What the samplers did not do of what was asked, once each. Raises UnexpectedAnswerError."""
+    told = [run for output in outputs.values() for run in get_list(output, "specar_run", str)]
+    samplers = [parse_object(run.encode(errors="replace")) for run in told]
+    found = [one_line(notice) for about in samplers for notice in get_list(about, "notices", str)]
     return list(dict.fromkeys(found))[:NOTICES]
-
-
-def listed_in(outputs: dict[str, dict], name: str, kind: type) -> list[Any]:
-    """What the nodes' outputs list under this name."""
-    return [found for output in outputs.values() for found in get_list(output, name, kind)]
 
 
 def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:

@@ -1,5 +1,5 @@
-"""Validation of inputs. ComfyUI checks the types of links and the bounds of widget values, but neither the value of a
-link nor what an API client sends in place of a link. Here every node's inputs are checked before it runs.
+"""Validation of what ComfyUI does not check: the values of links, and what an API client sends in place of a link.
+Types of links, missing inputs and the values of widgets it checks itself.
 """
 
 from __future__ import annotations
@@ -51,24 +51,22 @@ def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, An
     """The inputs, without optional ones that are None (as API clients may send), and with numpy scalars, which other
     packs' nodes may output, converted to Python's, and without removed widgets (see ``removed`` of
     widgets.py). Raises ValueError."""
-    known = {i.id: i for i in schema.inputs}
-    for name in inputs:
-        if name not in known:
-            raise ValueError(f"{schema.display_name} has no input {name!r}. Use one of: {', '.join(known) or 'none'}.")
-    named = [name for name, value in inputs.items() if value is not None or not known[name].optional]
-    given = {name: inputs[name].item() if isinstance(inputs[name], np.generic) else inputs[name] for name in named}
-    for name, wanted in known.items():
-        if name in given:
-            problem = problem_of(wanted, given[name])
-            if problem:
-                raise ValueError(f"{name} {problem}")
-            if wanted.extra_dict.get("hidden") and given.pop(name) != wanted.default:
-                raise ValueError(
-                    f"{name} is {show(inputs[name])}, but was removed, as no measurement recommended it. Recreate the "
-                    f"node, or set {name} to {wanted.default!r}."
-                )
-        elif not wanted.optional:
-            raise ValueError(f"{name} is missing: {schema.display_name} needs it. Connect or set it.")
+    given: dict[str, Any] = {}
+    for wanted in schema.inputs:
+        if wanted.optional and inputs.get(wanted.id) is None:
+            continue
+        value = inputs[wanted.id]
+        if isinstance(value, np.generic):
+            value = value.item()
+        if problem := problem_of(wanted, value):
+            raise ValueError(f"{wanted.id} {problem}")
+        if not wanted.extra_dict.get("hidden"):
+            given[wanted.id] = value
+        elif value != wanted.default:
+            raise ValueError(
+                f"{wanted.id} is {show(value)}, but was removed, as no measurement recommended it. Recreate the node, "
+                f"or set {wanted.id} to {wanted.default!r}."
+            )
     return given
 
 
@@ -116,16 +114,6 @@ def _number(wanted: io.Input, value: Any) -> str | None:
     if sound and wanted.min <= value <= wanted.max:
         return None
     return f"is {show(value)}, but must be {'an integer' if whole else 'a number'} from {wanted.min} to {wanted.max}."
-
-
-def _text(wanted: io.Input, value: Any) -> str | None:
-    if isinstance(value, str):
-        return None
-    return f"is {show(value)}, but must be a string, or one of the options of the widget."
-
-
-def _switch(wanted: io.Input, value: Any) -> str | None:
-    return None if isinstance(value, bool) else f"is {show(value)}, but must be true or false."
 
 
 def _latent(wanted: io.Input, value: Any) -> str | None:
@@ -191,9 +179,6 @@ def flaw(value: Any, dimensions: tuple[int, ...]) -> str | None:
 CHECKS: dict[str, Callable[[io.Input, Any], str | None]] = {
     "INT": _number,
     "FLOAT": _number,
-    "STRING": _text,
-    "COMBO": _text,
-    "BOOLEAN": _switch,
     "LATENT": _latent,
     "CONDITIONING": _conditioning,
     "IMAGE": _image,

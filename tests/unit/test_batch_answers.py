@@ -198,12 +198,10 @@ def test_reports_belong_to_the_nodes_whose_traces_they_are_of():
     assert reports_of(node, {}) == []
 
 
-def test_notices_are_those_of_samplers_and_of_reports_once_each():
-    """A sampler of an older version of this pack tells none; the report of its trace does."""
-    said = {"specar_run": [json.dumps({"passes": 16, "notices": ["a", "b"]})]}
-    shown = {"specar": [{"settings": {"notices": ["b", "c"]}, "totals": {}}, {"family": "no run"}]}
-    assert notices_of({"1": {"specar_run": ["{}"]}, "2": said, "3": shown}) == ["a", "b", "c"]
-    assert notices_of({"3": shown}) == ["b", "c"] and notices_of({"1": {"images": []}}) == []
+def test_notices_are_those_of_samplers_once_each():
+    said, more = ({"specar_run": [json.dumps({"passes": 16, "notices": each})]} for each in (["a", "b"], ["b", "c"]))
+    assert notices_of({"1": {"specar_run": ["{}"]}, "2": said, "3": more}) == ["a", "b", "c"]
+    assert notices_of({"1": {"images": []}}) == []
     many = json.dumps({"notices": [str(number) for number in range(NOTICES + 1)]})
     assert len(notices_of({"1": {"specar_run": [many]}})) == NOTICES
     for odd in ("no JSON", "[]", '{"notices": [1]}', "\ud800"):
