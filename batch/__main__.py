@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 PACKAGE = "comfyui_specar"
-NEEDED = ("aiohttp", "tqdm")  # ComfyUI has them
+NEEDED = ("aiohttp", "pydantic", "tqdm")  # ComfyUI has them
 
 
 def main() -> int:

@@ -6,7 +6,9 @@ import json
 import re
 from base64 import b64encode
 from dataclasses import dataclass, field
-from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
+from urllib.parse import quote, quote_plus
+
+from yarl import URL
 
 LOGIN = re.compile(r"(?<=://)(?!USER:PASSWORD@)[^/?#\s]*@")  # these words stand for one, in advice
 QUERY = re.compile(r"(://[^\s?#]*\?)[^\s'\"]+")
@@ -42,26 +44,23 @@ def address_of(url: str, token: str = "") -> Address:
     if IN_LOGIN.search(url.partition("://")[2] or url):  # the login ended there
         raise ValueError("in a login, `/` is written %2F, `?` %3F, `#` %23 and `@` %40")
     try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        login, _, host = parts.netloc.rpartition("@")
-        parts.port  # noqa: B018 (reading it checks it)
+        given = URL(url if "://" in url else f"http://{url}")
     except ValueError as error:
         raise ValueError("not a host and a port" if "@" in url else str(error)) from None
-    if parts.scheme not in ("http", "https"):
+    if given.scheme not in ("http", "https"):
         raise ValueError("no http:// or https:// in front")
-    if not parts.hostname:
+    if not given.host:
         raise ValueError("no host")
-    user, _, password = (unquote(part) for part in login.partition(":"))
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    query = dict(given.query)
     private, headers = [*query.values()], {}
-    if login:
-        encoded = b64encode(f"{user}:{password}".encode()).decode()
-        private += [password or user, encoded]
+    if given.user is not None or given.password is not None:
+        encoded = b64encode(f"{given.user or ''}:{given.password or ''}".encode()).decode()
+        private += [given.password or given.user or "", encoded]
         headers["Authorization"] = f"Basic {encoded}"
     elif token:
         private.append(token)
         headers["Authorization"] = f"Bearer {token}"
-    base = f"{parts.scheme}://{host}{parts.path}".rstrip("/")
+    base = str(given.with_user(None).with_query(None).with_fragment(None)).rstrip("/")
     return Address(shown(url).rstrip("/"), base, headers, query, tuple(private))
 
 

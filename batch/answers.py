@@ -1,12 +1,23 @@
-"""Reading the answers of servers, which may be any program. Sizes are bounded and types are checked: what is not an
-answer of ComfyUI raises UnexpectedAnswerError, with a printable message."""
+"""The answers of servers, which may be any program. Sizes are bounded and kinds are checked: what is not an answer of
+ComfyUI raises UnexpectedAnswerError, with a printable message."""
 
 import json
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
+from pydantic import (
+    AfterValidator,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    model_validator,
+)
 
 from ..limits.limits import ANSWER_VALUES, NAME, NESTED, SAID, TOTALS, WORD, parse_json
 from ..limits.printable import printable
@@ -50,39 +61,6 @@ def excerpt(body: bytes) -> str:
     return one_line(body[:NAME].decode(errors="replace"), WORD) or "nothing"
 
 
-def get(of: Any, name: str, kind: type | tuple[type, ...], *default: Any) -> Any:
-    """Returns of[name], which must have this type. default: what is returned where it is missing or null."""
-    if not isinstance(of, dict):
-        raise UnexpectedAnswerError(f"there is no object to have {name}")
-    value = of.get(name)
-    if value is None and default:
-        return default[0]
-    if not isinstance(value, kind):
-        raise UnexpectedAnswerError(f"{name} is {'missing' if value is None else f'a {type(value).__name__}'}")
-    return value
-
-
-def get_list(of: Any, name: str, kind: type) -> list[Any]:
-    """Returns the list of[name], empty where it is missing. Its items must have this type."""
-    found = get(of, name, list, [])
-    if not all(isinstance(item, kind) for item in found):
-        raise UnexpectedAnswerError(f"{name} is not a list of {kind.__name__}s")
-    return found
-
-
-def get_name(of: Any, name: str, *default: str) -> str:
-    """A string that is used unchanged: it must be short and printable."""
-    value = get(of, name, str, *default)
-    if len(value) > NAME or printable(value) != value:
-        raise UnexpectedAnswerError(f"{name} is {one_line(value, WORD)}")
-    return value
-
-
-def get_text(of: Any, name: str, default: str = "") -> str:
-    """A string for messages, in one line."""
-    return one_line(get(of, name, str, default))
-
-
 def one_line(text: str, most: int = SAID) -> str:
     """A text for messages and files: printable, in one line, of at most `most` characters, with nothing private."""
     return printable(" ".join(hiding.get()(text).split()), most)
@@ -101,9 +79,144 @@ def bounded(value: Any, nested: int = NESTED) -> Any:
     return {one_line(key, NAME): bounded(item, nested - 1) for key, item in value.items()}
 
 
-def get_totals(report: dict[str, Any]) -> dict[str, Any]:
+def checked_name(text: str) -> str:
+    """A string that is used unchanged: it must be short and printable."""
+    if len(text) > NAME or printable(text) != text:
+        raise ValueError(f"is {one_line(text, WORD)}")
+    return text
+
+
+def checked_totals(found: dict[str, Any]) -> dict[str, Any]:
     """The totals of a run, for the results."""
-    totals = bounded(get(report, "totals", dict))
+    totals = bounded(found)
     if len(json.dumps(totals)) > TOTALS:
-        raise UnexpectedAnswerError("the totals of a run are too long")
+        raise ValueError("the totals of a run are too long")
     return totals
+
+
+def problem(found: Any) -> Any:
+    """ComfyUI says some problems of a whole prompt in a text alone."""
+    return {"message": found} if isinstance(found, str) else found
+
+
+def inside(*path: str, default: Any = None) -> Any:
+    """A field of an object in the object; without one, the default."""
+    return Field(default, validation_alias=AliasPath(*path))
+
+
+def queued_id(item: Any) -> Any:
+    """Items of the queue begin with a number and the id."""
+    return item[1] if isinstance(item, list) and len(item) > 1 else None
+
+
+Text = Annotated[str, AfterValidator(one_line)]  # for messages
+Name = Annotated[str, AfterValidator(checked_name)]
+Mapped = Annotated[dict[str, Any], BeforeValidator(lambda found: found or {})]  # ComfyUI sends some empty ones as lists
+QueuedId = Annotated[str, BeforeValidator(queued_id)]
+
+
+class Answer(BaseModel):
+    """An object in an answer. What is null counts as missing, what is not declared is ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, found: Any) -> Any:
+        return {key: value for key, value in found.items() if value is not None} if isinstance(found, dict) else found
+
+
+class Queue(Answer):
+    queue_running: list[QueuedId]
+    queue_pending: list[QueuedId]
+
+
+class Versions(Answer):
+    comfyui: Text | None = inside("system", "comfyui_version")
+    torch: Text | None = inside("system", "pytorch_version")
+
+
+class NodeInfo(Answer):
+    """Of /object_info: for each kind of input (required, ...) their types and options."""
+
+    input: dict[str, dict[str, Any]] = {}
+
+    @property
+    def whole(self) -> set[str]:
+        """The inputs that are whole numbers."""
+        groups = (group.items() for group in self.input.values())
+        return {name for group in groups for name, about in group if isinstance(about, list) and about[:1] == ["INT"]}
+
+
+class Problem(Answer):
+    """Why an input was refused, or the whole prompt."""
+
+    type: str = ""
+    message: Text = ""
+    details: Text = ""
+    input_name: str | None = inside("extra_info", "input_name")
+
+
+class RefusedNode(Answer):
+    class_type: Text = ""
+    errors: list[Problem] = []
+
+
+class Submission(Answer):
+    """The answer of /prompt. ComfyUI sends an empty list where it names no node."""
+
+    prompt_id: str | None = None
+    node_errors: Annotated[dict[str, RefusedNode], BeforeValidator(lambda found: found or {})] = {}
+    error: Annotated[Problem, BeforeValidator(problem)] = Problem()
+
+
+class Event(Answer):
+    timestamp: float | None = None
+    node_type: Text = "ComfyUI"
+    exception_message: Text = "no reason given"
+
+
+class Output(Answer):
+    """What a node shows, by kind; reports and runs are this pack's."""
+
+    model_config = ConfigDict(extra="allow")
+    specar: list[dict[str, Any]] = []
+    specar_run: list[str] = []
+
+
+class Ended(Answer):
+    """An entry of the history."""
+
+    messages: list[Annotated[tuple[str, Event], Strict(False)]] = inside("status", "messages", default=[])
+    status: str = inside("status", "status_str", default="error")
+    outputs: dict[str, Output] = {}
+
+
+class SavedFile(Answer):
+    filename: Name
+    subfolder: Name = ""
+    type: Name = "output"
+
+
+class Report(Answer):
+    method: Text | None = inside("settings", "method")
+    totals: Annotated[dict[str, Any], AfterValidator(checked_totals)]
+
+
+class Run(Answer):
+    notices: list[Text] = []
+
+
+A = TypeVar("A", bound=Answer)
+
+
+def read(kind: type[A], found: Any) -> A:
+    """What was found, bytes of JSON or its value, as an answer of this kind. Raises UnexpectedAnswerError, which names
+    the first part that is of another kind."""
+    try:
+        return kind.model_validate(parse_object(found) if isinstance(found, bytes) else found)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = one_line(".".join(map(str, first["loc"])) or "it", WORD)
+        why = "is missing" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
+        raise UnexpectedAnswerError(f"{where} {why}" if why.startswith("is ") else f"{where}: {why}") from None

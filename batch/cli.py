@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,8 +25,18 @@ from .dispatch import GIVE_UP_SECONDS, NEVER_ANSWERED_SECONDS, Batch, Options
 from .jobs import Job, JobsError, RowsError, counted, listed, read_jobs
 from .journal import Journal, JournalError
 from .maps import check_ids, has_map, with_maps
-from .overrides import ROLES, OverrideError, Workflow, fingerprint, prompts_of, read_workflow, settable, texts_reaching
-from .server import PORT, TOKEN
+from .overrides import (
+    ROLES,
+    OverrideError,
+    Place,
+    Workflow,
+    fingerprint,
+    prompts_of,
+    read_workflow,
+    settable,
+    texts_reaching,
+)
+from .server import PORT, TOKEN, Server, ServerAwayError, open_session
 
 WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/07 Acceptance map.json"
 SERVER = f"http://127.0.0.1:{PORT}"
@@ -226,11 +236,12 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, 
     for url in urls:
         check_address(url)
     workflow = read_workflow(options.workflow)
-    prompts = prompts_of(workflow, jobs)
+    token = read_token()
+    prompts = prompts_of(workflow, jobs, asyncio.run(whole_inputs(urls, token, workflow)))
     if options.maps:
         with_maps(workflow)  # raises OverrideError where there can be none
     report_missing_prompts(workflow, jobs)
-    how = {"patience": options.patience, "maps": options.maps, "token": read_token()}
+    how = {"patience": options.patience, "maps": options.maps, "token": token}
     chosen = Options(options.in_flight, options.retries, options.out, **how)
 
     def work(journal: Journal, open_jobs: list[Job], on_result: OnResult) -> int | None:
@@ -256,6 +267,16 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, 
         return CANCELLED if cancelled else UNFINISHED if without else None
 
     return {job: fingerprint(prompt) for job, prompt in prompts.items()}, work
+
+
+async def whole_inputs(urls: list[str], token: str, workflow: Workflow) -> set[Place]:
+    """The inputs that are whole numbers, as the first server says that answers. ComfyUI cuts off fractions silently."""
+    async with open_session() as session:
+        for url in urls:
+            with suppress(ServerAwayError):
+                return await Server(session, url, token).whole_inputs(workflow)
+    report("no server answers yet: which settings must be whole numbers is not checked")
+    return set()
 
 
 def on_ray(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, str], Work]:

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import math
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,6 @@ Place = tuple[str, str]  # node id, input
 ROLES = {"prompt": "positive", "negative": "negative"}  # column -> the input whose text it is
 TEXTS = ("text", "prompt")  # what nodes that read a prompt call it
 SEEDS = ("seed", "noise_seed")
-# Inputs of this pack's nodes that are whole numbers. A workflow does not show it: ComfyUI's page saves 2.0 as 2.
-WHOLE = set(
-    "base_depth base_width batch_size depth depth_max depth_min depth_step draft_length frames front_drafts head_steps "
-    "height hold interval iterations max_tokens neighbours nodes picture seconds seed steps tokens top_k trial_seed "
-    "width width_max width_min width_step window".split()
-)
 LONG = 1e11  # from here on spreadsheets show a whole number in scientific notation, and save what they show
 EXACT = 2**53  # below, every whole number is a float
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -60,14 +55,15 @@ def is_node(node: Any) -> bool:
     return named and all(value for value in node["inputs"].values() if isinstance(value, list))
 
 
-def prompts_of(workflow: Workflow, jobs: list[Job]) -> dict[str, Workflow]:
+def prompts_of(workflow: Workflow, jobs: list[Job], whole: Collection[Place] = ()) -> dict[str, Workflow]:
     """Job id -> its workflow. Raises RowsError with the lines of all jobs that do not fit."""
-    return for_each(jobs, lambda job: with_overrides(workflow, job.overrides))
+    return for_each(jobs, lambda job: with_overrides(workflow, job.overrides, whole))
 
 
-def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
+def with_overrides(workflow: Workflow, overrides: dict[str, Any], whole: Collection[Place] = ()) -> Workflow:
     """A copy with these settings. A name is `prompt` or `negative` (the texts that feed such inputs), an input's own
-    name (in every node that has it), or one node's: `Title.input`, `12.input` or `Class.input`. The latter win. Raises
+    name (in every node that has it), or one node's: `Title.input`, `12.input` or `Class.input`. The latter win. whole:
+    inputs that are known to be whole numbers, which a workflow does not show (ComfyUI's page saves 2.0 as 2). Raises
     OverrideError.
     """
     changed = copy.deepcopy(workflow)
@@ -87,7 +83,7 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
                 raise OverrideError(f"{name}: {len(known[name])} nodes are called so; use one of {by_id}")
             for node, field in known[name]:
                 current = workflow[node]["inputs"][field]
-                value = converted(overrides[name], current, name, is_whole(workflow[node], field))
+                value = converted(overrides[name], current, name, (node, field) in whole)
                 other = setter.setdefault((node, field), name)
                 if other != name and changed[node]["inputs"][field] != value:
                     raise OverrideError(f"{other} and {name} set the same input ({node}.{field}) to different values")
@@ -181,11 +177,6 @@ def converted(value: Any, current: Any, name: str, whole: bool = False) -> Any:
             raise OverrideError(f"{name} must be a string, not {value!r}")
         return str(value)
     return value
-
-
-def is_whole(node: dict, field: str) -> bool:
-    """Is the input known to be a whole number?"""
-    return node["class_type"] == "PrimitiveInt" or (node["class_type"].startswith("SpecAR") and field in WHOLE)
 
 
 def number(value: Any, name: str, whole: bool) -> int | float:

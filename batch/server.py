@@ -1,4 +1,4 @@
-"""A client of one ComfyUI server for batches. Its answers are untrusted: they are read with answers.py."""
+"""A client of one ComfyUI server for batches. Its answers are untrusted: answers.py checks them."""
 
 import asyncio
 import ssl
@@ -6,25 +6,32 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 
 from ..limits.limits import ANSWER_BYTES, FILE_BYTES, FILES, NOTICES, REPORTS
 from .address import address_of, shown
 from .answers import (
+    Ended,
+    Event,
+    NodeInfo,
+    Output,
+    Queue,
+    Report,
+    Run,
+    SavedFile,
+    Submission,
     UnexpectedAnswerError,
+    Versions,
     excerpt,
-    get,
-    get_list,
-    get_name,
-    get_text,
-    get_totals,
     hiding,
     one_line,
     parse_object,
+    read,
     read_body,
 )
-from .overrides import Workflow
+from .overrides import Place, Workflow
 
 PORT = 8188  # ComfyUI's default
 CONNECT_SECONDS = 5.0
@@ -37,7 +44,6 @@ TIMES = 4  # that a server is asked again, where another one may answer
 UNTRUSTED = (18, 19, 20, 21)  # OpenSSL's codes for a certificate that nobody vouches for, such as a self-signed one
 NO_SUCH_NODE = ("invalid_prompt", "missing_node_type")  # types of ComfyUI's errors: of old and newer versions
 NO_SUCH_VALUE = ("value_not_in_list", "custom_validation_failed")  # of combos: models, images, options
-VERSIONS = {"comfyui": "comfyui_version", "torch": "pytorch_version"}  # in a result -> in /system_stats
 ENDS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
 
 
@@ -106,13 +112,22 @@ class Server:
     async def queue(self) -> set[str]:
         """Ids of the prompts that run or wait."""
         async with self._request("GET", "/queue") as reply:
-            return queued_ids(reply.parsed())
+            return queued_ids(reply)
 
     async def versions(self) -> dict[str, str]:
         """The versions of ComfyUI and PyTorch, as far as the server tells them."""
         async with self._request("GET", "/system_stats") as reply:
-            system = get(reply.parsed(), "system", dict, {}) if reply.status == 200 else {}
-            return {name: get_text(system, key) for name, key in VERSIONS.items() if key in system}
+            return read(Versions, reply.content).model_dump(exclude_none=True) if reply.status == 200 else {}
+
+    async def whole_inputs(self, workflow: Workflow) -> set[Place]:
+        """The inputs of its nodes that the server takes as whole numbers."""
+        whole = set()
+        for kind in {node["class_type"] for node in workflow.values()}:
+            async with self._request("GET", f"/object_info/{quote(kind, safe='')}") as reply:
+                about = reply.parsed() if reply.status == 200 else {}
+                named = read(NodeInfo, about.get(kind, {})).whole
+            whole |= {(key, name) for key, node in workflow.items() if node["class_type"] == kind for name in named}
+        return whole
 
     async def submit(self, prompt: Workflow, prompt_id: str, client_id: str) -> Refusal | None:
         """Queues a prompt; returns why the server will not make all of it (None: it will)."""
@@ -120,13 +135,13 @@ class Server:
         async with self._request("POST", "/prompt", body) as reply:
             if reply.status not in (200, 400):  # an error in ComfyUI, or in front of it, maybe because of this prompt
                 return Refusal(f"ComfyUI answered {reply.status}: {excerpt(reply.content)}", [], True)
-            answer = parse_object(reply.content)
-            if unknown := refused_nodes(answer).keys() - prompt.keys():
+            answer = read(Submission, reply.content)
+            if unknown := answer.node_errors.keys() - prompt.keys():
                 raise UnexpectedAnswerError(f"it refuses nodes that it was not sent, such as {one_line(min(unknown))}")
-            if reply.status == 400 or refused_nodes(answer):
+            if reply.status == 400 or answer.node_errors:
                 lacking = missing(answer, prompt)
                 return Refusal(refusal(answer), lacking, elsewhere=bool(lacking))
-            if get(answer, "prompt_id", str) != prompt_id:
+            if answer.prompt_id != prompt_id:
                 raise UnexpectedAnswerError("it does not take the id that the prompt was sent with")
             return None
 
@@ -134,15 +149,14 @@ class Server:
         """How a prompt ended; None where the server knows of no such prompt, or has not finished it."""
         async with self._request("GET", f"/history/{prompt_id}") as reply:
             answer = reply.parsed()
-            return entry(get(answer, prompt_id, dict), prompt) if prompt_id in answer else None
+            return entry(read(Ended, answer[prompt_id]), prompt) if prompt_id in answer else None
 
     async def knows(self, prompt_id: str) -> bool:
         """Has it the prompt after all? A load balancer asks several servers in turn, and some keep a connection with
         one: each question has a connection of its own."""
         for path in TIMES * [f"/history/{prompt_id}"] + TIMES * ["/queue"]:
             async with self._request("GET", path, alone=True) as reply:
-                answer = reply.parsed()
-                if prompt_id in (queued_ids(answer) if path == "/queue" else answer):
+                if prompt_id in (queued_ids(reply) if path == "/queue" else reply.parsed()):
                     return True
         return False
 
@@ -239,117 +253,82 @@ class Server:
         return ServerAwayError(f"{self.url}: {one_line(str(text)) or type(error).__name__}")
 
 
-def queued_ids(answer: dict[str, Any]) -> set[str]:
-    """Ids of the prompts that run or wait; the items of both lists begin with a number and the id. Raises
-    UnexpectedAnswerError."""
-    found: set[str] = set()
-    for name in ("queue_running", "queue_pending"):
-        items = get(answer, name, list)
-        if not all(isinstance(item, list) and len(item) > 1 and isinstance(item[1], str) for item in items):
-            raise UnexpectedAnswerError(f"{name} is not a list of prompts")
-        found.update(item[1] for item in items)
-    return found
+def queued_ids(reply: Reply) -> set[str]:
+    """Ids of the prompts that run or wait. Raises UnexpectedAnswerError."""
+    queue = read(Queue, reply.parsed())
+    return {*queue.queue_running, *queue.queue_pending}
 
 
-def refused_nodes(answer: dict[str, Any]) -> dict[str, dict]:
-    """Node id -> its errors, from the answer of /prompt; old versions send an empty list for none."""
-    found = get(answer, "node_errors", (dict, list), {})
-    return found if isinstance(found, dict) else dict.fromkeys(map(str, found), {})
-
-
-def refusal(answer: dict[str, Any]) -> str:
+def refusal(answer: Submission) -> str:
     """Why /prompt refused the workflow. Raises UnexpectedAnswerError where there is no reason."""
     problems = [
-        f"{get_text(node, 'class_type')}: {get_text(problem, 'message')} ({get_text(problem, 'details')})"
-        for node in refused_nodes(answer).values()
-        for problem in get_list(node, "errors", dict)
+        f"{node.class_type}: {problem.message} ({problem.details})"
+        for node in answer.node_errors.values()
+        for problem in node.errors
     ]
-    error = get(answer, "error", (dict, str), {})
-    message = one_line(error) if isinstance(error, str) else get_text(error, "message")
-    if not problems and not message:
+    if not problems and not answer.error.message:
         raise UnexpectedAnswerError("it refuses a prompt and gives no reason")
-    return one_line("ComfyUI refused the workflow: " + ("; ".join(problems) or message))
+    return one_line("ComfyUI refused the workflow: " + ("; ".join(problems) or answer.error.message))
 
 
-def missing(answer: dict[str, Any], prompt: Workflow) -> list[str]:
+def missing(answer: Submission, prompt: Workflow) -> list[str]:
     """Nodes and values that the server lacks, from the answer of /prompt."""
-    error = get(answer, "error", (dict, str), {})
-    if isinstance(error, dict) and get(error, "type", str, "") in NO_SUCH_NODE:
-        return [get_text(error, "message")]
-    names = [
-        (node, get(get(problem, "extra_info", dict, {}), "input_name", str, ""))
-        for node, about in refused_nodes(answer).items()
-        for problem in get_list(about, "errors", dict)
-        if get(problem, "type", str, "") in NO_SUCH_VALUE
+    if answer.error.type in NO_SUCH_NODE:
+        return [answer.error.message]
+    return [
+        str(prompt[node]["inputs"].get(problem.input_name))
+        for node, about in answer.node_errors.items()
+        for problem in about.errors
+        if problem.type in NO_SUCH_VALUE
     ]
-    return [str(prompt[node]["inputs"].get(name)) for node, name in names]
 
 
-def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
+def entry(found: Ended, prompt: Workflow) -> Entry:
     """Reads an entry of the history. Files and traces are in the order of the nodes in the prompt, not of their runs.
     Raises UnexpectedAnswerError."""
-    status = get(found, "status", dict, {})
-    messages = {}
-    for message in get_list(status, "messages", list):
-        if len(message) != 2 or not isinstance(message[0], str) or not isinstance(message[1], dict):
-            raise UnexpectedAnswerError("messages are not events with their data")
-        messages[message[0]] = message[1]
-    outcome = next((ENDS[event] for event in messages if event in ENDS), get(status, "status_str", str, "error"))
+    events = dict(found.messages)
+    outcome = next((ENDS[event] for event in events if event in ENDS), found.status)
     if outcome not in ENDS.values():
         raise UnexpectedAnswerError(f"a prompt ended as {one_line(outcome)}")
-    data = next((data for event, data in messages.items() if event in ENDS), {})
-    begun = get(messages.get("execution_start", data), "timestamp", (int, float), 0)
-    seconds = (get(data, "timestamp", (int, float), begun) - begun) / 1000
+    end = next((data for event, data in events.items() if event in ENDS), Event())
+    begun = events.get("execution_start", end).timestamp or 0
+    seconds = ((end.timestamp or begun) - begun) / 1000
     order = {node: place for place, node in enumerate(prompt)}
-    found_outputs = get(found, "outputs", dict, {})
-    nodes = sorted(found_outputs, key=lambda node: order.get(node, len(order)))  # added by nodes: last
-    outputs = {node: get(found_outputs, node, dict, {}) for node in nodes}
-    error = ""
-    if outcome == "error":
-        reason = get_text(data, "exception_message", "no reason given")
-        error = f"{get_text(data, 'node_type', 'ComfyUI')}: {reason}"
+    nodes = sorted(found.outputs, key=lambda node: order.get(node, len(order)))  # added by nodes: last
+    outputs = {node: found.outputs[node] for node in nodes}
+    error = f"{end.node_type}: {end.exception_message}" if outcome == "error" else ""
     reports = [found for node, output in outputs.items() for found in reports_of(prompt.get(node), output)]
     if len(reports) > REPORTS:
         raise UnexpectedAnswerError(f"{len(reports)} reports of one prompt")
     return Entry(outcome, error, seconds, files_of(outputs), traces_of(reports), notices_of(outputs))
 
 
-def notices_of(outputs: dict[str, dict]) -> list[str]:
+def notices_of(outputs: dict[str, Output]) -> list[str]:
     """What the samplers did not do of what was asked, once each. Raises UnexpectedAnswerError."""
-    told = [run for output in outputs.values() for run in get_list(output, "specar_run", str)]
-    samplers = [parse_object(run.encode(errors="replace")) for run in told]
-    found = [one_line(notice) for about in samplers for notice in get_list(about, "notices", str)]
-    return list(dict.fromkeys(found))[:NOTICES]
+    told = [run.encode(errors="replace") for output in outputs.values() for run in output.specar_run]
+    return list(dict.fromkeys(notice for run in told for notice in read(Run, run).notices))[:NOTICES]
 
 
-def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
+def files_of(outputs: dict[str, Output]) -> list[dict[str, str]]:
     """All saved files, with the nodes that saved them; the previews of a workflow that saves nothing. Raises
     UnexpectedAnswerError."""
     listed = [
         (node, file)
         for node, output in outputs.items()
-        for value in output.values()
+        for value in (output.model_extra or {}).values()
         if isinstance(value, list)
         for file in value
         if isinstance(file, dict) and "filename" in file
     ]
     if len(listed) > FILES:
         raise UnexpectedAnswerError(f"{len(listed)} files of one prompt")
-    files = [
-        {
-            "filename": get_name(file, "filename"),
-            "subfolder": get_name(file, "subfolder", ""),
-            "type": get_name(file, "type", "output"),
-            "node": one_line(node),
-        }
-        for node, file in listed
-    ]
+    files = [read(SavedFile, file).model_dump() | {"node": one_line(node)} for node, file in listed]
     return [file for file in files if file["type"] == "output"] or files
 
 
-def reports_of(node: dict | None, output: dict) -> list[tuple[str | None, dict]]:
+def reports_of(node: dict | None, output: Output) -> list[tuple[str | None, Report]]:
     """The reports of runs that a node shows, each with the id of the node that its trace came from."""
-    reports = [report for report in get_list(output, "specar", dict) if "totals" in report]
+    reports = [read(Report, report) for report in output.specar if "totals" in report]
     inputs = node["inputs"].items() if node else ()
     sources = [str(value[0]) for name, value in inputs if name.startswith("trace") and isinstance(value, list)]
     if len(sources) != len(reports):  # a node added by another one
@@ -357,10 +336,7 @@ def reports_of(node: dict | None, output: dict) -> list[tuple[str | None, dict]]
     return list(zip(sources, reports, strict=True))
 
 
-def traces_of(reports: list[tuple[str | None, dict]]) -> list[dict[str, Any]]:
+def traces_of(reports: list[tuple[str | None, Report]]) -> list[dict[str, Any]]:
     """Sampler, method and totals of every run that Acceptance Map, Compare Runs or Save Trace reported."""
-    found = [
-        {"node": node, "method": get_text(get(report, "settings", dict), "method") or None, **get_totals(report)}
-        for node, report in reports
-    ]
+    found = [{"node": node, "method": report.method or None, **report.totals} for node, report in reports]
     return [trace for number, trace in enumerate(found) if trace not in found[:number]]

@@ -6,9 +6,10 @@ import struct
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
-from comfyui_specar.batch.answers import UnexpectedAnswerError, excerpt, get, parse_object, read_body
+from comfyui_specar.batch.answers import Answer, Mapped, UnexpectedAnswerError, excerpt, parse_object, read, read_body
 from comfyui_specar.limits.limits import ANSWER_BYTES
 
 PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded image
@@ -37,12 +38,26 @@ class Run:
     def message(self) -> str:
         """The server's whole message about a failure."""
         if self.outcome == "error":
-            return get(self.error, "exception_message", str, "no reason given")
+            return self.error.get("exception_message", "no reason given")
         return json.dumps([self.error, self.node_errors])
 
     def collect(self, key: str) -> list[dict]:
         """The entries of one UI key (`images`, `specar`, ...) over all nodes."""
         return [entry for output in self.outputs.values() for entry in output.get(key, [])]
+
+
+class Submitted(Answer):
+    node_errors: Mapped = {}
+    error: Mapped = {}
+
+
+class Message(Answer):
+    type: str
+    data: Any = None
+
+
+class History(Answer):
+    outputs: dict[str, dict[str, Any]]
 
 
 Follower = Callable[[Run, str, dict], Awaitable[None]]
@@ -75,15 +90,15 @@ async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Fol
             content = await read_body(reply, ANSWER_BYTES)
             if reply.status not in (200, 400):
                 raise UnexpectedAnswerError(f"/prompt answered {reply.status}: {excerpt(content)}")
-            answer = parse_object(content)
-            run.node_errors = get(answer, "node_errors", (dict, list), {}) or {}
+            answer = read(Submitted, content)
+            run.node_errors = answer.node_errors
             if reply.status == 400:
-                run.error = get(answer, "error", dict)
+                run.error = answer.error
                 return run
         await _follow_to_the_end(socket, run, follow)
         async with session.get(f"{url}/history/{run.prompt_id}") as reply:
             answer = parse_object(await read_body(reply, ANSWER_BYTES))
-            run.outputs = get(get(answer, run.prompt_id, dict), "outputs", dict)
+            run.outputs = read(History, answer.get(run.prompt_id)).outputs
     return run
 
 
@@ -97,8 +112,8 @@ async def _follow_to_the_end(socket: aiohttp.ClientWebSocketResponse, run: Run, 
             continue
         if message.type != aiohttp.WSMsgType.TEXT:
             raise aiohttp.ClientConnectionError("ComfyUI closed the connection before the prompt ended")
-        content = parse_object(message.data.encode())
-        event, data = get(content, "type", str), content.get("data")
+        content = read(Message, message.data.encode())
+        event, data = content.type, content.data
         if not isinstance(data, dict) or data.get("prompt_id") != run.prompt_id:
             continue
         run.events.append((event, data))

@@ -125,6 +125,7 @@ class FakeComfy:
         app.add_routes(
             [
                 web.get("/system_stats", self._stats),
+                web.get("/object_info/{kind}", self._about),
                 web.post("/prompt", self._prompt),
                 web.get("/queue", self._queue),
                 web.post("/queue", self._delete),
@@ -193,6 +194,11 @@ class FakeComfy:
 
     async def _stats(self, _request: web.Request) -> web.Response:
         return web.json_response({"system": {"os": "linux", "comfyui_version": "0.1", "pytorch_version": "2.0"}})
+
+    async def _about(self, request: web.Request) -> web.Response:
+        inputs = {"required": {"seed": ["INT", {"min": 0}], "cfg": ["FLOAT", {}], "text": "odd", "mode": [["a", "b"]]}}
+        known = request.match_info["kind"] == "Sampler"
+        return web.json_response({"Sampler": {"input": inputs}} if known else {})
 
     async def _queue(self, _request: web.Request) -> web.Response:
         running = [[0, self.running]] if self.running else []

@@ -16,11 +16,12 @@ from comfyui_specar.batch.answers import UnexpectedAnswerError
 from comfyui_specar.batch.copies import not_given
 from comfyui_specar.batch.server import Server, ServerAwayError, entry, files_of, notices_of, reports_of
 from comfyui_specar.limits.limits import FILES, NOTICES, REPORTS
+from comfyui_specar.tests.support.fake_comfy import FakeComfy, asynchronous
 
 
-def unexpected(function, *arguments, match=None):
+def unexpected(function, *arguments, match=None, **more):
     with pytest.raises(UnexpectedAnswerError, match=match):
-        function(*arguments)
+        function(*arguments, **more)
 
 
 @pytest.mark.parametrize(
@@ -30,16 +31,9 @@ def unexpected(function, *arguments, match=None):
         (answers.excerpt, [b" \n"], "nothing"),
         (answers.excerpt, [b"a" * 500 + b"\xff"], "a" * 100 + "... (501 characters)"),
         (answers.parse_object, [b'{"a": [NaN, 1e999, 2.5]}'], {"a": [None, None, 2.5]}),
-        (answers.get, [{"a": 0}, "a", int, 7], 0),
-        (answers.get, [{}, "a", int, 7], 7),
-        (answers.get, [{"a": None}, "a", int, None], None),
-        (answers.get_list, [{"a": ["x"]}, "a", str], ["x"]),
-        (answers.get_list, [{}, "a", str], []),
-        (answers.get_name, [{"a": "x" * 1000}, "a"], "x" * 1000),
-        (answers.get_name, [{}, "a", "d"], "d"),
-        (answers.get_text, [{"a": " so \n it \t is\x1b "}, "a"], "so it is\\x1b"),
-        (answers.get_text, [{"a": "x" * 2001}, "a"], "x" * 2000 + "... (2001 characters)"),
-        (answers.get_text, [{}, "a", "d"], "d"),
+        (answers.one_line, [" so \n it \t is\x1b "], "so it is\\x1b"),
+        (answers.one_line, ["x" * 2001], "x" * 2000 + "... (2001 characters)"),
+        (answers.checked_name, ["x" * 1000], "x" * 1000),
         (answers.bounded, [{"a\x1b": ["b\x1b", True, None, 2.5]}], {"a\\x1b": ["b\\x1b", True, None, 2.5]}),
     ],
 )
@@ -52,12 +46,18 @@ def test_what_is_read_of_an_answer(function, arguments, answer):
     [
         (answers.parse_object, [b"[1]"], "not an object"),
         *((answers.parse_object, [body], "not JSON") for body in (b"{", b"", b"[" * 100_000)),
-        (answers.get, [{"a": "1"}, "a", int, 7], "a is a str"),
-        (answers.get, [{}, "a", int], "a is missing"),
-        (answers.get, [[], "a", int, 7], "no object to have a"),
-        (answers.get_list, [{"a": ["x", 1]}, "a", str], "list of strs"),
-        *((answers.get_name, [{"a": text}, "a"], "a is x") for text in ("x" * 1001, "x\x1b", "x\u202e")),
-        (answers.get_totals, [{"totals": [1]}], "totals is a list"),
+        (answers.read, [answers.Queue, b"[1]"], "not an object"),
+        (answers.read, [answers.Queue, {"queue_running": []}], "^queue_pending is missing"),
+        (
+            answers.read,
+            [answers.Queue, {"queue_running": [[1, 2]], "queue_pending": []}],
+            r"queue_running\.0: .*string",
+        ),
+        (answers.read, [answers.Problem, {"message": 1}], "^message: .*string"),
+        (answers.read, [answers.Submission, {"node_errors": [5]}], "^node_errors: .*dictionary"),
+        (answers.read, [answers.Ended, {"outputs": {"\x1b": 5}}], r"^outputs\.\\x1b: "),
+        (answers.read, [answers.Report, {"totals": [1]}], "^totals: "),
+        *((answers.read, [answers.SavedFile, {"filename": text}], "^filename is x") for text in ("x" * 1001, "x\x1b")),
     ],
 )
 def test_what_is_no_answer_of_comfyui(function, arguments, why):
@@ -72,8 +72,8 @@ def test_totals_are_as_deep_and_as_long_as_ours():
     unexpected(answers.bounded, [value], match="nested")
     lines = ["x" * 1996] * (answers.TOTALS // 2000 - 1)
     room = answers.TOTALS - len(json.dumps({"a": [*lines, ""]}))
-    assert answers.get_totals({"totals": {"a": [*lines, "x" * room]}})
-    unexpected(answers.get_totals, {"totals": {"a": [*lines, "x" * (room + 1)]}}, match="too long")
+    assert answers.read(answers.Report, {"totals": {"a": [*lines, "x" * room]}})
+    unexpected(answers.read, answers.Report, {"totals": {"a": [*lines, "x" * (room + 1)]}}, match="too long")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,14 @@ def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatc
         url = f"http://127.0.0.1:{hung.getsockname()[1]}"
         with pytest.raises(ServerAwayError, match=rf"^{url} does not answer in time\.$"):
             asyncio.run(check(url))
+
+
+@asynchronous
+async def test_a_server_says_which_inputs_are_whole_numbers():
+    workflow = {node: {"class_type": kind, "inputs": {}} for node, kind in (("6", "Sampler"), ("7", "No/such?node"))}
+    async with FakeComfy() as one, server.open_session() as session:
+        assert await Server(session, one.url).whole_inputs(workflow) == {("6", "seed")}
+    assert await cli.whole_inputs([one.url], "", workflow) == set()
 
 
 CONNECTION = SimpleNamespace(host="host", port=1, ssl=True, is_ssl=True)
@@ -151,61 +159,71 @@ def test_a_file_that_is_not_given_says_why(status, name, words):
     assert re.search(words, not_given("http://host", name, status))
 
 
-def history(*messages, **status):
-    return {"status": {"messages": list(messages), **status}, "outputs": {}}
+def ended(*messages, outputs=None, prompt=None, **status):
+    found = {"status": {"messages": list(messages), **status}, "outputs": outputs or {}}
+    return entry(answers.read(answers.Ended, found), prompt or {})
+
+
+def outputs(**shown):
+    return {node: answers.read(answers.Output, output) for node, output in shown.items()}
 
 
 def test_an_entry_says_how_a_prompt_ended_and_when():
     begun = ["execution_start", {"timestamp": 1000}]
-    done = entry(history(begun, ["execution_success", {"timestamp": 3500}]), {})
+    done = ended(begun, ["execution_success", {"timestamp": 3500}])
     assert (done.outcome, done.seconds, done.error) == ("success", 2.5, "")
     error = {"timestamp": 2000, "node_type": "N", "exception_message": "x"}
-    failed = entry(history(begun, ["execution_error", error]), {})
+    failed = ended(begun, ["execution_error", error])
     assert (failed.outcome, failed.seconds, failed.error) == ("error", 1.0, "N: x")
-    bare = entry(history(["execution_error", {}]), {})
+    bare = ended(["execution_error", {}])
     assert (bare.outcome, bare.seconds, bare.error) == ("error", 0, "ComfyUI: no reason given")
-    assert entry(history(["execution_interrupted", {}]), {}).outcome == "interrupted"
-    assert entry(history(status_str="success"), {}).outcome == "success" and entry({}, {}).outcome == "error"
-    unexpected(entry, history(status_str="fine"), {}, match="ended as fine")
+    assert ended(["execution_interrupted", {}]).outcome == "interrupted"
+    assert ended(status_str="success").outcome == "success" and entry(answers.Ended(), {}).outcome == "error"
+    unexpected(ended, match="ended as fine", status_str="fine")
     for message in ([], ["execution_success"], ["execution_success", {}, 1], [1, {}], ["execution_success", 1]):
-        unexpected(entry, history(message), {}, match="not events")
+        unexpected(ended, message, match="messages")
 
 
 def test_files_are_those_that_were_saved_or_else_those_shown():
     shown, saved = {"filename": "a.png", "type": "temp"}, {"filename": "b.png", "subfolder": "s", "type": "output"}
-    outputs = {"1": {"images": [shown], "text": ["x"], "odd": 3}, "2": {"images": [saved, 5]}}
-    assert files_of(outputs) == [{"filename": "b.png", "subfolder": "s", "type": "output", "node": "2"}]
-    assert files_of({"1": outputs["1"]}) == [{"filename": "a.png", "subfolder": "", "type": "temp", "node": "1"}]
-    assert files_of({"1": {"images": [{"filename": "c"}]}})[0]["type"] == "output"
-    assert len(files_of({"1": {"images": [shown] * FILES}})) == FILES
-    unexpected(files_of, {"1": {"images": [shown] * (FILES + 1)}}, match="10001 files")
+    one, two = {"images": [shown], "text": ["x"], "odd": 3}, {"images": [saved, 5]}
+    assert files_of(outputs(a=one, b=two)) == [{"filename": "b.png", "subfolder": "s", "type": "output", "node": "b"}]
+    assert files_of(outputs(a=one)) == [{"filename": "a.png", "subfolder": "", "type": "temp", "node": "a"}]
+    assert files_of(outputs(a={"images": [{"filename": "c"}]}))[0]["type"] == "output"
+    assert len(files_of(outputs(a={"images": [shown] * FILES}))) == FILES
+    unexpected(files_of, outputs(a={"images": [shown] * (FILES + 1)}), match="10001 files")
 
 
 def test_reports_of_a_prompt_are_bounded_and_a_refusal_has_a_reason():
     reports = [{"totals": {}, "settings": {}}]
-    assert len(entry({"outputs": {"1": {"specar": REPORTS * reports}}}, {}).traces) == 1
-    unexpected(entry, {"outputs": {"1": {"specar": (REPORTS + 1) * reports}}}, {}, match="1001 reports")
-    assert server.refusal({"error": "no"}) == "ComfyUI refused the workflow: no"
-    unexpected(server.refusal, {"node_errors": []}, match="no reason")
+    assert len(ended(outputs={"1": {"specar": REPORTS * reports}}).traces) == 1
+    unexpected(ended, match="1001 reports", outputs={"1": {"specar": (REPORTS + 1) * reports}})
+    said = answers.read(answers.Submission, {"error": "no"})
+    assert server.refusal(said) == "ComfyUI refused the workflow: no"
+    unexpected(server.refusal, answers.read(answers.Submission, {"node_errors": []}), match="no reason")
 
 
 def test_reports_belong_to_the_nodes_whose_traces_they_are_of():
     node = {"inputs": {"trace_1": ["7", 0], "trace_2": [8, 0], "name": ["9", 0], "trace_3": "none"}}
-    reports = [{"totals": {}, "n": 1}, {"totals": {}, "n": 2}]
-    assert reports_of(node, {"specar": [{"x": 1}, *reports]}) == [("7", reports[0]), ("8", reports[1])]
-    assert reports_of(node, {"specar": reports[:1]}) == [(None, reports[0])]
-    assert reports_of(None, {"specar": reports}) == [(None, report) for report in reports]
-    assert reports_of(node, {}) == []
+    shown = answers.Output(specar=[{"x": 1}, {"totals": {"n": 1}}, {"totals": {"n": 2}}])
+
+    def found(node, output):
+        return [(source, report.totals) for source, report in reports_of(node, output)]
+
+    assert found(node, shown) == [("7", {"n": 1}), ("8", {"n": 2})]
+    assert found(node, answers.Output(specar=shown.specar[:2])) == [(None, {"n": 1})]
+    assert found(None, shown) == [(None, {"n": 1}), (None, {"n": 2})]
+    assert reports_of(node, answers.Output()) == []
 
 
 def test_notices_are_those_of_samplers_once_each():
     said, more = ({"specar_run": [json.dumps({"passes": 16, "notices": each})]} for each in (["a", "b"], ["b", "c"]))
-    assert notices_of({"1": {"specar_run": ["{}"]}, "2": said, "3": more}) == ["a", "b", "c"]
-    assert notices_of({"1": {"images": []}}) == []
+    assert notices_of(outputs(a={"specar_run": ["{}"]}, b=said, c=more)) == ["a", "b", "c"]
+    assert notices_of(outputs(a={"images": []})) == []
     many = json.dumps({"notices": [str(number) for number in range(NOTICES + 1)]})
-    assert len(notices_of({"1": {"specar_run": [many]}})) == NOTICES
+    assert len(notices_of(outputs(a={"specar_run": [many]}))) == NOTICES
     for odd in ("no JSON", "[]", '{"notices": [1]}', "\ud800"):
-        unexpected(notices_of, {"1": {"specar_run": [odd]}})
+        unexpected(notices_of, {"a": answers.Output.model_construct(specar_run=[odd])})
 
 
 def test_the_first_signal_cancels_and_the_second_ends_the_program(monkeypatch, capsys):

@@ -334,7 +334,7 @@ ONE = "seed\n1\n"
         ("id,seed\na,1\n", ("--out", "full"), r"full.*files.* a\b"),
         ("id,seed\nA,1\n", ("--out", "full"), r"full.*files.* A\b"),
         (ONE, ("--out", "jobs.csv"), "--out jobs.csv: no file can be written there .*folder"),
-        (ONE, ("--server", "127.0.0.1:8380x"), "8380x is no address .*8380x.*http://127.0.0.1:8188"),
+        (ONE, ("--server", "127.0.0.1:8380x"), "8380x is no address .*port.*http://127.0.0.1:8188"),
         (ONE, ("--server", ""), "--server  is no address .no host"),
         (ONE, ("--server", "http://"), "--server http:// is no address .no host"),
         (ONE, ("--server", "http://u:Z/z9@h:1"), "--server http://h:1 is no address .*`/` is written %2F"),

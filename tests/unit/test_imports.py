@@ -64,7 +64,7 @@ FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
     "api": {"torch"},
     "reports": {"torch", "numpy", "PIL"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
-    "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/ray_cluster.py alone
+    "batch": {"aiohttp", "pydantic", "tqdm", "yarl", "numpy", "PIL", "ray"},  # ray: an extra, for batch/ray_cluster.py
 }
 
 
