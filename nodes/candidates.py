@@ -17,8 +17,7 @@ from ..samplers.rules.lantern import LanternPP
 from ..samplers.rules.tv_budget import TVMetered
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .method import ChosenMethod
-from .samplers import changed
-from .simple_sampler import METHODS
+from .samplers import METHODS, changed
 from .tree_samplers import AUTO, PRESETS, STRUCTURES
 
 WINDOWS = (16, 32, 8, 64)

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from ..samplers.methods.continuous import ContinuousSpeculative
 from ..samplers.methods.continuous_next_token import ContinuousNextToken
 from .comfy_runtime import models
-from .samplers import CommonInputs, sample
+from .samplers import CommonInputs, run_method
 from .schema import schema
 from .search import CONTINUOUS, SAMPLER, WITH_DRAFTER
 from .widgets import advanced, choose, drafter_input, negative_input, option_of, prompt_inputs, sampler_outputs
@@ -74,7 +74,7 @@ class ContinuousNextTokenSampler(io.ComfyNode):
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        return sample(ContinuousNextToken(), Inputs(**inputs))
+        return run_method(ContinuousNextToken(), Inputs(**inputs))
 
 
 class ContinuousSampler(io.ComfyNode):
@@ -134,4 +134,4 @@ class ContinuousSampler(io.ComfyNode):
             choose("sigma", sigma, SIGMA),
             alignment,
         )
-        return sample(method, Inputs(**inputs), drafter)
+        return run_method(method, Inputs(**inputs), drafter)

@@ -88,7 +88,7 @@ class AcceptanceMap(io.ComfyNode):
         )
 
 
-class CompareTraces(io.ComfyNode):
+class CompareRuns(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..model_loaders.families.glm_image import FAMILY
 from ..model_loaders.families.glm_image_diffusion import CFG, STEPS, notices
 from .checks import show
-from .comfy_runtime.clip import text_of
 from .comfy_runtime.glm_image import GlmImageVae
-from .comfy_runtime.messages import notify
+from .comfy_runtime.progress import notify
 from .latents import Latent
+from .samplers import text_of
 from .schema import schema
 from .widgets import advanced
 
@@ -61,7 +61,7 @@ def sources_of(positive: list, codes: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-class DecodeGLMImage(io.ComfyNode):
+class GLMImageDecode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(

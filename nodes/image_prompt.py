@@ -12,8 +12,8 @@ from ..models.text.prompt_encoders import ImagePrompts
 from ..models.text.prompts import Conditioning
 from .checks import show
 from .comfy_runtime.glm_image import GlmImageVae
-from .comfy_runtime.messages import notify
 from .comfy_runtime.models import LoadedModel
+from .comfy_runtime.progress import notify
 from .comfy_runtime.sources import encoder_of
 from .comfy_runtime.vae import image_tokens
 from .latents import empty_latent

@@ -13,7 +13,7 @@ from .checks import available
 from .comfy_runtime import folders, models
 from .comfy_runtime.clip import ARClip
 from .comfy_runtime.glm_image import GlmImageVae
-from .comfy_runtime.vae import ARVae
+from .comfy_runtime.vae import ARVae, open_decoder
 from .latents import empty_latent, whole_tokens
 from .schema import schema
 from .search import FAMILIES, START
@@ -87,7 +87,7 @@ class LoadDrafter(io.ComfyNode):
         return io.NodeOutput(models.open_drafter(drafter_name, model))
 
 
-class LoadLora(io.ComfyNode):
+class LoRA(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -136,7 +136,7 @@ class LoadImageDecoder(io.ComfyNode):
 
     @classmethod
     def execute(cls, decoder_name: str) -> io.NodeOutput:
-        return io.NodeOutput(ARVae(models.open_decoder(folders.resolve(decoder_name, "vae", folders.MODELS))))
+        return io.NodeOutput(ARVae(open_decoder(folders.resolve(decoder_name, "vae", folders.MODELS))))
 
 
 class EmptyLatent(io.ComfyNode):

@@ -11,7 +11,7 @@ from ..reports.quality import Quality, quality_of
 from ..reports.run_report import drafting, judgement
 from ..samplers.contract import Method
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
-from .samplers import Inputs, changed, sample
+from .samplers import Inputs, changed, run_method
 from .schema import schema
 from .search import SAMPLER
 from .sockets import ARMethod
@@ -73,7 +73,7 @@ class ChosenMethod:
         return changed(self.method, drafter=self.drafter.drafter)
 
 
-class MethodSampler(io.ComfyNode):
+class AutoSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -87,4 +87,4 @@ class MethodSampler(io.ComfyNode):
     @classmethod
     def execute(cls, method: ChosenMethod, **inputs: Any) -> io.NodeOutput:
         common = Inputs(**inputs)
-        return sample(method.follow(common.model), common, method.drafter)
+        return run_method(method.follow(common.model), common, method.drafter)

@@ -17,12 +17,13 @@ from ..models.text.prompts import Conditioning
 from ..reports.run_report import FIRST_DRAFTS
 from ..samplers.contract import Method
 from ..samplers.generate import AnyRequest, generate
+from ..samplers.methods.continuous_next_token import ContinuousNextToken
 from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
+from ..samplers.rules.tv_budget import TVMetered
 from .comfy_runtime import models, runs
-from .comfy_runtime.clip import prompts_of, text_of
-from .comfy_runtime.messages import notify
-from .comfy_runtime.status import finished_run
+from .comfy_runtime.memory import to_output_device
+from .comfy_runtime.progress import finished_run, notify
 from .latents import (
     Latent,
     first_image,
@@ -37,7 +38,7 @@ from .latents import (
 )
 from .rules import EXACT, ChosenRule
 from .schema import schema
-from .search import FAMILIES, SAMPLER
+from .search import FAMILIES, SAMPLER, START
 from .widgets import (
     advanced,
     choose,
@@ -50,6 +51,13 @@ from .widgets import (
     sampler_outputs,
 )
 
+NEXT_TOKEN = "next token"
+METHODS = {  # option -> method for models of token ids
+    "fast, exact": SJD(),
+    "same image as next token": SJD(reuse="gumbel"),
+    "fastest, may drift": SJD(rule=TVMetered(0.1)),
+    NEXT_TOKEN: NextToken(),
+}
 REFINEMENTS = {  # option -> SJD.reuse
     "coupled (exact)": "coupled",
     "SJD++ reuse (paper)": "threshold_paper",
@@ -88,6 +96,17 @@ class Inputs(CommonInputs):
 
     def params(self) -> dict[str, Any]:
         return super().params() | given(self, "top_k", "top_p")
+
+
+def text_of(conditioning: Conditioning) -> str | None:
+    """The prompt a conditioning was made from; None if it does not come from an ARClip."""
+    return conditioning[0][1].get("ar", {}).get("text") if conditioning else None
+
+
+def prompts_of(positive: Conditioning, negative: Conditioning | None) -> tuple[Conditioning, Conditioning | None]:
+    """Both prompts of a sampler, the negative one None where it is empty or zeroed (Conditioning Zero Out)."""
+    zeroed = negative and negative[0][0].shape[1] > 1 and not negative[0][0].any()  # a class label may be 0
+    return positive, None if zeroed or (negative and text_of(negative) == "") else negative
 
 
 def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
@@ -140,7 +159,7 @@ def changed(method: Method, **settings: Any) -> Method:
     return replace(method, **settings)  # type: ignore[type-var]  # every method is a dataclass, as Method says
 
 
-def sample(
+def run_method(
     method: Method,
     inputs: CommonInputs,
     drafter: models.LoadedDrafter | None = None,
@@ -158,7 +177,7 @@ def sample(
     notify(request.notices)
     output = generate(method, request, partial(runs.sampling, inputs.model, drafter))
     output.trace.settings |= origin(inputs, drafter) | ({"chosen": chosen} if chosen else {})
-    tensors = {name: models.output(t) for name in ("tokens", "latent") if (t := getattr(output, name)) is not None}
+    tensors = {name: to_output_device(t) for name in ("tokens", "latent") if (t := getattr(output, name)) is not None}
     latent = with_output(inputs.latent_image, replace(output, **tensors), request)
     run = json.dumps(finished_run(request, output.trace, inputs.model.model.pixels_per_token))
     return io.NodeOutput(latent, output.trace, ui={"specar_run": [run]})
@@ -176,6 +195,36 @@ def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[s
     return origin | conditions(model)
 
 
+class ARSampler(io.ComfyNode):
+    """The sampler with one choice instead of a method's settings, first among the samplers."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="SpecARSampler",
+            category="SpecAR/sampling",
+            search=(*START, "ksampler", "inpaint", *SAMPLER, *FAMILIES),
+            inputs=[
+                *common_inputs(),
+                io.Combo.Input("method", options=list(METHODS), default=next(iter(METHODS))),
+                negative_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(cls, method: str, **inputs: Any) -> io.NodeOutput:
+        chosen, common = choose("method", method, METHODS), Inputs(**inputs)
+        if not common.model.model.continuous:
+            return run_method(chosen, common, chosen=method)
+        if method != NEXT_TOKEN:
+            raise ValueError(
+                f"{common.model.name} is a continuous model, for which {method!r} needs a drafter. Use Continuous "
+                f"Speculative Sampler with Load AR Drafter, or choose {NEXT_TOKEN!r}."
+            )
+        return run_method(ContinuousNextToken(), common)
+
+
 class NextTokenSampler(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -189,7 +238,7 @@ class NextTokenSampler(io.ComfyNode):
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        return sample(NextToken(), Inputs(**inputs))
+        return run_method(NextToken(), Inputs(**inputs))
 
 
 class SJDSampler(io.ComfyNode):
@@ -231,4 +280,4 @@ class SJDSampler(io.ComfyNode):
         reuse = choose("refinement", refinement, REFINEMENTS)
         initial = choose("initialisation", initialisation, INITIAL)
         method = SJD(window or None, reuse, initial, threshold, rule.rule, settling)
-        return sample(method, Inputs(**inputs), where=rule.where)
+        return run_method(method, Inputs(**inputs), where=rule.where)

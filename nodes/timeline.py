@@ -57,7 +57,7 @@ def film(pixels: Tensor, fps: float, cls: type[io.ComfyNode]) -> dict:
     return ui.SavedImages([saved], is_animated=True).as_dict()
 
 
-class Timeline(io.ComfyNode):
+class DecodingTimeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(

@@ -19,7 +19,7 @@ from ..samplers.rules.cool_sd import CoolSD
 from ..samplers.rules.lantern import Lantern, LanternPP
 from .comfy_runtime.runs import LoadedDrafter
 from .rules import COOL_SD, EXACT, REDRAW, ChosenRule, setting_input, setting_inputs, where_input
-from .samplers import Inputs, sample
+from .samplers import Inputs, run_method
 from .schema import schema
 from .search import WITH_DRAFTER
 from .widgets import (
@@ -119,7 +119,7 @@ class DraftTreeSampler(io.ComfyNode):
         **inputs: Any,
     ) -> io.NodeOutput:
         shape = structure_of(structure, depth, width, nodes, tree_paths)
-        return sample(DraftTree(drafter.drafter, shape, rule.rule), Inputs(**inputs), drafter, rule.where)
+        return run_method(DraftTree(drafter.drafter, shape, rule.rule), Inputs(**inputs), drafter, rule.where)
 
 
 LANTERN, LANTERN_PP = "LANTERN (dynamic tree)", "LANTERN++ (static tree)"
@@ -169,7 +169,7 @@ class LanternSampler(io.ComfyNode):
             method = published.lantern(drafter.drafter, shape, delta=delta, **rule)
         else:
             method = published.lantern_pp(drafter.drafter, shape, ratio=ratio, **rule)
-        return sample(method, Inputs(**inputs), drafter, where)
+        return run_method(method, Inputs(**inputs), drafter, where)
 
 
 class CoolSDSampler(io.ComfyNode):
@@ -212,7 +212,7 @@ class CoolSDSampler(io.ComfyNode):
             schedule=schedule,
             floor=floor,
         )
-        return sample(method, Inputs(**inputs), drafter, where)
+        return run_method(method, Inputs(**inputs), drafter, where)
 
 
 class ADTTreeSampler(io.ComfyNode):
@@ -283,7 +283,7 @@ class ADTTreeSampler(io.ComfyNode):
             rule.rule,
             **vars(choose("preset", preset, PRESETS | {OWN_VALUES: own})) | whatever_the_preset,
         )
-        return sample(method, Inputs(**inputs), drafter, rule.where)
+        return run_method(method, Inputs(**inputs), drafter, rule.where)
 
 
 class VVSSampler(io.ComfyNode):
@@ -346,4 +346,4 @@ class VVSSampler(io.ComfyNode):
             refresh=refresh,
             features=choose("features", features, FEATURES),
         )
-        return sample(method, Inputs(**inputs), drafter, rule.where, where)
+        return run_method(method, Inputs(**inputs), drafter, rule.where, where)

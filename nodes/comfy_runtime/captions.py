@@ -17,11 +17,9 @@ from ...samplers.contract import Method
 from ...samplers.ending import generate_until, until
 from ...samplers.generate import AnyRequest
 from ...samplers.methods.next_token import NextToken
-from .memory import load_models_gpu
-from .messages import notify, show_text
+from .memory import Patcher, load_models_gpu
 from .models import LoadedModel, patcher_of
-from .patcher import Patcher
-from .progress import Report
+from .progress import Report, notify, show_text
 from .runs import bring_the_rest, place
 from .vae import image_tokens
 

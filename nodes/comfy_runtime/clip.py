@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...models.ar_model import Conditioning, DiscreteModel
 from ...models.continuous_model import ContinuousBase
-from .messages import notify
+from .progress import notify
 
 NODE = "CLIP Text Encode"
 
@@ -66,14 +66,3 @@ def check_unused(options: Mapping[str, Any]) -> None:
 def wrong_node(missing: str) -> str:
     """Error message for a use of this CLIP that needs what there is not."""
     return f"This CLIP belongs to an AR image model and has no {missing}: connect it straight to {NODE}."
-
-
-def text_of(conditioning: Conditioning) -> str | None:
-    """The prompt a conditioning was made from; None if it does not come from an ARClip."""
-    return conditioning[0][1].get("ar", {}).get("text") if conditioning else None
-
-
-def prompts_of(positive: Conditioning, negative: Conditioning | None) -> tuple[Conditioning, Conditioning | None]:
-    """Both prompts of a sampler, the negative one None where it is empty or zeroed (Conditioning Zero Out)."""
-    zeroed = negative and negative[0][0].shape[1] > 1 and not negative[0][0].any()  # a class label may be 0
-    return positive, None if zeroed or (negative and text_of(negative) == "") else negative

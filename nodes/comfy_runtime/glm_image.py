@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ...model_loaders.families import glm_image_diffusion as glm_image
 from .folders import MODELS, resolve, search_folders, stamp
-from .memory import load_models_gpu
-from .models import LoadedDecoder, manage_decoder, output
+from .memory import load_models_gpu, to_output_device
 from .operations import Operations
-from .vae import ARVae
+from .vae import ARVae, LoadedDecoder, manage_decoder
 
 NODE = "GLM-Image Decode"
 
@@ -113,4 +112,4 @@ class LoadedGlmImage:
 
         mm.throw_exception_if_processing_interrupted()
         latents = self.decoder.latents(tokens, text, null, seed, steps, cfg, self.device, report, sources)
-        return self._vae.decode(output(latents))
+        return self._vae.decode(to_output_device(latents))

@@ -1,25 +1,78 @@
-"""Memory of devices, where ComfyUI does not report it, or reports it incorrectly."""
+"""Memory of devices, where ComfyUI does not report it, or reports it wrongly, and of models whose weights captured CUDA
+graphs use."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import comfy.model_management as mm
 import torch
 from comfy.model_patcher import ModelPatcher
+from torch import Tensor
 
+from ...device import graphs
+from ...device.cpu import unpack
 from ...kernels.linear import in_groups, stored_as
 from ...model_loaders.storage import MARGIN
 from ...models.ar_model import DiscreteModel
 from ...models.networks.quantised import largest_matrix
 from ...samplers.engine.memory import image_bytes
-from .patcher import Patcher
 
 # Apple's GPUs, DirectML, a CPU on Linux and one on Windows raise plain RuntimeErrors for it.
 _FULL = ("out of memory", "not enough GPU video memory", "can't allocate memory", "not enough memory: you tried")
+
+
+class Patcher(ModelPatcher):
+    """Drops the sessions of a model (graphs, caches) before weights are moved or unloaded.
+
+    sessions: sessions of the model, or of a drafter's target.
+    """
+
+    def __init__(self, *args: Any, sessions: dict[Hashable, Any] | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.sessions = {} if sessions is None else sessions
+
+    def clone(self, *args: Any, **options: Any) -> Patcher:
+        """A clone shares the weights and the sessions."""
+        clone = super().clone(*args, **options)
+        clone.sessions = self.sessions
+        return clone
+
+    def release(self) -> int:
+        """Drop the sessions. Returns how many bytes of the device's memory that freed."""
+        if not self.sessions:
+            return 0
+        before = mm.get_free_memory(self.load_device)
+        self.sessions.clear()
+        graphs.return_memory(self.load_device)
+        mm.soft_empty_cache()
+        return max(0, mm.get_free_memory(self.load_device) - before)
+
+    def load(self, *args: Any, **options: Any) -> Any:
+        """ComfyUI calls it only if weights are missing on the device."""
+        self.release()
+        unpack(self.model)  # what a drafter reads of its target is computed before the weights move
+        return super().load(*args, **options)
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> Any:
+        """ComfyUI also calls it, without moving any weights, before every run of a model that is already loaded."""
+        if unpatch_weights:
+            self.release()
+        return super().unpatch_model(device_to, unpatch_weights)
+
+    def partially_unload(self, device_to: Any, memory_to_free: int = 0, **options: Any) -> int:
+        """Weights stay loaded if dropping the sessions freed enough."""
+        freed = self.release()
+        if freed and freed >= memory_to_free:
+            return freed
+        return freed + super().partially_unload(device_to, memory_to_free - freed, **options)
+
+    def __del__(self):
+        self.sessions.clear()  # graphs refer to the model that keeps them
+        super().__del__()
 
 
 def load_models_gpu(patchers: Sequence[ModelPatcher], **options: Any) -> None:
@@ -94,3 +147,8 @@ def cast_room(model: torch.nn.Module) -> int:
     """Bytes of the two largest narrow matrices in the compute dtype: the one in use, and the next."""
     stored = (weight.numel() * (2 if in_groups(weight) else 1) for weight in model.parameters() if stored_as(weight))
     return 2 * max(stored, default=0) * model.dtype.itemsize
+
+
+def to_output_device(tensor: Tensor) -> Tensor:
+    """A tensor on the device that ComfyUI uses for outputs of nodes."""
+    return tensor.to(mm.intermediate_device())

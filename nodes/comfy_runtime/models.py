@@ -1,4 +1,4 @@
-"""Models, drafters and image decoders under ComfyUI's management. (Files: see folders.py. Runs: see runs.py.)"""
+"""Models and drafters under ComfyUI's management. (Decoders: vae.py. Files: folders.py. Runs: runs.py.)"""
 
 from __future__ import annotations
 
@@ -9,66 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_management as mm
-import comfy.utils
 import torch
 from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
-from torch import Tensor
 
 from ...device import graphs
-from ...model_loaders.detect import (
-    fastest_dtype,
-    find_image_decoder,
-    load_drafter,
-    load_image_decoder,
-    load_model,
-    stays_narrow,
-)
+from ...model_loaders.detect import fastest_dtype, find_image_decoder, load_drafter, load_model, stays_narrow
 from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
 from ...models.ar_model import DiscreteModel
 from ...models.conditions import DTYPES, INT8_CACHE, STORAGE
 from ...models.continuous_model import ContinuousBase
-from ...models.image_decoder import Autoencoder
 from ...models.memory import offload_embedding
 from .automatic import Automatic
 from .folders import DRAFTERS, LORAS, MODELS, fingerprint, resolve, search_folders
-from .memory import free_memory, load_models_gpu
+from .memory import Patcher, load_models_gpu
 from .operations import Operations
-from .patcher import Patcher
-from .previews import Palette
+from .vae import LoadedDecoder, manage_decoder, open_decoder
 
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
 NO_GRAPHS = ("disable_cuda_graphs", "disable_comfy_compiler")  # options of newer ComfyUIs against them
-
-
-@dataclass(eq=False, repr=False)  # ComfyUI quotes the inputs of a node that failed
-class LoadedDecoder:
-    """An image decoder under ComfyUI's memory management. palette: colours of its tokens, computed on first use."""
-
-    decoder: Autoencoder
-    patcher: ModelPatcher
-    palette: Palette | None = None
-
-    def load(self, pixels: int) -> int:
-        """Move it to the compute device, with memory for at least one image of ``pixels``, and return how many fit at
-        once."""
-        memory = self.bytes_for(pixels)
-        load_models_gpu([self.patcher], memory_required=memory, force_full_load=True)
-        return max(1, int(free_memory(self.patcher) / memory))
-
-    @property
-    def area(self) -> int:
-        """Pixels of a token."""
-        return self.decoder.factor**2
-
-    def bytes_for(self, pixels: int) -> int:
-        """Bytes of the activations while an image is decoded or encoded (fp32).
-
-        The largest feature maps have base_channels channels at full resolution. Five of them are alive at once in
-        VQ-16, Chameleon's VQGAN and KL-16, four in Cosmos, ten in MoVQ; the rest is for convolution workspaces.
-        """
-        return 12 * self.decoder.module.config.base_channels * pixels * 4
 
 
 @dataclass(frozen=True, repr=False)  # ComfyUI quotes the inputs of a node that failed
@@ -209,16 +169,6 @@ def patcher_of(module: torch.nn.Module, model: DiscreteModel | ContinuousBase) -
     return Patcher(module, mm.get_torch_device(), mm.unet_offload_device(), sessions=model.sessions)
 
 
-def open_decoder(path: Path) -> LoadedDecoder:
-    """Load an image decoder in fp32 (it is small, and rounding would change tokens). Raises ValueError."""
-    return manage_decoder(load_image_decoder(path, dtype=torch.float32, operations=Operations))
-
-
-def manage_decoder(decoder: Autoencoder) -> LoadedDecoder:
-    """An image decoder under ComfyUI's memory management."""
-    return LoadedDecoder(decoder, ModelPatcher(decoder.module, mm.vae_device(), mm.vae_offload_device()))
-
-
 def auto_dtype(device: torch.device, path: Path) -> torch.dtype:
     """bf16 or fp16 if the device supports them well (and the user's flags allow them), else fp32.
 
@@ -231,25 +181,3 @@ def auto_dtype(device: torch.device, path: Path) -> torch.dtype:
     if narrow:
         return torch.bfloat16
     return torch.float16 if mm.should_use_fp16(device) else torch.float32
-
-
-def output(tensor: Tensor) -> Tensor:
-    """A tensor on the device that ComfyUI uses for outputs of nodes."""
-    return tensor.to(mm.intermediate_device())
-
-
-def decode_tiled(decoder: Autoencoder, latent: Tensor, width: int, height: int, overlap: int) -> Tensor:
-    """Latents [B, C, h, w] -> pixels [B, H, W, 3], decoded in tiles of so many tokens, blended where they overlap."""
-    overlap = max(0, min(overlap, min(width, height) - 1))
-    steps = len(latent) * comfy.utils.get_tiled_scale_steps(latent.shape[3], latent.shape[2], width, height, overlap)
-    pixels = comfy.utils.tiled_scale(
-        latent,
-        lambda tile: decoder.decode(tile).movedim(-1, 1),
-        width,
-        height,
-        overlap,
-        upscale_amount=decoder.factor,
-        output_device=mm.intermediate_device(),
-        pbar=comfy.utils.ProgressBar(steps),
-    )
-    return pixels.movedim(1, -1)

@@ -1,16 +1,25 @@
-"""The callback of a sampler after every pass: interruption, progress bar, previews, and numbers on the node."""
+"""What the user sees of a run: progress bar, previews, and on the node (web/js/result.js) its numbers and notices.
+
+During a run and after it, a number means the same: passes are the model's forward passes, tokens those of one image.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import comfy.model_management as mm
 import comfy.utils
+import torch
+from comfy_execution.utils import get_executing_context
 from PIL import Image
 
+from ...reports.run_report import drawing, judgement, named
+from ...samplers.generate import AnyRequest
+from ...samplers.trace import Trace
 from .memory import out_of_memory
 from .previews import Previews
 
@@ -18,6 +27,96 @@ log = logging.getLogger(__name__)
 SHARE = 0.01  # maximum fraction of a run's time for the bar: each update is a message to every client ...
 SECONDS = (0.05, 0.5)  # ... while the interval between updates stays within these bounds
 READING = 0.5  # seconds between two texts, so that they can be read
+
+
+def show_text(text: str) -> None:
+    """Show a text on the node that is executing. ComfyUI draws it and decides how long it stays."""
+    if found := _page():
+        server, node_id = found
+        server.send_progress_text(text, node_id, server.client_id)
+
+
+def show_run(run: dict[str, Any]) -> None:
+    """Show how far a run is (see Status) on the node that is executing."""
+    send("specar.run", run=run)
+
+
+def notify(notices: Iterable[str]) -> None:
+    """Show sentences on the node that is executing, instead of those of its last run; none: take these away."""
+    send("specar.notices", notices=list(notices))
+
+
+def send(event: str, **data: Any) -> None:
+    """Send an event to our own JavaScript, with the id of the executing node as ``node``."""
+    if found := _page():
+        server, node_id = found
+        server.send_sync(event, {"node": node_id, **data}, server.client_id)
+
+
+def _page() -> tuple[Any, str] | None:
+    """The server and the id of the executing node; None if no page follows this run: without a server, or for a prompt
+    that names no client."""
+    module = sys.modules.get("server")  # importing it without a server would import all of ComfyUI's nodes
+    server = getattr(getattr(module, "PromptServer", None), "instance", None)
+    context = get_executing_context()
+    if context is None or getattr(server, "client_id", None) is None:
+        return None
+    return server, context.node_id
+
+
+Run = dict[str, Any]
+
+
+class Status:
+    """Says how far a run is."""
+
+    def __init__(self, request: AnyRequest):
+        self.request = request
+        self.total = request.sampled(torch.full((request.batch,), request.length))
+        self.first: tuple[float, float] | None = None  # time and tokens when first asked, after the prompt was read
+
+    def show(self, progress: Any) -> None:
+        """Show it on the node that is executing."""
+        show_run(self(progress))
+
+    def __call__(self, progress: Any) -> Run:
+        """After a pass, with the seconds that are left, once these are known."""
+        now, done = time.perf_counter(), self.request.sampled(progress.committed)
+        self.first = self.first or (now, done)
+        began, before = self.first
+        run = numbers(self.request.batch, progress.passes, done, self.total)
+        if done == before:
+            return run
+        return run | {"left": duration((now - began) * (self.total - done) / (done - before))}
+
+
+def finished_run(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
+    """After a run: also the passes that one for each sampled token would be (``plain``), the seconds that it took, the
+    ``size`` (width, height) of an image, the settings that were ``used``, and ``notices`` of what was asked for but not
+    done."""
+    whole, settings = torch.full((request.batch,), request.length), trace.settings
+    tokens = request.sampled(whole)
+    used = [": ".join(filter(None, named(settings))), judgement(settings), drawing(settings)]
+    if settings["lossless"]:
+        del used[1]
+    return numbers(request.batch, trace.totals["target_passes"], tokens, tokens) | {
+        "plain": round(tokens / request.group),
+        "seconds": duration(trace.totals["seconds"]),
+        "size": [trace.cols * pixels_per_token, trace.rows * pixels_per_token],
+        "used": "; ".join(used),
+        "notices": trace.notices,
+    }
+
+
+def numbers(images: int, passes: int, done: float, total: float) -> Run:
+    return {"images": images, "passes": passes, "done": round(done), "total": round(total)}
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words, rounded: "0.4 s", "12 s", "3 min"."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 class Report:

@@ -15,12 +15,10 @@ from ...device import graphs
 from ...models.image_decoder import Autoencoder
 from ...samplers.contract import Method
 from ...samplers.generate import AnyRequest
-from .memory import cast_room, fit_in_memory, load_models_gpu, out_of_memory, total_memory
+from .memory import Patcher, cast_room, fit_in_memory, load_models_gpu, out_of_memory, total_memory
 from .models import LoadedDecoder, LoadedDrafter, LoadedModel
-from .patcher import Patcher
 from .previews import Previews, Sketcher, measure_palette, measured_tokens
-from .progress import Report
-from .status import Status
+from .progress import Report, Status
 
 log = logging.getLogger(__name__)
 

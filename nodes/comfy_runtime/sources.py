@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ...model_loaders.detect import load_encoder
-from .memory import load_models_gpu
+from .memory import Patcher, load_models_gpu
 from .models import LoadedModel, patcher_of
-from .patcher import Patcher
 from .runs import bring_the_rest
 
 

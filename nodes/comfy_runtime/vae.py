@@ -4,27 +4,73 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
+import comfy.model_management as mm
+import comfy.utils
 import torch
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ...model_loaders.detect import load_image_decoder
 from ...models.changed_latents import CHANGED, is_changed, whole_ids
-from ...models.image_decoder import ImageDecoder
-from . import models
-from .memory import out_of_memory
-from .messages import notify
+from ...models.image_decoder import Autoencoder, ImageDecoder
+from .memory import free_memory, load_models_gpu, out_of_memory, to_output_device
+from .operations import Operations
+from .previews import Palette
+from .progress import notify
 
 log = logging.getLogger(__name__)
 TILE = 256  # pixels per side, if memory runs out
+
+
+@dataclass(eq=False, repr=False)  # ComfyUI quotes the inputs of a node that failed
+class LoadedDecoder:
+    """An image decoder under ComfyUI's memory management. palette: colours of its tokens, computed on first use."""
+
+    decoder: Autoencoder
+    patcher: ModelPatcher
+    palette: Palette | None = None
+
+    def load(self, pixels: int) -> int:
+        """Move it to the compute device, with memory for at least one image of ``pixels``, and return how many fit at
+        once."""
+        memory = self.bytes_for(pixels)
+        load_models_gpu([self.patcher], memory_required=memory, force_full_load=True)
+        return max(1, int(free_memory(self.patcher) / memory))
+
+    @property
+    def area(self) -> int:
+        """Pixels of a token."""
+        return self.decoder.factor**2
+
+    def bytes_for(self, pixels: int) -> int:
+        """Bytes of the activations while an image is decoded or encoded (fp32).
+
+        The largest feature maps have base_channels channels at full resolution. Five of them are alive at once in
+        VQ-16, Chameleon's VQGAN and KL-16, four in Cosmos, ten in MoVQ; the rest is for convolution workspaces.
+        """
+        return 12 * self.decoder.module.config.base_channels * pixels * 4
+
+
+def open_decoder(path: Path) -> LoadedDecoder:
+    """Load an image decoder in fp32 (it is small, and rounding would change tokens). Raises ValueError."""
+    return manage_decoder(load_image_decoder(path, dtype=torch.float32, operations=Operations))
+
+
+def manage_decoder(decoder: Autoencoder) -> LoadedDecoder:
+    """An image decoder under ComfyUI's memory management."""
+    return LoadedDecoder(decoder, ModelPatcher(decoder.module, mm.vae_device(), mm.vae_offload_device()))
 
 
 class ARVae:
     """The interface that ComfyUI's VAE nodes call. Latents [B, C, h, w]: of a KL autoencoder, or code vectors of a VQ
     tokenizer, which also reads token ids [B, 1, h, w] from a model without image decoder."""
 
-    def __init__(self, loaded: models.LoadedDecoder | None, missing: str = ""):
+    def __init__(self, loaded: LoadedDecoder | None, missing: str = ""):
         self._loaded, self._missing = loaded, missing
 
     def decode(self, latent: Tensor, **_options: Any) -> Tensor:
@@ -78,7 +124,7 @@ class ARVae:
         )
         self._found.load(width * height * self._found.area)
         overlap = tile // 4 if overlap is None else overlap
-        return models.decode_tiled(self._found.decoder, latent, width, height, overlap)
+        return decode_tiled(self._found.decoder, latent, width, height, overlap)
 
     def encode_tiled(
         self, pixels: Tensor, tile_x: int = 512, tile_y: int = 512, overlap: int = 64, **_options: Any
@@ -100,7 +146,7 @@ class ARVae:
             encoded = decoder.encode_latent(tile)
             inside = encoded[..., rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
             latent[index, :, rows, cols] = inside[0].float().cpu()
-        return models.output(latent)
+        return to_output_device(latent)
 
     def spacial_compression_decode(self) -> int:  # ComfyUI's spelling
         return self.downscale_ratio
@@ -119,7 +165,7 @@ class ARVae:
         return self._found.decoder.channels
 
     @property
-    def _found(self) -> models.LoadedDecoder:
+    def _found(self) -> LoadedDecoder:
         if self._loaded is None:
             raise FileNotFoundError(self._missing)
         return self._loaded
@@ -128,7 +174,7 @@ class ARVae:
         """The function of a batch of images of ``pixels``, as many at once as fit; None if not even one fits."""
         try:
             count = self._found.load(pixels)
-            return torch.cat([models.output(function(part)) for part in batch.split(count)])
+            return torch.cat([to_output_device(function(part)) for part in batch.split(count)])
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -183,3 +229,20 @@ def tiles(length: int, tile: int, overlap: int) -> list[tuple[int, int, slice]]:
     starts = [*range(0, length - tile, step), length - tile]
     borders = [0, *((start + tile + following) // 2 for start, following in pairwise(starts)), length]
     return [(start, start + tile, slice(*part)) for start, part in zip(starts, pairwise(borders), strict=True)]
+
+
+def decode_tiled(decoder: Autoencoder, latent: Tensor, width: int, height: int, overlap: int) -> Tensor:
+    """Latents [B, C, h, w] -> pixels [B, H, W, 3], decoded in tiles of so many tokens, blended where they overlap."""
+    overlap = max(0, min(overlap, min(width, height) - 1))
+    steps = len(latent) * comfy.utils.get_tiled_scale_steps(latent.shape[3], latent.shape[2], width, height, overlap)
+    pixels = comfy.utils.tiled_scale(
+        latent,
+        lambda tile: decoder.decode(tile).movedim(-1, 1),
+        width,
+        height,
+        overlap,
+        upscale_amount=decoder.factor,
+        output_device=mm.intermediate_device(),
+        pbar=comfy.utils.ProgressBar(steps),
+    )
+    return pixels.movedim(1, -1)

@@ -13,8 +13,8 @@ from comfyui_specar.models.memory import weight_bytes
 from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig, split_gates
 from comfyui_specar.models.networks.prefix import CaptionPrefix
 from comfyui_specar.nodes.comfy_runtime import memory
+from comfyui_specar.nodes.comfy_runtime.memory import Patcher
 from comfyui_specar.nodes.comfy_runtime.models import open_model
-from comfyui_specar.nodes.comfy_runtime.patcher import Patcher
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from comfyui_specar import api
 from comfyui_specar.batch.model_worker import RECIPES
-from comfyui_specar.nodes import continuous, samplers, simple_sampler, tree_samplers
+from comfyui_specar.nodes import continuous, samplers, tree_samplers
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.methods.jacobi import AUTOMATIC
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.once
 DRAFTER = object()
 METHODS = api.methods
 MADE = {  # node -> the same in Python
-    simple_sampler.SimpleSampler: METHODS.SJD(),
+    samplers.ARSampler: METHODS.SJD(),
     samplers.NextTokenSampler: METHODS.NextToken(),
     samplers.SJDSampler: METHODS.SJD(),
     tree_samplers.DraftTreeSampler: METHODS.DraftTree(DRAFTER),
@@ -51,7 +51,7 @@ def widgets(node) -> dict:
 
 def made(node, monkeypatch, **changed):
     """The method that a node runs with its defaults, but for what is ``changed``."""
-    monkeypatch.setattr(inspect.getmodule(node), "sample", lambda method, *_, **__: method)
+    monkeypatch.setattr(inspect.getmodule(node), "run_method", lambda method, *_, **__: method)
     model = SimpleNamespace(model=SimpleNamespace(continuous=False))
     sockets = {"model": model, "positive": None, "latent_image": None}
     wanted = {field.id for field in node.define_schema().inputs}
@@ -62,7 +62,7 @@ def made(node, monkeypatch, **changed):
 def test_every_sampler_is_compared():
     nodes = {
         node
-        for module in (simple_sampler, samplers, tree_samplers, continuous)
+        for module in (samplers, tree_samplers, continuous)
         for node in vars(module).values()
         if inspect.isclass(node) and hasattr(node, "define_schema") and node.__module__ == module.__name__
     }

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from comfyui_specar.nodes.comfy_runtime.messages import notify
+from comfyui_specar.nodes.comfy_runtime.progress import notify
 from comfyui_specar.nodes.latents import EVERYTHING, NOTHING
 
 import nodes as core

@@ -11,9 +11,8 @@ from comfyui_specar.device import cpu
 from comfyui_specar.device.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.nodes.comfy_runtime import runs
-from comfyui_specar.nodes.comfy_runtime.memory import fit_in_memory, free_memory, load_models_gpu
+from comfyui_specar.nodes.comfy_runtime.memory import Patcher, fit_in_memory, free_memory, load_models_gpu
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
-from comfyui_specar.nodes.comfy_runtime.patcher import Patcher
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine.session import Session
 from comfyui_specar.samplers.methods.next_token import NextToken

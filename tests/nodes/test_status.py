@@ -5,10 +5,8 @@ import sys
 
 import pytest
 import torch
-from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress
-from comfyui_specar.nodes.comfy_runtime import status
-from comfyui_specar.nodes.comfy_runtime.progress import Report
-from comfyui_specar.nodes.comfy_runtime.status import Status
+from comfyui_specar.nodes.comfy_runtime import progress
+from comfyui_specar.nodes.comfy_runtime.progress import Report, Status, finished_run
 from comfyui_specar.samplers.contract import Progress, Request
 from comfyui_specar.samplers.layout import TokenLayout
 
@@ -19,8 +17,7 @@ from .conftest import defaults
 def clock(monkeypatch):
     """The time in seconds, as a list of one number."""
     now = [100.0]
-    for module in (nodes_progress, status):
-        monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -84,7 +81,7 @@ def test_a_run_ends_with_what_it_took_and_what_auto_was(method, sample, draw_vec
     (loaded, clip, _), draw = (continuous, draw_vectors) if method == "vectors" else (tiny, sample)
     _, trace = draw("" if method == "vectors" else method, batch=2)
     asked = loaded.model.request(clip.encode_from_tokens_scheduled("red apple"), batch=2)
-    run = status.finished_run(asked, trace, 16)
+    run = finished_run(asked, trace, 16)
     assert (run["images"], run["passes"]) == (2, trace.totals["target_passes"])
     assert run["done"] == run["total"] == run["plain"] == 16 and run["size"] == [64, 64]
     assert f"temperature {trace.settings['temperature']:g}" in run["used"] and "cfg" in run["used"]
@@ -105,7 +102,7 @@ def test_kept_tokens_are_not_counted_as_passes_saved(sample, tiny, positive):
     latent = {**first, "noise_mask": mask}
     _, trace = sample("SJD", latent_image=latent)
     kept = TokenLayout.plain(4, 4).keeping(torch.zeros(1, 4, 4, dtype=torch.int64), mask == 0)
-    run = status.finished_run(tiny[0].model.request(positive, layout=kept), trace, 16)
+    run = finished_run(tiny[0].model.request(positive, layout=kept), trace, 16)
     assert run["plain"] == run["total"] == 6
 
 

@@ -22,7 +22,7 @@ export function addResult(node) {
   widget.serialize = false;
 }
 
-/** Shows a run (nodes/comfy_runtime/status.py), with its notices once it is over. Other nodes than samplers have no place
+/** Shows a run (nodes/comfy_runtime/progress.py), with its notices once it is over. Other nodes than samplers have no place
  * for it. */
 export function showResult(node, run) {
   write(node, 0, inWords(run));

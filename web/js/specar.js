@@ -124,7 +124,7 @@ function showInterruption({ detail: { node_id, prompt_id } }) {
   if (running && ours) showResult(executingNode(running.node), { ...running.run, interrupted: true });
 }
 
-/** What a run does not do of what was asked for, on the node that says so (see nodes/comfy_runtime/messages.py), and as a
+/** What a run does not do of what was asked for, on the node that says so (see nodes/comfy_runtime/progress.py), and as a
  * toast where that node is not visible: inside a subgraph, or in app mode. */
 function showNotices({ detail: { node, notices: english } }) {
   const notices = english.map(translated), speaker = executingNode(node);
