@@ -30,7 +30,7 @@ BLOCKS = (128, 64, 32, 16, 8, 4)  # rows per block, tried in this order; the las
 _asked = False
 
 
-def asked() -> bool:
+def is_wanted() -> bool:
     """Is batch invariance asked for on a GPU? Otherwise the fastest kernels run."""
     return _asked
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .graphs import leaves, sizes_of
+from .graphs import leaves, shapes_and_dtypes
 
 T = TypeVar("T")
 Graphs = Callable[[Hashable, Callable[[Any], Any], Any], Any]  # kernels.graphs.Graphs of a run that captures
@@ -37,7 +37,7 @@ def with_rows(tensor: Tensor, count: int) -> Tensor:
 def captured_step(graphs: Graphs | None, settings: Hashable, step: Callable[[T], T], state: T) -> T:
     """step(state), captured by ``graphs`` if there are any. settings: what differs besides shapes, the module
     included."""
-    return step(state) if graphs is None else graphs((settings, *sizes_of(leaves(state))), step, state)
+    return step(state) if graphs is None else graphs((settings, *shapes_and_dtypes(leaves(state))), step, state)
 
 
 def captured_pass(

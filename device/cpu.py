@@ -48,7 +48,7 @@ def linear(layer: nn.Module, x: Tensor, own_weights: bool = False) -> Tensor:
             log.info("Products of %s are torch's own, as oneDNN has none with a packed weight: %s", shape, error)
             _refused.add(shape)
     unpack(layer)
-    return layer(x) if x.dtype == torch.float32 else in_blocks(called, layer, x, shape)
+    return layer(x) if x.dtype == torch.float32 else in_blocks(call_layer, layer, x, shape)
 
 
 def in_blocks(product: Callable[[Any, Tensor], Tensor], layer: nn.Module, x: Tensor, kind: Hashable) -> Tensor:
@@ -84,7 +84,7 @@ def trial(layer: nn.Module, inputs: int, dtype: torch.dtype) -> tuple[Any, Tenso
     return other, torch.cat((rows, -rows), dim=1)[:, order]
 
 
-def called(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+def call_layer(layer: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """layer(rows)."""
     return layer(rows)
 

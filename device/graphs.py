@@ -40,16 +40,16 @@ def leaves(tree: Any) -> list[Tensor]:
     return [tensor for part in tree for tensor in leaves(part)] if isinstance(tree, (tuple, list)) else []
 
 
-def mapped(change: Callable[[Tensor], Tensor], tree: T) -> T:
+def map_tensors(change: Callable[[Tensor], Tensor], tree: T) -> T:
     """The same nest of dataclasses, tuples and lists with every tensor changed."""
     if isinstance(tree, Tensor):
         return change(tree)
     if is_dataclass(tree):
-        return type(tree)(**{f.name: mapped(change, getattr(tree, f.name)) for f in fields(tree)})
+        return type(tree)(**{f.name: map_tensors(change, getattr(tree, f.name)) for f in fields(tree)})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(mapped(change, part) for part in tree))
+        return type(tree)(*(map_tensors(change, part) for part in tree))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(mapped(change, part) for part in tree)
+        return type(tree)(map_tensors(change, part) for part in tree)
     return tree
 
 
@@ -72,8 +72,10 @@ def put(places: Any, state: Any) -> None:
     One that shares memory with a place is copied aside first: another copy may overwrite it before it is read.
     """
     there, here = leaves(places), leaves(state)
-    if sizes_of(there) != sizes_of(here):
-        raise RuntimeError(f"the step changes the shapes of its state from {sizes_of(there)} to {sizes_of(here)}")
+    if shapes_and_dtypes(there) != shapes_and_dtypes(here):
+        raise RuntimeError(
+            f"the step changes the shapes of its state from {shapes_and_dtypes(there)} to {shapes_and_dtypes(here)}"
+        )
     memory = {place.untyped_storage()._cdata for place in there}
     copy_together(
         (place, value.clone() if value.untyped_storage()._cdata in memory else value)
@@ -82,7 +84,7 @@ def put(places: Any, state: Any) -> None:
     )
 
 
-def sizes_of(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+def shapes_and_dtypes(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
     """Shapes and dtypes."""
     return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
@@ -186,13 +188,13 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.active, self.pads = device, self.allowed(device), supports_graphs(device)
+        self.device, self.active, self.pads = device, self.may_capture(device), supports_graphs(device)
         self._graphs: dict[Hashable, _Graph] = {}
         self._called: dict[Hashable, Any] = {}  # what the first call returned
         self._pool: Any = None
 
     @staticmethod
-    def allowed(device: torch.device) -> bool:
+    def may_capture(device: torch.device) -> bool:
         """Would a new run capture its steps?"""
         return capturable(device)
 
@@ -218,7 +220,7 @@ class Graphs:
             captured.graph.replay()
         except RuntimeError as error:
             self.forget()
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 raise torch.OutOfMemoryError(str(error)) from error
             self.active = False
             give_up(str(error))
@@ -237,12 +239,12 @@ class Graphs:
     def _places(self, state: T, *known: Any) -> T:
         """Memory for a state of these shapes: one of ``known``, that of another graph, or copies of its tensors."""
         known = (*known, *(places for each in self._graphs.values() for places in (each.places, each.after)))
-        shapes = sizes_of(leaves(state))
-        fitting = next((places for places in known if sizes_of(leaves(places)) == shapes), None)
+        shapes = shapes_and_dtypes(leaves(state))
+        fitting = next((places for places in known if shapes_and_dtypes(leaves(places)) == shapes), None)
         if fitting is None:
-            return mapped(lambda t: t.clone(memory_format=torch.contiguous_format), state)
+            return map_tensors(lambda t: t.clone(memory_format=torch.contiguous_format), state)
         place = iter(leaves(fitting))
-        return mapped(lambda _: next(place), state)  # what is no tensor may differ
+        return map_tensors(lambda _: next(place), state)  # what is no tensor may differ
 
     def _capture(self, step: Callable[[T], T], places: T, results: T) -> _Graph:
         """Record the launches of a step, and of the copies of what it returns to ``results``."""
@@ -251,7 +253,7 @@ class Graphs:
             after = step(places)
             put(results, after)
             place = iter(leaves(results))
-            return mapped(lambda _: next(place), after)
+            return map_tensors(lambda _: next(place), after)
 
         graph, after = self._record_with_room(in_place)
         return _Graph(graph, step, places, after)
@@ -279,7 +281,7 @@ class Graphs:
             except BaseException as error:
                 if breaks_captures(error, self.device):
                     if allocates_in_graphs(self.device):
-                        _kept.extend(held_by(error))
+                        _kept.extend(find_tensors(error))
                     raise
                 outcome = without_frames(error)
             self._free_workspaces()
@@ -315,7 +317,7 @@ class Graphs:
         torch._C._cuda_clearCublasWorkspaces()
 
 
-def out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """Is it a lack of memory? With cudaMallocAsync a graph gets its memory at its launch, which torch reports as any
     other error of the GPU."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
@@ -336,7 +338,7 @@ def without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def held_by(error: BaseException) -> list[Tensor]:
+def find_tensors(error: BaseException) -> list[Tensor]:
     """The tensors in local variables of the functions that an error went through: in their dataclasses (with what one
     remembers besides its fields), tuples, lists and dicts, too."""
     todo: list[Any] = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]

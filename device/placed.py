@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-def numbered(device: torch.device | str) -> torch.device:
+def with_index(device: torch.device | str) -> torch.device:
     """The device with its index, as tensors report it: cuda is cuda:0, or the current GPU."""
     given = torch.device(device)
     if given.type == "cuda" and given.index is None:
@@ -28,4 +28,4 @@ class Placed(nn.Module):
 
     @device.setter
     def device(self, device: torch.device | str) -> None:
-        self._device = numbered(device)
+        self._device = with_index(device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..device.batch_invariant import padded_queries
 from ..device.dispatch import Accelerated
 from .rotation import Norms, normalise, rotate
-from .sampling import readable
+from .sampling import may_read
 
 FEW = 128  # tokens; torch's fused kernels are for longer prompts
 
@@ -118,17 +118,17 @@ def attend_few(
     queries, stored = _prepared(qkv, factors, halves, norms, buffer.shape[1])
     if scales is not None:
         scale = (stored.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(qkv.dtype).tiny)  # > 0 for zeros, too
-        store(scales, new.slots, scale)
+        write_slots(scales, new.slots, scale)
         stored = (stored / scale).round().clamp(-127, 127).to(torch.int8)
-    store(buffer, new.slots, stored)
+    write_slots(buffer, new.slots, stored)
     every = buffer[:, :, : new.reach]
     k, v = (every if scales is None else every * scales[:, :, : new.reach]).chunk(2, dim=1)
     return attend(queries.transpose(1, 2), k, v, new.mask).transpose(1, 2)
 
 
-def store(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
+def write_slots(buffer: Tensor, slots: Tensor, new: Tensor) -> None:
     """Write new [R, T, H, d] to slots [R, T] (int64) of buffer [R, H, N, d]."""
-    if not readable(slots):
+    if not may_read(slots):
         buffer[torch.arange(len(slots), device=slots.device)[:, None], :, slots] = new
         return
     for row, at, values in zip(buffer, slots.tolist(), new.transpose(1, 2), strict=True):

@@ -30,11 +30,11 @@ _BLOCK = 2**18  # weights widened at once on a CPU
 def stored_as(weight: Tensor) -> str | None:
     """The format of a narrow matrix; None for other tensors."""
     if weight.dtype == torch.uint8:
-        return "int4" if in_groups(weight) else "float8_e4m3fn"
+        return "int4" if has_groups(weight) else "float8_e4m3fn"
     return "int8" if weight.dtype == torch.int8 else None
 
 
-def in_groups(weight: Tensor) -> bool:
+def has_groups(weight: Tensor) -> bool:
     """Whether a matrix is stored in 4 bits per number."""
     return weight.ndim == 3
 
@@ -88,7 +88,7 @@ def _narrow(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     if x.device.type != "cpu":
         return _widened_product(x, weight, scale)
     rows, wide = max(1, _BLOCK // x.shape[1]), x.float()
-    if in_groups(weight):
+    if has_groups(weight):
         assert scale is not None, "4 bits have steps and minima"
         blocks = zip(weight.split(rows), scale.split(rows), strict=True)
         return torch.cat([_widened_product(wide, *block) for block in blocks], dim=-1).to(x.dtype)
@@ -97,12 +97,12 @@ def _narrow(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _widened_product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    return F.linear(x, widened(weight, scale, x.dtype)[:, : x.shape[1]])  # groups may be padded
+    return F.linear(x, widen(weight, scale, x.dtype)[:, : x.shape[1]])  # groups may be padded
 
 
-def widened(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def widen(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A narrow matrix [N, K] with its scales, in a wide dtype; in groups, K is rounded up to a multiple of GROUP."""
-    if in_groups(weight):
+    if has_groups(weight):
         assert scale is not None, "4 bits have steps and minima"
         step, minimum = scale[..., None].to(dtype).unbind(2)
         levels = torch.cat((weight & 15, weight >> 4), dim=-1).to(dtype)

@@ -21,7 +21,7 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
     return rows.gather(1, index.reshape(shape).expand(*index.shape, *rows.shape[2:]))
 
 
-def choose(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+def images_where(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     """Rows of ``yes`` where condition [B], else of ``no`` (both [R] or [R, n, ...]; a shorter n is padded)."""
     if yes.ndim == 1:
         return torch.where(condition, yes, no)
@@ -101,7 +101,7 @@ def entropy(p: Tensor) -> Tensor:
     return -torch.special.xlogy(p, p).sum(-1)
 
 
-def readable(value: Tensor) -> bool:
+def may_read(value: Tensor) -> bool:
     """May values be read on the host? On the CPU this is free and saves work. Elsewhere, and while a step is being
     compiled or captured, it would cost more than it saves."""
     return value.device.type == "cpu" and not torch.compiler.is_compiling() and not recording()
@@ -109,25 +109,25 @@ def readable(value: Tensor) -> bool:
 
 def nobody(mask: Tensor) -> bool:
     """Is no entry of a mask set? False where the mask may not be read."""
-    return readable(mask) and not bool(mask.any())
+    return may_read(mask) and not bool(mask.any())
 
 
-def entries(mask: Tensor) -> Tensor:
+def indices_of(mask: Tensor) -> Tensor:
     """Flat indices [n] (int64) of the entries set in a mask; of all entries where the mask may not be read."""
-    if readable(mask):
+    if may_read(mask):
         return mask.reshape(-1).nonzero()[:, 0]
     return torch.arange(mask.numel(), device=mask.device)
 
 
 def row_of(values: Tensor, index: Tensor) -> Tensor:
     """Rows values[b, index[b]] of values [B, n, ...] for index [B] (int64). Read-only: it may be a view."""
-    if len(index) == 1 and readable(index):
+    if len(index) == 1 and may_read(index):
         return values[:, int(index)]
     return values[torch.arange(len(index), device=index.device), index]
 
 
-def chosen(mask: Tensor, these: Tensor, others: Tensor) -> Tensor:
+def rows_where(mask: Tensor, these: Tensor, others: Tensor) -> Tensor:
     """Rows [B, V] of ``these`` where mask [B] (bool), of ``others`` elsewhere."""
-    if readable(mask) and bool(mask.all()):
+    if may_read(mask) and bool(mask.all()):
         return these
     return torch.where(mask.unsqueeze(-1), these, others)

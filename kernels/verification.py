@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device.dispatch import Accelerated
-from .sampling import at, categorical, chosen, entries, nobody, point_mass, redraw, row_of, unless_empty
+from .sampling import at, categorical, indices_of, nobody, point_mass, redraw, row_of, rows_where, unless_empty
 
 EPS = 1e-30  # replaces a probability of zero in a denominator
 ACCEPTED, RELAXED, RESIDUAL, BONUS = 1, 2, 3, 4  # as samplers.trace.Source has them
@@ -83,7 +83,7 @@ def maximal_coupling(
     q_token = draft_probs[rows, slot, token]
     ratio = at(p, token) / q_token.clamp(min=EPS)
     accepted = exists & (u < ratio.clamp(max=1))
-    rejected = entries(~accepted)
+    rejected = indices_of(~accepted)
     q = draft_probs.reshape(-1, vocab).index_select(0, (rows * draft_probs.shape[1] + slot).reshape(-1)[rejected])
     q = q.mul_(exists.reshape(-1, 1)[rejected])
     resampled = redraw(p.reshape(-1, vocab).index_select(0, rejected), q, v.reshape(-1)[rejected])
@@ -134,13 +134,13 @@ def recursive_rejection_sampling(
             child = siblings[:, rank].clamp(min=0)
             test = _SiblingTest.of(p, q, row_of(token, child), level, strength, u[:, level, rank])
             accepted = testing & test.passes(rule)
-            record = test.recorded(record, testing, accepted, rank, rule)
+            record = test.record(record, testing, accepted, rank, rule)
             p, q = test.after_rejection(testing & ~accepted, rule)
             node = torch.where(accepted, child, node)
             found = found | accepted
         alive = found
         if not nobody(alive):
-            p = chosen(alive, probs_after(node), p)
+            p = rows_where(alive, probs_after(node), p)
         path.append(torch.where(alive, node, 0))
         records.append(record)
     return _outcome(token, path, records, untested, levels, lambda a: categorical(p, v.gather(1, a)[:, 0]))
@@ -183,14 +183,14 @@ class _SiblingTest:
         if nobody(rejected):
             return p, q
         residual = rule.residual(*self.case)
-        p = chosen(rejected, residual / residual.sum(-1, keepdim=True), p)
+        p = rows_where(rejected, residual / residual.sum(-1, keepdim=True), p)
         if q is not None:
             without = q.scatter(-1, self.draft.unsqueeze(-1), 0)
             without = unless_empty(without, q)  # x may have had all the mass; q must stay a distribution
-            q = chosen(rejected, without / without.sum(-1, keepdim=True), q)
+            q = rows_where(rejected, without / without.sum(-1, keepdim=True), q)
         return p, q
 
-    def recorded(self, before: Tensor, testing: Tensor, accepted: Tensor, rank: int, rule: Any) -> Tensor:
+    def record(self, before: Tensor, testing: Tensor, accepted: Tensor, rank: int, rule: Any) -> Tensor:
         """The record [B, 5] of a column after this test of the images ``testing`` [B]."""
         q_draft = at(self.q, self.draft)
         ratio = at(self.p, self.draft) / q_draft.clamp(min=EPS)
@@ -244,7 +244,7 @@ def sample_and_match(
         node = torch.where(matched, row_of(siblings, rank), node)
         alive = matched
         if not nobody(alive):
-            p = chosen(alive, probs_after(node), p)
+            p = rows_where(alive, probs_after(node), p)
             sampled = torch.where(alive, categorical(p, row_of(u, node)), sampled)
         path.append(torch.where(alive, node, 0))
     return _outcome(token, path, records, untested, levels, lambda a: sampled)
@@ -294,7 +294,7 @@ def block(p: Tensor, draft_probs: Tensor, token: Tensor, exists: Tensor, u: Tens
     rejected = row_of(torch.cat((exists, never), dim=1), accepted) & (
         row_of(torch.cat((mass, torch.zeros_like(mass[:, :1])), dim=1), accepted) > 0
     )
-    probs = chosen(rejected, row_of(excess, accepted.clamp(max=levels - 1)), row_of(p, accepted))
+    probs = rows_where(rejected, row_of(excess, accepted.clamp(max=levels - 1)), row_of(p, accepted))
     never, zero = never[:, 0], torch.zeros_like(mass[:, 0])
     untested = _untested(batch, p.device)
     tested = exists & (accepted[:, None] >= number - 1)

@@ -201,7 +201,7 @@ class DiscreteModel(Prompted):
         grid = check_grid(self, rows, cols)
         specials = range(self.vocab, self.vocab_total)
         lead = prod(self.preview(grid)) if self.preview and not images else 0
-        return TokenLayout.ruled(*grid, specials[: self.row_ends], specials[self.row_ends :], lead)
+        return TokenLayout.with_row_ends(*grid, specials[: self.row_ends], specials[self.row_ends :], lead)
 
     def prompt_tokens(
         self,

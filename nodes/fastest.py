@@ -212,11 +212,11 @@ class FindFastest(io.ComfyNode):
         tried, layout = search(request, model, drafter, leak_budget, tokens, seconds)
         verdict = trials.judge(tried, leak_budget)
         setting = setting_text(request, layout, seconds)
-        chart = trials.chart(tried, verdict, setting)
+        chart = trials.trials_chart(tried, verdict, setting)
         image = as_images([draw(chart)])
         shown = {
             "text": [trials.summary(tried, verdict, setting, leak_budget)],
-            "specar": [trials.report(tried, verdict)],
+            "specar": [trials.trials_report(tried, verdict)],
             "specar_chart": [json.dumps(asdict(chart))],
         }
         text = trials.in_words(tried, verdict, setting, leak_budget)

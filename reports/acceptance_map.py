@@ -160,7 +160,7 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
     if reason := lacking(trace, metric):
         return _blank(metric, reason, (trace.rows, trace.cols))
     records = {name: trace.grid(name)[image].numpy() for name in trace.positions}
-    return METRICS[metric].draw(Tokens(records, trace.continuous))
+    return METRICS[metric].draw(TokenRecords(records, trace.continuous))
 
 
 def lacking(trace: Trace, metric: str) -> str:
@@ -181,7 +181,7 @@ def _blank(metric: str, reason: str, shape: tuple[int, int]) -> TokenMap:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenRecords:
     """The records of an image's tokens, [h, w] each, of a run of vectors if ``continuous``."""
 
     records: dict[str, np.ndarray]
@@ -204,7 +204,7 @@ class Tokens:
         return CONTINUOUS_NAMES[kind] if self.continuous and kind in CONTINUOUS_NAMES else SOURCES[kind][0]
 
 
-def _sources(tokens: Tokens) -> TokenMap:
+def _sources(tokens: TokenRecords) -> TokenMap:
     source = tokens["source"]
     colours = np.zeros((*source.shape, 3), np.uint8)
     legend = []
@@ -217,20 +217,20 @@ def _sources(tokens: Tokens) -> TokenMap:
     return TokenMap(colours, accepted.astype(np.float32), "Source of each token", tuple(legend))
 
 
-def _tokens_per_pass(tokens: Tokens) -> TokenMap:
+def _tokens_per_pass(tokens: TokenRecords) -> TokenMap:
     fixed = tokens["finalised_at"]
     count = np.bincount(fixed[tokens.free].ravel(), minlength=int(fixed.max()) + 1)
     return _numbers(count[fixed], tokens.free, "Tokens fixed in the same pass")
 
 
-def _ratio(tokens: Tokens) -> TokenMap:
+def _ratio(tokens: TokenRecords) -> TokenMap:
     """Colours on a logarithmic scale from 1/8 to 8; strength is the exact rule's acceptance probability min(1, p/q)."""
     ratio, judged = tokens["ratio"], tokens.judged
     position = (np.log2(np.clip(ratio, 1 / 8, 8)) + 3) / 6
     return _ratios(position, np.minimum(ratio, 1), judged, "Ratio p/q (the exact test accepts min(1, p/q))", "1/8", "8")
 
 
-def _log_ratio(tokens: Tokens) -> TokenMap:
+def _log_ratio(tokens: TokenRecords) -> TokenMap:
     """Colours from -LOG_RATIOS to LOG_RATIOS; strength is the probability of acceptance min(1, exp(log ratio))."""
     ratio, most = tokens["log_ratio"], LOG_RATIOS
     position = (np.clip(ratio, -most, most) / most + 1) / 2
@@ -238,21 +238,21 @@ def _log_ratio(tokens: Tokens) -> TokenMap:
     return _ratios(position, chance, tokens.judged, "Log ratio of the test", f"-{most}", f"{most}")
 
 
-def _entropy(tokens: Tokens) -> TokenMap:
+def _entropy(tokens: TokenRecords) -> TokenMap:
     most = max(float(tokens["entropy"].max()), 1e-6)
     title = "Entropy of the prediction (nats)"
     return _amount(tokens["entropy"], most, tokens.free, title, "0, certain", f"{most:.1f}")
 
 
-def _top1(tokens: Tokens) -> TokenMap:
+def _top1(tokens: TokenRecords) -> TokenMap:
     return _amount(tokens["top1"], 1, tokens.free, "Largest probability of the prediction", "0", "1, certain")
 
 
-def _tree(record: str, title: str, tokens: Tokens) -> TokenMap:
+def _tree(record: str, title: str, tokens: TokenRecords) -> TokenMap:
     return _numbers(tokens[record], tokens.free & (tokens[record] > 0), title, "not from a tree")
 
 
-def _marks(kind: Source, title: str, tokens: Tokens) -> TokenMap:
+def _marks(kind: Source, title: str, tokens: TokenRecords) -> TokenMap:
     """Tokens of one source in its colour of the source map, on white."""
     marked, free, colour = tokens["source"] == kind, tokens.free, SOURCES[kind][1]
     colours = np.where(marked[..., None], colour, np.where(free[..., None], 255, GREY)).astype(np.uint8)
@@ -264,7 +264,7 @@ def _marks(kind: Source, title: str, tokens: Tokens) -> TokenMap:
     return TokenMap(colours, marked.astype(np.float32), title, legend)
 
 
-def _drift(tokens: Tokens) -> TokenMap:
+def _drift(tokens: TokenRecords) -> TokenMap:
     """Where a run may drift from the model's distribution, and by how much at most."""
     bound, title = tokens["drift_bound"], "Drift bound"
     most, whole = float(bound.max()), f"{title}, {math.fsum(bound.flat):.2f} in all"
@@ -274,30 +274,30 @@ def _drift(tokens: Tokens) -> TokenMap:
     return replace(drawn, title=title, legend=(Swatch(AMOUNT[0], "exact: no drift"), *drawn.legend[1:]))
 
 
-def _distance(tokens: Tokens) -> TokenMap:
+def _distance(tokens: TokenRecords) -> TokenMap:
     distances, judged = tokens["distance"], tokens.judged
     most = max(float(distances[judged & np.isfinite(distances)].max(initial=0)), 1e-6)  # drafters may fail
     distances, title = np.minimum(distances, most), "Distance of the two models' samples (latent units)"
     return _amount(distances, most, judged, title, "0", f"{most:.2f}", NOT_JUDGED)
 
 
-def _order(tokens: Tokens) -> TokenMap:
+def _order(tokens: TokenRecords) -> TokenMap:
     last = tokens["order"].size - 1
     return _amount(tokens["order"], max(last, 1), tokens.free, "Place in the order of sampling", "0, first", str(last))
 
 
-def _block(tokens: Tokens) -> TokenMap:
+def _block(tokens: TokenRecords) -> TokenMap:
     drafted = tokens.free & (tokens["block"] > 0)
     return _numbers(tokens["block"], drafted, "Round that drafted the token", NOT_JUDGED)
 
 
-def _tries(tokens: Tokens) -> TokenMap:
+def _tries(tokens: TokenRecords) -> TokenMap:
     tries, failed = tokens["tries"], int((tokens["tries"] < 0).sum())
     title = "Tries to resample after a rejection" + (f"; {failed} failed" if failed else "")
     return _numbers(np.abs(tries), tries != 0, title, "not resampled by tries")
 
 
-def _similarity(tokens: Tokens) -> TokenMap:
+def _similarity(tokens: TokenRecords) -> TokenMap:
     """With the quartiles in the title, from which to choose a threshold."""
     values, drafted, title = tokens["similarity"], tokens.free & (tokens["tree_depth"] > 0), "Similarity of paths"
     if drafted.any():
@@ -336,7 +336,7 @@ class Metric:
     """How to draw it, and the runs that have it: of vectors if ``continuous``, of token ids if not (None: both). With
     an ``absent``, the reason, those lack it whose record of this name is zero everywhere."""
 
-    draw: Callable[[Tokens], TokenMap]
+    draw: Callable[[TokenRecords], TokenMap]
     continuous: bool | None = None
     absent: str = ""
 

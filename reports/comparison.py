@@ -39,16 +39,16 @@ class Column:
     form: Callable[[float], str]
     spans: list[tuple[float, float] | None] | None = None
 
-    def written(self, run: int) -> str:
+    def text(self, run: int) -> str:
         value = self.values[run]
         return "-" if value is None else self.form(value)
 
-    def ranged(self, run: int) -> str:
+    def range_text(self, run: int) -> str:
         """With the least and the greatest, where they differ."""
         span = self.spans[run] if self.spans else None
         if not span or span[0] == span[1]:
-            return self.written(run)
-        return f"{self.written(run)} ({self.form(span[0])} to {self.form(span[1])})"
+            return self.text(run)
+        return f"{self.text(run)} ({self.form(span[0])} to {self.form(span[1])})"
 
 
 def columns(traces: list[Trace]) -> list[Column]:
@@ -100,7 +100,7 @@ def table(traces: list[Trace]) -> str:
     measures = columns(traces)
     head = ["run", "distribution", *(f"{c.name} ({c.unit})" for c in measures)]
     rows = [
-        [", ".join(label), "exact" if exact(trace) else "approximate", *(c.written(i) for c in measures)]
+        [", ".join(label), "exact" if exact(trace) else "approximate", *(c.text(i) for c in measures)]
         for i, (trace, label) in enumerate(zip(traces, labels(traces), strict=True))
     ]
     return "\n".join([written_table(head, rows), *filter(None, ["", times_compare(traces)])]).rstrip()
@@ -150,7 +150,7 @@ def bars(column: Column) -> list[Bar | None]:
     """The bars of a measure."""
     most = max((value for value in column.values if value is not None), default=0)
     shares = [value / most if value and isfinite(value / most) else 0 for value in column.values]
-    return [None if value is None else Bar(column.written(run), shares[run]) for run, value in enumerate(column.values)]
+    return [None if value is None else Bar(column.text(run), shares[run]) for run, value in enumerate(column.values)]
 
 
 def comparison(traces: list[Trace]) -> Chart:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..limits.limits import MESSAGE, QUOTED, FileError
 from ..limits.printable import printable
-from ..samplers.registry import RULES, method_of, structure_of
+from ..samplers.registry import RULES, method_of, structure_class
 from ..samplers.trace import Trace
 
 SHOWN_ELSEWHERE = (
@@ -38,11 +38,11 @@ def drafting(settings: dict[str, Any]) -> str:
     5", "small model, blocks of 8"."""
     method = method_of(settings).in_words(settings)
     if "structure" in settings:
-        return f"{method}, {structure_of(settings['structure']).in_words(settings['structure'])}"
+        return f"{method}, {structure_class(settings['structure']).in_words(settings['structure'])}"
     return method
 
 
-def named(settings: dict[str, Any]) -> tuple[str, str]:
+def choice_and_drafting(settings: dict[str, Any]) -> tuple[str, str]:
     """What the user chose on the AR Sampler, if it was made there, and how it drafts; "" where both are the same."""
     chosen, method = settings.get("chosen", ""), drafting(settings)
     return (method, "") if chosen in ("", method) else (chosen, method)
@@ -102,7 +102,7 @@ def describe(trace: Trace) -> str:
     report = trace.report()
     settings, totals = report["settings"], report["totals"]
     passes = totals["passes_per_image"]
-    method = ": ".join(filter(None, named(settings)))
+    method = ": ".join(filter(None, choice_and_drafting(settings)))
     if "initial" in settings:
         method += f", first drafts: {FIRST_DRAFTS.get(settings['initial'], settings['initial'])}"
     images, length = totals["images"], trace.positions["source"].shape[1]
@@ -173,7 +173,7 @@ def labels(traces: list[Trace]) -> list[tuple[str, str]]:
 
 
 def _label(settings: dict[str, Any]) -> tuple[str, str]:
-    first, method = named(settings)
+    first, method = choice_and_drafting(settings)
     return printable(first, QUOTED), printable(", ".join(filter(None, (method, judgement(settings)))), QUOTED)
 
 

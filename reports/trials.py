@@ -18,7 +18,7 @@ TIME_UP = "not tried, as time was up"  # a note
 ROUNDING = 1e-5  # of drift bounds, which are summed in fp32
 
 
-class Method(Protocol):
+class TrialMethod(Protocol):
     """What the reports need to know of a method; the nodes' ChosenMethod provides it."""
 
     @property
@@ -33,7 +33,7 @@ class Method(Protocol):
     def quality(self) -> Quality | None: ...
 
 
-M = TypeVar("M", bound=Method)
+M = TypeVar("M", bound=TrialMethod)
 
 
 @dataclass
@@ -118,11 +118,13 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
     if verdict.faster:
         times, least, most = speed(chosen, trials[0])
         lines = [
-            f"Chosen: {title(chosen)}. {times:.2f} times as fast as next token in these trials ({least:.2f} to "
+            f"Chosen: {trial_title(chosen)}. {times:.2f} times as fast as next token in these trials ({least:.2f} to "
             f"{most:.2f} in the middle half of {len(chosen.seconds)} runs)."
         ]
         if verdict.alike:
-            lines.append(f"Indistinguishable from the fastest in these runs: {'; '.join(map(title, verdict.alike))}.")
+            lines.append(
+                f"Indistinguishable from the fastest in these runs: {'; '.join(map(trial_title, verdict.alike))}."
+            )
     elif trials[1:] and all(trial.note == TIME_UP for trial in trials[1:]):
         lines = ["Chosen: next token, as there was no time to try any other method. Allow more seconds."]
     else:
@@ -134,10 +136,10 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
             times, least, most = speed(best, trials[0])
             doubt = "ran only once" if len(best.seconds) < 2 else f"was {least:.2f} to {most:.2f} times as fast"
             lines = [
-                f"Too noisy to tell; probably {title(best)} ({times:.1f} times). Raise seconds, or measure when "
+                f"Too noisy to tell; probably {trial_title(best)} ({times:.1f} times). Raise seconds, or measure when "
                 "the machine is idle.",
                 *lines,
-                f"{title(best)} {doubt}.",
+                f"{trial_title(best)} {doubt}.",
             ]
     if not chosen.method.exact and (found := chosen.method.quality):
         lines.append(
@@ -147,17 +149,17 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
         )
     notes: dict[str, list[str]] = {}
     for trial in trials:
-        notes.setdefault(trial.note, []).append(title(trial))
+        notes.setdefault(trial.note, []).append(trial_title(trial))
     noted = [f"{note[0].upper()}{note[1:]}: {'; '.join(titles)}." for note, titles in notes.items() if note]
     return "\n".join([*lines, f"By hand: {chosen.method.by_hand}.", setting, *noted])
 
 
 def in_words(trials: list[Trial], verdict: Verdict, setting: str, budget: float) -> str:
     """The summary, and all measurements as a table."""
-    return f"{summary(trials, verdict, setting, budget)}\n\n{table(trials, verdict)}"
+    return f"{summary(trials, verdict, setting, budget)}\n\n{trials_table(trials, verdict)}"
 
 
-def report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
+def trials_report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
     """The same for programs (JSON-ready)."""
     return {
         "schema": SCHEMA,
@@ -181,16 +183,16 @@ def report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def title(trial: Trial) -> str:
+def trial_title(trial: Trial) -> str:
     return trial.method.name + ("" if trial.method.exact else f", {trial.method.acceptance}")
 
 
-def ranked(trials: list[Trial]) -> list[Trial]:
+def by_speed(trials: list[Trial]) -> list[Trial]:
     """The fastest first; at the end those without a measurement."""
     return sorted(trials, key=lambda trial: trial.median if trial.seconds else math.inf)
 
 
-def columns(trials: list[Trial], plain: Trial) -> list[Column]:
+def trial_columns(trials: list[Trial], plain: Trial) -> list[Column]:
     """The measures of these trials, and their ranges. plain: the next-token sampler's."""
     measured = [trial if trial.seconds else None for trial in trials]
     speeds = [t and speed(t, plain) for t in measured]
@@ -228,15 +230,15 @@ def _sign(value: float) -> str:
     return f"{round(value, 2):+.2f}" if round(value, 2) else "0.00"
 
 
-def table(trials: list[Trial], verdict: Verdict) -> str:
+def trials_table(trials: list[Trial], verdict: Verdict) -> str:
     """The measurements as a Markdown table, the fastest first; medians, and in brackets the middle half of the runs."""
-    rows, measures = ranked(trials), columns(ranked(trials), trials[0])
+    rows, measures = by_speed(trials), trial_columns(by_speed(trials), trials[0])
     head = ["method", "acceptance", *(f"{c.name} ({c.unit})" for c in measures), "runs"]
     lines = [
         [
             trial.method.name + (" (chosen)" if trial is verdict.chosen else ""),
             trial.method.acceptance,
-            *(c.ranged(i) for c in measures),
+            *(c.range_text(i) for c in measures),
             str(len(trial.seconds)),
         ]
         for i, trial in enumerate(rows)
@@ -244,10 +246,10 @@ def table(trials: list[Trial], verdict: Verdict) -> str:
     return written_table(head, lines)
 
 
-def chart(trials: list[Trial], verdict: Verdict, setting: str) -> Chart:
+def trials_chart(trials: list[Trial], verdict: Verdict, setting: str) -> Chart:
     """The trials that ran, the fastest first: passes, time, and the drift bound of those that are not exact."""
-    rows = [trial for trial in ranked(trials) if trial.seconds]
-    measures = [column for column in columns(rows, trials[0]) if column.name in ("model passes", "time")]
+    rows = [trial for trial in by_speed(trials) if trial.seconds]
+    measures = [column for column in trial_columns(rows, trials[0]) if column.name in ("model passes", "time")]
     shown = [
         Row(
             trial.method.name,

@@ -25,6 +25,6 @@ def uniform_probs(vocab: int, total: int, device: torch.device) -> Tensor:
 
 
 @cache
-def numbers(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values as a tensor."""
     return torch.tensor(values, device=device, dtype=dtype)

@@ -45,7 +45,7 @@ class ContinuousParams:
         check_settings(self)
 
 
-class Schedule(Protocol):
+class DenoisingSteps(Protocol):
     """Denoising steps of a head. last_width: nominal standard deviation of the last one, in latent units."""
 
     steps: int
@@ -80,7 +80,7 @@ class ContinuousModel(Protocol):
         """The state of a run: what all its forward passes share. graphs: capture their steps."""
         ...
 
-    def schedule(self, params: ContinuousParams) -> Schedule:
+    def schedule(self, params: ContinuousParams) -> DenoisingSteps:
         """The denoising steps under these parameters. Raises ValueError for ones the head does not support."""
         ...
 
@@ -99,7 +99,7 @@ class ContinuousModel(Protocol):
         temperature: float,
         noise0: Tensor,
         noise_t: Tensor,
-        schedule: Schedule,
+        schedule: DenoisingSteps,
     ) -> Distribution:
         """The distribution [B, V, M] of the tokens at query [B, V, M], given exactly the tokens in known [B, V, S].
 
@@ -176,7 +176,7 @@ class ContinuousRequest:
         tokens = result.tokens.unflatten(1, self.grid)
         return Output(tokens, self.model.to_latent(result.tokens, self.grid), result.trace)
 
-    def sampled(self, committed: Tensor) -> float:
+    def count_sampled(self, committed: Tensor) -> float:
         """How many of ``committed`` [B] (int64, on the CPU) tokens are not kept, on average over images."""
         kept = 0 if self.kept is None else self.kept.sum(1).cpu()
         return float((committed - kept).float().mean())
@@ -244,7 +244,7 @@ class Canvas:
         """[B, S, C], without the scratch slot past the end, where write() puts what is not to be kept."""
         return self._tokens[:, : self.length]
 
-    def known(self, ahead: Tensor | int = 0) -> Tensor:
+    def known_mask(self, ahead: Tensor | int = 0) -> Tensor:
         """Known tokens [B, V, S] (bool) of variants that look ``ahead`` [V] tokens past the decided ones."""
         end = self.done[:, None] + torch.as_tensor(ahead, device=self.device).reshape(1, -1)
         return self.rank[:, None] < end[..., None]
@@ -272,7 +272,7 @@ class Canvas:
         record.write(self.order, self.kept.gather(1, self.order), source=Source.FORCED)
         return record
 
-    def finished(self) -> Tensor:
+    def final_tokens(self) -> Tensor:
         """The tokens of complete images. Raises ValueError if some are not finite."""
         if not self.tokens.isfinite().all():
             raise ValueError(
@@ -282,7 +282,7 @@ class Canvas:
         return self.tokens.clone()
 
     def progress(self, passes: int) -> ContinuousProgress:
-        return ContinuousProgress(self.tokens, self.known()[:, 0], self.done.cpu(), self.length, passes)
+        return ContinuousProgress(self.tokens, self.known_mask()[:, 0], self.done.cpu(), self.length, passes)
 
 
 def noise_bytes(request: ContinuousRequest, width: int) -> int:

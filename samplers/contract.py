@@ -339,7 +339,7 @@ class Request:
         latent = None if self.model.codebook is None else self.model.dequantize(tokens)
         return Output(tokens, latent, result.trace)
 
-    def sampled(self, committed: Tensor) -> float:
+    def count_sampled(self, committed: Tensor) -> float:
         """How many of the first ``committed`` [B] (int64, on the CPU) tokens are sampled ones, on average over
         images."""
         free = (self.layout.forced < 0).cpu() & (torch.arange(self.layout.length) < committed[:, None])
@@ -372,7 +372,7 @@ class Method(ABC):
     lossless: bool  # do images follow the model's own distribution
     continuous: ClassVar[bool] = False
 
-    def unmeasured(self) -> Method:
+    def without_measuring(self) -> Method:
         """The method with what it would measure in a run given instead: two runs of it do the same."""
         return self
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .contract import Callback, Method, Progress, Request
-from .generate import AnyRequest, Reserve, generate, unmanaged
+from .generate import AnyRequest, Reserve, generate, leave_in_place
 
 EVERY = 8  # passes between two looks at a GPU's tokens, which wait for it
 
@@ -23,7 +23,7 @@ def until(tokens: Tensor, end: int) -> list[list[int]]:
     return [row[: row.index(end)] if end in row else row for row in tokens.tolist()]
 
 
-def generate_until(method: Method, request: Request, end: int, reserve: Reserve = unmanaged) -> list[list[int]]:
+def generate_until(method: Method, request: Request, end: int, reserve: Reserve = leave_in_place) -> list[list[int]]:
     """Generate the sequences of ``request`` with ``method``, each up to its first token ``end``, which is left out.
 
     The distribution is the method's: what would follow the end is not sampled. reserve: see ``generate``. Raises

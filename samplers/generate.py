@@ -18,12 +18,12 @@ AnyRequest = Request | ContinuousRequest
 Reserve = Callable[[Method, AnyRequest], AbstractContextManager]
 
 
-def unmanaged(method: Method, request: AnyRequest) -> AbstractContextManager:
+def leave_in_place(method: Method, request: AnyRequest) -> AbstractContextManager:
     """Leave model and drafter where they are."""
     return nullcontext(request.callback)
 
 
-def generate(method: Method, request: AnyRequest, reserve: Reserve = unmanaged) -> Output:
+def generate(method: Method, request: AnyRequest, reserve: Reserve = leave_in_place) -> Output:
     """Generate the images of ``request`` with ``method``.
 
     reserve(method, request): a context manager that yields the callback of the run; inside it, model and drafter are on

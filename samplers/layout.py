@@ -29,10 +29,12 @@ class TokenLayout:
     @classmethod
     def plain(cls, rows: int, cols: int) -> TokenLayout:
         """A grid without any forced token."""
-        return cls.ruled(rows, cols, (), ())
+        return cls.with_row_ends(rows, cols, (), ())
 
     @classmethod
-    def ruled(cls, rows: int, cols: int, row_end: Sequence[int], endings: Sequence[int], lead: int = 0) -> TokenLayout:
+    def with_row_ends(
+        cls, rows: int, cols: int, row_end: Sequence[int], endings: Sequence[int], lead: int = 0
+    ) -> TokenLayout:
         """A grid after ``lead`` tokens, with the ids ``row_end`` after every row and the ids ``endings`` after the
         last."""
         row = torch.tensor([-1] * cols + list(row_end), dtype=torch.int64)
@@ -64,7 +66,7 @@ class TokenLayout:
     def position(self, row: int, col: int) -> int:
         return self.lead + row * self.stride + col
 
-    def forced_at(self, position: Tensor) -> Tensor:
+    def forced_ids(self, position: Tensor) -> Tensor:
         """The id forced at positions [B, T] or -1; past the end, that of the last position."""
         return self.forced.expand(len(position), -1).gather(1, position.clamp(max=self.length - 1))
 

@@ -38,7 +38,7 @@ def check_finite(prefill: StepOut) -> None:
         )
 
 
-def probabilities(logits: Tensor, params: SamplingParams, vocab: int, forced: Tensor | None) -> Tensor:
+def sampling_probs(logits: Tensor, params: SamplingParams, vocab: int, forced: Tensor | None) -> Tensor:
     """Probabilities [B, T, V+] (fp32) from the logits [R, T, V+] of a forward pass, with these sampling parameters.
 
     forced [B, T] (int64): the id forced at each predicted position, else -1 (None: no position is forced). A forced

@@ -28,10 +28,10 @@ STRUCTURES: tuple[type[Structure], ...] = (Auto, Chain, Static, Dynamic, ADTTree
 METHODS: tuple[type[Method], ...] = (NextToken, Jacobi, SJD, DraftTree, ContinuousNextToken, ContinuousSpeculative)
 
 
-__all__ = ["METHODS", "PUBLISHED", "RULES", "STRUCTURES", "method_of", "structure_of"]
+__all__ = ["METHODS", "PUBLISHED", "RULES", "STRUCTURES", "method_of", "structure_class"]
 
 
-def structure_of(settings: dict[str, Any]) -> type[Structure]:
+def structure_class(settings: dict[str, Any]) -> type[Structure]:
     """The structure that wrote these settings. Raises LookupError for none of this pack."""
     return {structure.kind: structure for structure in STRUCTURES}[settings["kind"]]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import at, entropy
-from .constants import numbers
+from .constants import constant
 from .layout import TokenLayout
 
 SCHEMA = "specar.trace/3"
@@ -121,7 +121,7 @@ class Trace:
             return None
         if distance := self.totals["draft_tv"]:
             return distance
-        ratio = self.positions["ratio"][tested(self.positions)]
+        ratio = self.positions["ratio"][was_tested(self.positions)]
         alike = self.totals["draft_passes"] > 0 and len(ratio) > 0 and bool((ratio == 1).all())
         return 0.0 if alike else None
 
@@ -141,7 +141,7 @@ class Trace:
         }
 
 
-def tested(positions: dict[str, Tensor]) -> Tensor:
+def was_tested(positions: dict[str, Tensor]) -> Tensor:
     """Where a draft was tested [B, S] (bool)."""
     source = positions["source"]
     return (source != Source.FORCED) & (source != Source.SKIPPED) & (positions["depth"] > 0)
@@ -159,7 +159,7 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
     assumption 2 and table 3), 0 where it was not measured.
     """
     source = positions["source"]
-    free, verified = source != Source.FORCED, tested(positions)
+    free, verified = source != Source.FORCED, was_tested(positions)
     accepted = int(((source == Source.ACCEPTED) | (source == Source.RELAXED)).sum())
     prefix = int((~free & (positions["finalised_at"] == 0)).sum())
     passes = max(sum(counted["passes_per_image"]), 1)
@@ -303,7 +303,7 @@ class Record:
         known = {name: _filled(value, position) for name, value in values.items() if value is not None}
         names = sorted(known, key=lambda name: known[name].is_floating_point())
         listed = names if p is None else [*names, "p", "entropy", "top1"]
-        columns = numbers(tuple(map(self.fields.index, listed)), position.device, torch.int64)
+        columns = constant(tuple(map(self.fields.index, listed)), position.device, torch.int64)
         store(self.positions, self.tokens, position, committed, token, p, columns, tuple(known[n] for n in names))
 
     def round(self, **values: Tensor | int) -> None:
@@ -394,7 +394,7 @@ def _filled(value: Any, like: Tensor) -> Tensor:
     """A tensor or scalar, spread to the shape of ``like``."""
     if isinstance(value, int | float):
         kind = torch.float32 if isinstance(value, float) else torch.int64
-        return numbers((value,), like.device, kind).expand(like.shape)
+        return constant((value,), like.device, kind).expand(like.shape)
     return value.expand(like.shape)
 
 

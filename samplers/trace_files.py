@@ -87,7 +87,7 @@ def load_trace(path: str | Path) -> Trace:
     rows, cols, stride, lead, totals, settings = (header[name] for name in HEADER_FIELDS)
     trace = Trace(rows, cols, stride, positions, rounds, totals, settings, lead)
     try:
-        check(trace)
+        check_trace(trace)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise FileError(f"{path.name} is damaged ({error}). Save it again with Save Trace.") from error
     return trace
@@ -105,7 +105,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, header if isinstance(header, dict) else {}
 
 
-def check(trace: Trace) -> None:
+def check_trace(trace: Trace) -> None:
     """Raise an exception of any kind if the arrays or totals of a trace are inconsistent."""
     sizes = tuple(bounded_int("a side of its grid", side, 1, SIDE) for side in (trace.rows, trace.cols))
     bounded_int("its number of tokens per row", trace.stride, trace.cols, 2 * SIDE)

@@ -58,9 +58,9 @@ def _operands(linear: nn.Module, x: Tensor, own: bool) -> Operands | None:
     """The operands of ``few_rows`` for a layer, or None if the layer must be called: for many rows, for layers of other
     classes, and where ComfyUI patches or moves the weights on use. own: see ``_own_weights``, of a Linear."""
     if isinstance(linear, NarrowLinear):
-        if linear.weight.device == x.device and (len(x) <= FEW or batch_invariant.asked()):
+        if linear.weight.device == x.device and (len(x) <= FEW or batch_invariant.is_wanted()):
             return linear.weight, linear.scale, linear.bias
-    elif own and (len(x) <= FEW_WIDE or batch_invariant.asked()):
+    elif own and (len(x) <= FEW_WIDE or batch_invariant.is_wanted()):
         return linear.weight, None, linear.bias
     return None
 

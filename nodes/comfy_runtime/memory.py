@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...device import graphs
 from ...device.cpu import unpack
-from ...kernels.linear import in_groups, stored_as
+from ...kernels.linear import has_groups, stored_as
 from ...model_loaders.storage import MARGIN
 from ...models.ar_model import DiscreteModel
 from ...models.networks.quantised import largest_matrix
@@ -145,7 +145,7 @@ def free_memory(patcher: ModelPatcher) -> int:
 
 def cast_room(model: torch.nn.Module) -> int:
     """Bytes of the two largest narrow matrices in the compute dtype: the one in use, and the next."""
-    stored = (weight.numel() * (2 if in_groups(weight) else 1) for weight in model.parameters() if stored_as(weight))
+    stored = (weight.numel() * (2 if has_groups(weight) else 1) for weight in model.parameters() if stored_as(weight))
     return 2 * max(stored, default=0) * model.dtype.itemsize
 
 

@@ -17,7 +17,7 @@ import torch
 from comfy_execution.utils import get_executing_context
 from PIL import Image
 
-from ...reports.run_report import drawing, judgement, named
+from ...reports.run_report import choice_and_drafting, drawing, judgement
 from ...samplers.generate import AnyRequest
 from ...samplers.trace import Trace
 from .memory import out_of_memory
@@ -72,7 +72,7 @@ class Status:
 
     def __init__(self, request: AnyRequest):
         self.request = request
-        self.total = request.sampled(torch.full((request.batch,), request.length))
+        self.total = request.count_sampled(torch.full((request.batch,), request.length))
         self.first: tuple[float, float] | None = None  # time and tokens when first asked, after the prompt was read
 
     def show(self, progress: Any) -> None:
@@ -81,7 +81,7 @@ class Status:
 
     def __call__(self, progress: Any) -> Run:
         """After a pass, with the seconds that are left, once these are known."""
-        now, done = time.perf_counter(), self.request.sampled(progress.committed)
+        now, done = time.perf_counter(), self.request.count_sampled(progress.committed)
         self.first = self.first or (now, done)
         began, before = self.first
         run = numbers(self.request.batch, progress.passes, done, self.total)
@@ -95,8 +95,8 @@ def finished_run(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Ru
     ``size`` (width, height) of an image, the settings that were ``used``, and ``notices`` of what was asked for but not
     done."""
     whole, settings = torch.full((request.batch,), request.length), trace.settings
-    tokens = request.sampled(whole)
-    used = [": ".join(filter(None, named(settings))), judgement(settings), drawing(settings)]
+    tokens = request.count_sampled(whole)
+    used = [": ".join(filter(None, choice_and_drafting(settings))), judgement(settings), drawing(settings)]
     if settings["lossless"]:
         del used[1]
     return numbers(request.batch, trace.totals["target_passes"], tokens, tokens) | {

@@ -85,7 +85,7 @@ class ADTTree(Structure):
     flock_distance: euclidean, or as printed in eqs. 7-8 the signed column difference.
     bonus: alpha also counts the token sampled after the accepted drafts, so that all levels but one suffice for 1.
     base: a fixed depth and width that eq. 2 changes, in place of the neighbour's (table V); 0: the neighbour's.
-    pays: lower the bounds to what pays on the device at hand, see ``fitted`` (ours).
+    pays: lower the bounds to what pays on the device at hand, see ``fit`` (ours).
 
     alpha is that of the tree whose shape is adapted; for random and tokenflock, that of the last tree.
     """
@@ -131,7 +131,7 @@ class ADTTree(Structure):
     def measures(self) -> bool:
         return self.pays
 
-    def fitted(self, costs: PassCosts) -> ADTTree:
+    def fit(self, costs: PassCosts) -> ADTTree:
         """With bounds that pay: as many drafts as the tree of auto.py has before anything was accepted, and as many
         levels as it has if most first children are accepted, since a tree gets deeper where all its levels were."""
         usual, good = (
@@ -178,10 +178,10 @@ class ADTTree(Structure):
 
     def opening(self, like: Tensor) -> TreeShapes:
         """The first shape, in tensors of the size of ``like``; never verified."""
-        depth, width = self.bounded(*(torch.full_like(like, x) for x in self.first))
+        depth, width = self.clamp(*(torch.full_like(like, x) for x in self.first))
         return TreeShapes(depth, width, torch.full_like(like, torch.nan, dtype=torch.float32))
 
-    def bounded(self, depth: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    def clamp(self, depth: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
         """Depth and width (int64) clamped to the bounds."""
         depth = depth.clamp(*self.depths)
         widest = torch.where(depth > 1, min(self.widths[1], self.nodes), self.nodes)
@@ -200,7 +200,7 @@ class ADTTree(Structure):
             torch.full_like(near, fixed) if fixed else near
             for near, fixed in zip((base.depth, base.width), self.base, strict=True)
         )
-        return self.bounded(depth + way * self.depth_step, width - way * self.width_step)
+        return self.clamp(depth + way * self.depth_step, width - way * self.width_step)
 
     def neighbour(self, history: History, position: Tensor, layout: TokenLayout, u: Tensor) -> TreeShapes:
         """The shape [B] to adapt, and the alpha that decides the direction (section IV-A; eqs. 6-8)."""
@@ -262,13 +262,13 @@ class ADTTree(Structure):
         levels = torch.minimum(depth, left)
         return torch.stack((levels.amax(), torch.where(levels > 0, width, 0).amax()))
 
-    def rounded(self, extent: Extent) -> Extent:
+    def round_up(self, extent: Extent) -> Extent:
         """A level costs a pass of the drafter, but wider ones hardly more on a GPU."""
         levels, width = (max(x, 1) for x in extent)
         return levels, min(-(-width // STEP) * STEP, self.widest)
 
     def variant(self, extent: Extent) -> Extent:
-        return *self.rounded(extent), self.nodes  # which ``fitted`` chooses
+        return *self.round_up(extent), self.nodes  # which ``fit`` chooses
 
     def passes(self, extent: Extent) -> int:
         """Forward passes in which the drafter expands drafts in a round."""

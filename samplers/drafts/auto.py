@@ -88,7 +88,7 @@ class Auto(Structure):
     def measures(self) -> bool:
         return self.costs is None
 
-    def fitted(self, costs: PassCosts) -> Auto:
+    def fit(self, costs: PassCosts) -> Auto:
         return replace(self, costs=costs)
 
     def describe(self) -> dict[str, Any]:
@@ -114,10 +114,10 @@ class Auto(Structure):
         assert isinstance(self.costs, PassCosts), "the costs are given or measured"
         return short_list(self.costs, *self.size())
 
-    def settled(self, before: Extent, read: Extent) -> Extent:
+    def next_extent(self, before: Extent, read: Extent) -> Extent:
         """The place of the tree among trees(), and its expected tokens in 1 / UNIT, by the counts that were read."""
-        reached = [reached_in(row) for row in acceptance_by(read)]
-        tokens = [expected(paths, reached) for paths, _ in self.trees()]
+        reached = [sibling_chances(row) for row in acceptance_by(read)]
+        tokens = [tokens_per_round(paths, reached) for paths, _ in self.trees()]
         rates = [each / cost for each, (_, cost) in zip(tokens, self.trees(), strict=True)]
         place = rates.index(max(rates))
         if before and rates[place] <= GAIN * rates[before[0]]:
@@ -126,7 +126,7 @@ class Auto(Structure):
 
     def tree(self, extent: Extent) -> tuple[Paths, float]:
         """The one of an extent, () for the first of a run, and what a round costs."""
-        place, _ = extent or self.settled((), (0,) * (2 * self.size()[1] * RANKS))
+        place, _ = extent or self.next_extent((), (0,) * (2 * self.size()[1] * RANKS))
         return self.trees()[place]
 
     def shape(self, extent: Extent) -> Shape:
@@ -167,10 +167,12 @@ class Auto(Structure):
         """Rounds without drafts forget, too: in time, drafts are tried again."""
         if verified is None:
             return history
-        return Counts(history.values * (1 - 1 / MEMORY) + counted(verified, accepted, update, history.values.shape[1]))
+        return Counts(
+            history.values * (1 - 1 / MEMORY) + count_tests(verified, accepted, update, history.values.shape[1])
+        )
 
 
-def counted(verified: Verified, accepted: Tensor, update: Tensor, depth: int) -> Tensor:
+def count_tests(verified: Verified, accepted: Tensor, update: Tensor, depth: int) -> Tensor:
     """Tests and acceptances [2, depth, RANKS] (fp32) in a round, of the images ``update`` [B] (bool).
 
     The last draft tested at every depth is known: the siblings before it were rejected, and it was itself, too, unless
@@ -225,8 +227,8 @@ def short_list(costs: PassCosts, nodes: int, depth: int) -> tuple[tuple[Paths, f
     return tuple({paths: tokens / rate for paths, tokens, rate in found}.items())
 
 
-def expected(paths: Paths, reached: Sequence[Sequence[float]]) -> float:
-    """Tokens per round of a tree; reached [depth][rank]: see reached_in()."""
+def tokens_per_round(paths: Paths, reached: Sequence[Sequence[float]]) -> float:
+    """Tokens per round of a tree; reached [depth][rank]: see sibling_chances()."""
     value: dict[Path, float] = {(): 1.0}
     for path in paths:
         value[path] = value[path[:-1]] * reached[len(path) - 1][path[-1]]
@@ -239,7 +241,7 @@ def best_paths(accepts: Acceptance, costs: PassCosts, nodes: int) -> tuple[Paths
     accepts [depth][rank]: never rising with the rank, so that a draft's P is never above its parent's or its earlier
     siblings', and taking drafts by their P leaves out none of these.
     """
-    reached = [reached_in(row) for row in accepts]
+    reached = [sibling_chances(row) for row in accepts]
     best: tuple[Paths, float, float] = ((), 1.0, 1 / (cost_of(costs.target, 1) + costs.round))
     for deepest in range(1, len(accepts) + 1):
         tokens, drafter = 1.0, costs.round
@@ -269,7 +271,7 @@ def best_paths(accepts: Acceptance, costs: PassCosts, nodes: int) -> tuple[Paths
     return best
 
 
-def reached_in(row: Sequence[float]) -> list[float]:
+def sibling_chances(row: Sequence[float]) -> list[float]:
     """The probability that each sibling is the one accepted, given that their parent is."""
     found, left = [], 1.0
     for rate in row:

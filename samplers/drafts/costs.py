@@ -34,7 +34,7 @@ class PassCosts:
         return cls(_curve(settings["target"]), _cost(settings["round"]), _curve(settings["expand"]))
 
     @classmethod
-    def rounded(cls, target: Sequence[tuple[int, float]], round: float, expand: Sequence[tuple[int, float]]):
+    def of_seconds(cls, target: Sequence[tuple[int, float]], round: float, expand: Sequence[tuple[int, float]]):
         """From seconds, or any other unit. Rounded to a grid, so that another measurement mostly leads to the same
         costs. A narrower pass costs no more: whatever disturbs a measurement makes it longer."""
         one = min(seconds for _, seconds in target)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...kernels.drafting import children, keep_best
 from ...kernels.sampling import take
-from ..constants import counting, numbers
+from ..constants import constant, counting
 from ..contract import Drafter, SamplingParams, StepOut
 from ..layout import TokenLayout
-from ..probabilities import probabilities
+from ..probabilities import sampling_probs
 from ..rng import Purpose, Stream
 from .trees import Shape, Tree, tree_buffers
 
@@ -32,9 +32,9 @@ class Drafting:
     stream: Stream
     forcing: bool = True
 
-    def forced_at(self, position: Tensor) -> Tensor | None:
+    def forced_ids(self, position: Tensor) -> Tensor | None:
         """The ids forced at positions [B, levels], or -1; None if no token is forced."""
-        return self.layout.forced_at(position) if self.forcing else None
+        return self.layout.forced_ids(position) if self.forcing else None
 
     def probs(self, logits: Tensor, forced: Tensor | None, level: int) -> Tensor:
         """q [B, F, V+] from the drafter's logits [R, F, V+] for a level, processed exactly as the target's. forced: see
@@ -44,7 +44,7 @@ class Drafting:
         """
         params = replace(self.params, temperature=self.params.temperature or 1.0)
         here = None if forced is None else forced[:, level : level + 1].expand(-1, logits.shape[1])
-        return probabilities(logits, params, self.vocab, here)
+        return sampling_probs(logits, params, self.vocab, here)
 
     def expand(self, tokens: Tensor, position: Tensor, hidden: Tensor, tree_mask: Tensor) -> StepOut:
         return self.drafter.expand(self.state, tokens, position, hidden, tree_mask)
@@ -70,10 +70,10 @@ def grow_sampled(work: Drafting, root: Root, shape: Shape, round_index: Tensor) 
     levels, vocab, device = len(shape), root.out.logits.shape[-1], root.token.device
     buffers = tree_buffers(shape, device)
     positions = root.committed[:, None] + counting(levels + 1, device)  # level n (from 0) drafts positions[n]
-    most, forced = (positions < work.layout.length) * vocab, work.forced_at(positions)
+    most, forced = (positions < work.layout.length) * vocab, work.forced_ids(positions)
     # q, hidden state and score (see kernels/drafting.py) of the drafts to expand, first the root.
     q, hidden = work.probs(root.out.logits, forced, 0), root.out.hidden
-    one, score = (numbers((value,), device).expand(len(root.token), 1) for value in (1.0, 0.0))
+    one, score = (constant((value,), device).expand(len(root.token), 1) for value in (1.0, 0.0))
     grown, draft_probs = [(root.token[:, None], one, score)], [q]
     noise = None
     if work.params.temperature > 0:  # for all levels at once: one launch
@@ -128,13 +128,13 @@ def grow_top_k(
     batch, device = len(root.token), root.token.device
     top_k = min(top_k, root.out.logits.shape[-1])
     positions = root.committed[:, None] + counting(levels, device)  # level n (from 0) drafts positions[n]
-    forced, most = work.forced_at(positions), (positions < work.layout.length) * top_k
+    forced, most = work.forced_ids(positions), (positions < work.layout.length) * top_k
     if depth is not None and width is not None:
         most = torch.minimum(most, width[:, None] * (counting(levels, device) < depth[:, None]))
     index, own = counting(top_k, device), torch.eye(top_k, dtype=torch.bool, device=device).expand(batch, -1, -1)
     # q, hidden state, score (see kernels/drafting.py) and tree mask of the frontier, first the root.
     q, hidden = work.probs(root.out.logits, forced, 0), root.out.hidden
-    score = numbers((0.0,), device).expand(batch, 1)
+    score = constant((0.0,), device).expand(batch, 1)
     tree_mask = own[:, :1, :0]
     found, expanded = [], [root.token[:, None][:, :0]]
     for n in range(levels):

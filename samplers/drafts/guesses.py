@@ -112,7 +112,7 @@ def neighbour_probs(
     rows = target_probs.at(source)
     if forcing:
         uniform = uniform_probs(vocab, total, position.device)
-        rows = torch.where(layout.forced_at(source).unsqueeze(-1) < 0, rows, uniform)
+        rows = torch.where(layout.forced_ids(source).unsqueeze(-1) < 0, rows, uniform)
     if len(sources) == 1:
         return rows
     left, above = rows.chunk(2, dim=1)
@@ -152,7 +152,7 @@ def first_guesses(
     else:
         token = categorical(q, u)
     if forcing:
-        forced = layout.forced_at(position)
+        forced = layout.forced_ids(position)
         token = torch.where(forced >= 0, forced, token)
         q = torch.where((forced >= 0).unsqueeze(-1), point_mass(forced.clamp(min=0), q.shape[-1]), q)
     return token, q

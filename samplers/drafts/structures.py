@@ -16,7 +16,7 @@ from ..rng import Stream
 from ..settings import check_settings, setting
 from .costs import PassCosts
 from .growing import DRAWS, Drafting, Root, grow_sampled, grow_top_k
-from .trees import Path, Shape, Tree, published, shape_of
+from .trees import Path, Shape, Tree, published_paths, shape_of
 
 Plan = tuple[Tensor, Tensor] | None  # depth [B] and width [B] asked for, where a structure varies them
 Extent = tuple[int, ...]  # what the host must know of a batch's plans to launch a round; () where nothing varies
@@ -28,7 +28,7 @@ class Structure(ABC):
 
     block: verify by blocks instead of token by token (chains only). sampled: are siblings samples from the drafter, not
     its most likely tokens (a chain has none)? lasts: rounds for which the host uses an extent. measures: does it need
-    the costs of passes (see ``fitted``)?
+    the costs of passes (see ``fit``)?
     """
 
     kind: ClassVar[str]  # in traces
@@ -48,7 +48,7 @@ class Structure(ABC):
     def measures(self) -> bool:
         return False
 
-    def fitted(self, costs: PassCosts) -> Structure:
+    def fit(self, costs: PassCosts) -> Structure:
         """The structure for a run whose passes have these costs."""
         return self
 
@@ -82,11 +82,11 @@ class Structure(ABC):
         """What the host reads of a plan, [n] (int64), for images with ``left`` [B] tokens to go; None if no tree
         varies."""
 
-    def settled(self, before: Extent, read: Extent) -> Extent:
+    def next_extent(self, before: Extent, read: Extent) -> Extent:
         """The Extent by what the host has just read; before: the last one, () at the start of a run."""
         return read
 
-    def rounded(self, extent: Extent) -> Extent:
+    def round_up(self, extent: Extent) -> Extent:
         """One of few extents that launch no less: of a round that is padded, because every other one is a capture."""
         return extent
 
@@ -195,7 +195,7 @@ class Static(_FixedShape):
     sampled: ClassVar[bool] = True
 
     def shape(self) -> Shape:
-        return shape_of(published(self.tree) if isinstance(self.tree, str) else tuple(map(tuple, self.tree)))
+        return shape_of(published_paths(self.tree) if isinstance(self.tree, str) else tuple(map(tuple, self.tree)))
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"drafts": self.size()[0]}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.drafting import ancestors, children_of
-from ..constants import counting, numbers
+from ..constants import constant, counting
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Tree:
         table = self.fixed_children
         if table is None:
             table = children_of(self.parent, self.rank, self.exists, self.width)
-        slot = numbers((-1, *range(1, slots)), self.token.device, torch.int64)  # the root is nobody's child
+        slot = constant((-1, *range(1, slots)), self.token.device, torch.int64)  # the root is nobody's child
         there = torch.where(self.exists, slot, -1)
         return there.gather(1, table.flatten(1).expand(batch, -1)).unflatten(1, (slots, self.width))
 
@@ -89,7 +89,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Level:
+class TreeLevel:
     """One level of a shape: every draft's parent (its place in the level above) and rank.
 
     Its first ``inner`` drafts have children.
@@ -100,7 +100,7 @@ class Level:
     inner: int
 
 
-Shape = tuple[Level, ...]
+Shape = tuple[TreeLevel, ...]
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ _PUBLISHED = {
 PUBLISHED = tuple(_PUBLISHED)
 
 
-def published(name: str) -> tuple[Path, ...]:
+def published_paths(name: str) -> tuple[Path, ...]:
     """The paths of a published static tree. Raises ValueError for another name."""
     if name not in _PUBLISHED:
         raise ValueError(f"tree is {name!r}; choose one of {', '.join(map(repr, PUBLISHED))}, or give a list of paths.")
@@ -231,12 +231,12 @@ def shape_of(paths: tuple[Path, ...]) -> Shape:
                     "earlier siblings of its paths."
                 )
     parents = {path[:-1] for path in distinct}
-    levels: list[Level] = []
+    levels: list[TreeLevel] = []
     above: list[Path] = [()]
     for depth in range(1, max(map(len, distinct)) + 1):
         here = sorted((p for p in distinct if len(p) == depth), key=lambda path: (path not in parents, sum(path), path))
         levels.append(
-            Level(
+            TreeLevel(
                 tuple(above.index(path[:-1]) for path in here),
                 tuple(path[-1] for path in here),
                 sum(path in parents for path in here),

@@ -37,10 +37,11 @@ class _StoppedError(Exception):
 def check_captured(method: Method, request: Request | ContinuousRequest) -> None:
     """Capture nothing any more in this process if captured steps of the run are not those that are called."""
     model = request.model
-    if model in _checked or not session.Graphs.allowed(model.device):
+    if model in _checked or not session.Graphs.may_capture(model.device):
         return
     _checked.add(model)
-    key, method = method.session_key(request), method.unmeasured()  # called passes cost something else: other trees
+    key = method.session_key(request)
+    method = method.without_measuring()  # called passes cost something else: other trees
     requests = (replace(request, seed=request.seed + number) for number in range(SEEDS))
     if not any(agree(*(first_passes(method, each, captured) for captured in (False, True))) for each in requests):
         graphs.give_up(

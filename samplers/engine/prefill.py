@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import choose, take
+from ...kernels.sampling import images_where, take
 from ..contract import ARModel, Callback, Drafter, Progress, StepOut
 from ..layout import TokenLayout
 
@@ -78,7 +78,7 @@ def read_prefix(
         last, more = (count - 1).clamp(min=0), count[:, 0] > 0
         out = StepOut(
             *(
-                choose(more, take(new, last), old)
+                images_where(more, take(new, last), old)
                 for new, old in ((after.logits, out.logits[:, -1:]), (after.hidden, out.hidden[:, -1:]))
             )
         )

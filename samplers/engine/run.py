@@ -17,20 +17,20 @@ from torch import Tensor
 
 from ...device import batch_invariant
 from ...device.graphs import Graphs
-from ..constants import numbers
+from ..constants import constant
 from ..contract import ARModel, Drafter, Method, Progress, Request, Result, SamplingParams, StepOut
 from ..drafts.structures import Extent
 from ..layout import TokenLayout
-from ..probabilities import check_finite, probabilities
+from ..probabilities import check_finite, sampling_probs
 from ..rng import Stream
 from ..rules.acceptance import check_strength
 from ..trace import Record, Trace
 from .memory import run_bytes
 from .prefill import read_prefix
-from .session import Poll, Session, open_session, session_key
+from .session import Poll, Session, session_key, use_session
 
 
-class State(Protocol):
+class StepState(Protocol):
     """What a step passes to the next one: tensors in frozen dataclasses. A step does not write to it."""
 
     @property
@@ -66,11 +66,11 @@ class DiscreteMethod(Method):
     same_image: ClassVar[bool] = False  # must passes of more tokens round as those of one, to make next token's image
 
     @abstractmethod
-    def begin(self, run: Run, committed: Tensor, out: StepOut) -> State:
+    def begin(self, run: Run, committed: Tensor, out: StepOut) -> StepState:
         """The state after ``committed`` [B] tokens and the one that ``out`` [R, 1, ...] predicts, which is sampled."""
 
     @abstractmethod
-    def step(self, run: Run, state: Any, extent: Extent = ()) -> State | Halfway:
+    def step(self, run: Run, state: Any, extent: Extent = ()) -> StepState | Halfway:
         """One round: a forward pass. Complete images stay as they are. It may return a Halfway, and be given it next.
 
         It may be replayed as a CUDA graph, and so reads nothing on the host.
@@ -81,15 +81,15 @@ class DiscreteMethod(Method):
         """Steps for which the host uses an extent that it read."""
         return 1
 
-    def settled(self, before: Extent, read: Extent) -> Extent:
+    def next_extent(self, before: Extent, read: Extent) -> Extent:
         """The extent by what the host has just read of a state; before: the last one, () at the start of a run."""
         return read
 
-    def fitted(self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request) -> DiscreteMethod:
+    def fit(self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request) -> DiscreteMethod:
         """The method with what it measures in a run that is about to begin (see ``begin``). graphs: the session's."""
         return self
 
-    def chosen(self) -> dict[str, Any]:
+    def own_choices(self) -> dict[str, Any]:
         """Settings that a fitted method has chosen itself, JSON-ready."""
         return {}
 
@@ -134,10 +134,10 @@ class DiscreteMethod(Method):
     def sample(self, request: Request) -> Result:
         self.check(request)
         started = time.perf_counter()
-        with open_session(self, request, getattr(self, "drafter", None)) as session:
+        with use_session(self, request, getattr(self, "drafter", None)) as session:
             run, state, known = begin(self.bound(request), request, session)
             host = decode(run, request, session.graphs, state, known, started)
-            settings = self.describe(request) | run.method.chosen() | asdict(request.params)
+            settings = self.describe(request) | run.method.own_choices() | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
             trace = run.record.finish(run.inputs.layout, request.seed, settings, seconds, width=width, **host)
             run.method.annotate(trace)
@@ -145,7 +145,7 @@ class DiscreteMethod(Method):
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """What every run gives its steps anew.
 
     end [B] (int64): see TokenLayout; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request.
@@ -176,7 +176,7 @@ class Run:
     pads: bool
     record: Record
     forcing: bool
-    inputs: Inputs
+    inputs: RunInputs
 
     def predict(self, token: Tensor, position: Tensor, tree_mask: Tensor | None = None) -> Tensor:
         """Feed tokens [B, T] at positions [B, T]; the target's probabilities [B, T, V+] after them."""
@@ -186,8 +186,8 @@ class Run:
 
     def probs(self, logits: Tensor, position: Tensor) -> Tensor:
         """The target's probabilities [B, T, V+] after positions [B, T], from its logits [R, T, V+]."""
-        forced = self.inputs.layout.forced_at(position + 1) if self.forcing else None
-        return probabilities(logits, self.params, self.model.vocab, forced)
+        forced = self.inputs.layout.forced_ids(position + 1) if self.forcing else None
+        return sampling_probs(logits, self.params, self.model.vocab, forced)
 
     def keep(self, count: Tensor, path: Tensor | None = None) -> None:
         """Keep the first ``count`` [B] of the tokens fed, or of ``path`` [B, P] (indices), in the target's cache."""
@@ -199,7 +199,7 @@ class Run:
         The last column has no guess and is never accepted.
         """
         columns, device = accepted.shape[1], accepted.device
-        last, number = (numbers(values, device, torch.int64) for values in ((columns,), tuple(range(1, columns + 1))))
+        last, number = (constant(values, device, torch.int64) for values in ((columns,), tuple(range(1, columns + 1))))
         return torch.where(accepted, last, number).amin(-1).minimum(self.inputs.end - committed)
 
     def strength_at(self, position: Tensor) -> Tensor:
@@ -214,11 +214,11 @@ class Run:
 class StepInputs:
     """What a captured step is given: the inputs of its run, and a method's state."""
 
-    inputs: Inputs
+    inputs: RunInputs
     state: Any
 
 
-def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, Tensor]:
+def begin(method: Any, request: Request, session: Session) -> tuple[Run, StepState, Tensor]:
     """Read the prompt and the prefix tokens, and sample the token after them: the run, its state, and how many tokens
     [B] (int64, on the CPU) of every image are then decided."""
     model, params, batch, drafter = request.model, request.params, request.batch, getattr(method, "drafter", None)
@@ -247,14 +247,16 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, State, 
         session.graphs.pads,
         session.record,
         layout.forces,
-        Inputs(Stream.of(request.seed, batch, device), layout, layout.end.expand(batch), strength, skippable),
+        RunInputs(Stream.of(request.seed, batch, device), layout, layout.end.expand(batch), strength, skippable),
     )
     session.record.begin(start.tokens, start.committed, layout)
-    run = replace(run, method=method.fitted(run, start.committed, start.out, session.graphs, request))
+    run = replace(run, method=method.fit(run, start.committed, start.out, session.graphs, request))
     return run, run.method.begin(run, start.committed, start.out), start.prefix_length + 1
 
 
-def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tensor, started: float) -> dict[str, Any]:
+def decode(
+    run: Run, request: Request, graphs: Graphs, state: StepState, known: Tensor, started: float
+) -> dict[str, Any]:
     """Launch rounds until all images are complete; returns what the host measured, as Record.finish takes it.
 
     known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
@@ -274,7 +276,7 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
         if (known >= end).all():
             break
         if len(extents) % method.extent_lasts == 0:
-            extent = method.settled(extent, extent_of(state))
+            extent = method.next_extent(extent, extent_of(state))
         # A round decides at most ``width`` tokens, also a round that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
         longest = None if run.pads else min(length + past_end, decided + width)
@@ -302,7 +304,7 @@ def decode(run: Run, request: Request, graphs: Graphs, state: State, known: Tens
     return host
 
 
-def extent_of(state: State | Halfway) -> Extent:
+def extent_of(state: StepState | Halfway) -> Extent:
     """What the host must know of a state, () if nothing. Waits for a GPU."""
     return () if state.extent is None else tuple(state.extent.tolist())
 

@@ -74,7 +74,7 @@ def continuous_session_key(request: ContinuousRequest, *settings: Hashable) -> t
 
 
 @contextmanager
-def open_session(
+def use_session(
     method: Method, request: Request | ContinuousRequest, drafter: Drafter | ContinuousModel | None = None
 ) -> Iterator[Session]:
     """The model's session of the method's key (see session_key), or a new one, which stays with the model afterwards.
@@ -83,7 +83,7 @@ def open_session(
     """
     model, key = request.model, method.session_key(request)
     session = model.sessions.pop(key, None)
-    if session is None or not Graphs.allowed(model.device):
+    if session is None or not Graphs.may_capture(model.device):
         session = Session(Graphs(model.device))
     parts: list[Any] = [model] if drafter is None else [model, drafter.module]
     if session.graphs.active and not all(p.device == model.device for part in parts for p in part.parameters()):

@@ -41,7 +41,7 @@ from torch import Tensor
 from ..continuous_contract import Canvas, ContinuousModel, ContinuousRequest, noise_bytes, noises, own_noise
 from ..contract import Method, Result
 from ..distributions import Distribution, Normal, join
-from ..engine.session import Session, continuous_session_key, open_session
+from ..engine.session import Session, continuous_session_key, use_session
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
 from ..settings import check_settings, setting
@@ -101,7 +101,7 @@ def log_ratio(x: Tensor, p: Distribution, q: Distribution, kappa: float = 1.0, s
     return (to_q - to_p + q.log_std - p.log_std).sum(-1) + sign * (q.path - p.path).clamp(-50, 50)
 
 
-def residual(
+def sample_residual(
     p: Distribution, q: Distribution, normal: Tensor, uniform: Tensor, accept: Tensor, sign: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Sample [..., C] from norm([Sigma p - q]+) by acceptance-rejection (eqs. 12, 13); returns it and the tries [...].
@@ -255,7 +255,7 @@ class ContinuousSpeculative(Method):
     def sample(self, request: ContinuousRequest) -> Result:
         self.check(request)
         started = time.perf_counter()
-        with open_session(self, request, self.drafter) as session:
+        with use_session(self, request, self.drafter) as session:
             run = ContinuousRun(self, request, session)
             run.prefill()
             while run.lowest < run.canvas.length:
@@ -268,7 +268,7 @@ class ContinuousSpeculative(Method):
                 "No draft could be used in this run, so the drafter saved nothing: its numbers are NaN, infinite or "
                 "absurd. The image is unaffected. Reload the drafter's file, or load the model with another dtype."
             )
-        return Result(run.canvas.finished(), trace)
+        return Result(run.canvas.final_tokens(), trace)
 
 
 class ContinuousRun:
@@ -303,7 +303,7 @@ class ContinuousRun:
         ahead, one per variant: how many drafts the variant sees; it predicts its share of the positions.
         """
         canvas, batch = self.canvas, len(positions)
-        known = canvas.known(ahead)
+        known = canvas.known_mask(ahead)
         variants = known.shape[1]
         before = canvas.done[:, None] + first + torch.arange(positions.shape[1], device=canvas.device)
         before = before // self.group * self.group
@@ -446,12 +446,12 @@ class ContinuousRun:
         Patient modes go on while a ``wanted`` token [B, n] has failed.
         """
         decisions, sign = self.method.decisions, PATHS[self.method.sigma]
-        token, count = residual(p, q, *self.proposals(positions, 0), sign)
+        token, count = sample_residual(p, q, *self.proposals(positions, 0), sign)
         for more in range(1, EXACT_TRIES if decisions.patient else 1):
             unfinished = count < 0
             if not (unfinished & wanted).any():
                 break
-            y, tries = residual(p, q, *self.proposals(positions, more), sign)
+            y, tries = sample_residual(p, q, *self.proposals(positions, more), sign)
             token = torch.where(unfinished[..., None], y, token)
             tries = torch.where(tries > 0, more * TRIES + tries, tries - more * TRIES)
             count = torch.where(unfinished, tries, count)

@@ -15,7 +15,7 @@ import torch
 
 from ..continuous_contract import Canvas, ContinuousRequest, noise_bytes, noises, own_noise
 from ..contract import Method, Result
-from ..engine.session import Session, continuous_session_key, open_session
+from ..engine.session import Session, continuous_session_key, use_session
 from ..layout import TokenLayout
 from ..rng import Stream
 from ..settings import check_settings, setting
@@ -74,7 +74,7 @@ class ContinuousNextToken(Method):
 
     def sample(self, request: ContinuousRequest) -> Result:
         self.check(request)
-        with open_session(self, request) as session:
+        with use_session(self, request) as session:
             return self._sample(request, session)
 
     def _sample(self, request: ContinuousRequest, session: Session) -> Result:
@@ -98,7 +98,7 @@ class ContinuousNextToken(Method):
             distribution = model.predict(
                 state,
                 canvas.tokens,
-                canvas.known(),
+                canvas.known_mask(),
                 positions[:, None],
                 highest,
                 cfg[:, None, None].expand(-1, 1, width),
@@ -119,7 +119,7 @@ class ContinuousNextToken(Method):
         trace = record.finish(
             TokenLayout.plain(*request.grid), request.seed, self.describe(request), time.perf_counter() - started
         )
-        return Result(canvas.finished(), trace)
+        return Result(canvas.final_tokens(), trace)
 
     def counts(self, request: ContinuousRequest) -> list[list[int]]:
         """Tokens per pass and image. Images with more kept tokens may finish earlier."""

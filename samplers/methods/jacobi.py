@@ -37,10 +37,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...device.graphs import mapped
-from ...kernels.sampling import at, categorical, perturbed_argmax, readable, redraw
+from ...device.graphs import map_tensors
+from ...kernels.sampling import at, categorical, may_read, perturbed_argmax, redraw
 from ...kernels.verification import maximal_coupling
-from ..constants import counting, numbers
+from ..constants import constant, counting
 from ..contract import Request, Result, SamplingParams, StepOut
 from ..drafts.guesses import INITIAL, Memory, first_guesses
 from ..engine.run import DiscreteMethod, Extent, Run
@@ -100,7 +100,7 @@ class SJD(DiscreteMethod):
         return self.decide(run, window, run.probs(out.logits[:, -1:], first - 1), Source.PREFILL)
 
     def step(self, run: Run, window: Window, extent: Extent = ()) -> Window:
-        offsets = numbers(tuple(range(-1, self.columns - 1)), window.token.device, torch.int64)
+        offsets = constant(tuple(range(-1, self.columns - 1)), window.token.device, torch.int64)
         token, position = window.token[:, :-1], window.committed[:, None] + offsets
         after = self.decide(run, window, run.predict(token, position), Source.BONUS)
         run.keep(after.committed - window.committed)
@@ -113,13 +113,13 @@ class SJD(DiscreteMethod):
         """
         columns, device, memory = p.shape[1], p.device, run.memory
         position = window.committed[:, None] + counting(columns, device)
-        exists = numbers((True,) * (columns - 1) + (False,), device, torch.bool).expand(len(p), -1)
+        exists = constant((True,) * (columns - 1) + (False,), device, torch.bool).expand(len(p), -1)
 
         tested = self.test(run, window, p, position, exists)
         if window.settled_count is not None:
             tested = accept_settled(run, window, tested, p, position)
         count = run.before_first_rejection(tested.accepted, window.committed)
-        max_count = int(count.max()) if readable(count) else columns
+        max_count = int(count.max()) if may_read(count) else columns
         decided = counting(columns, device) < count[:, None]
         self.record(run, window, tested, p, position, decided, max_count, unguessed)
 
@@ -271,7 +271,7 @@ class SJD(DiscreteMethod):
         def cut(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[:, :max_count]
 
-        source = numbers((Source.RESIDUAL.value,) * (columns - 1) + (unguessed.value,), device)[:max_count]
+        source = constant((Source.RESIDUAL.value,) * (columns - 1) + (unguessed.value,), device)[:max_count]
         source = source.expand(len(p), -1).masked_fill(cut(tested.accepted), Source.ACCEPTED)
         if tested.relaxed is not None:
             source = source.masked_fill(cut(tested.relaxed), Source.RELAXED)
@@ -282,7 +282,7 @@ class SJD(DiscreteMethod):
             cut(p),
             source=source,
             finalised_at=window.passes,
-            depth=numbers((*range(1, columns), 0), device, torch.int64)[:max_count],
+            depth=constant((*range(1, columns), 0), device, torch.int64)[:max_count],
             q=cut(tested.q),
             ratio=cut(tested.ratio),
             drift_bound=cut(tested.drift_bound),
@@ -355,7 +355,7 @@ class SJD(DiscreteMethod):
         memory = into or Memory.empty(
             self.reuse, self.initial, request.batch, layout.stride, self.columns, model.vocab_total, model.device
         )
-        mapped(Tensor.zero_, memory)
+        map_tensors(Tensor.zero_, memory)
         return memory
 
     def annotate(self, trace: Trace) -> None:

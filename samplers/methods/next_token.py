@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import perturbed_argmax, readable
+from ...kernels.sampling import may_read, perturbed_argmax
 from ..contract import Request, StepOut
 from ..engine.run import DiscreteMethod, Extent, Run
 from ..rng import Stream
@@ -38,7 +38,7 @@ class Noise:
     def __call__(self, stream: Stream, position: Tensor, total: int) -> Tensor:
         """Noise [B, 1, total] at positions [B, 1]."""
         ahead = self.ENOUGH // (total * len(position))
-        if ahead < 2 or not readable(position) or (position != position[0]).any():
+        if ahead < 2 or not may_read(position) or (position != position[0]).any():
             return stream.gumbel(position, total)
         place = int(position[0]) % ahead
         if int(position[0]) - place != self.first:

@@ -57,12 +57,12 @@ def pass_costs(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width:
     shapes = tuple(out.logits.shape), run.inputs.layout.length, width, expansions, run.params.switches, graphs.active
     key = hashlib.sha256(repr((machine, weights, shapes, run.method.rule.name)).encode()).hexdigest()[:16]
     if key not in known or not _of_run(known[key], width, expansions):
-        known[key] = measured(run, committed, out, graphs, width, expansions)
+        known[key] = measure_passes(run, committed, out, graphs, width, expansions)
     return known[key]
 
 
 def _of_run(costs: PassCosts, width: int, expansions: int) -> bool:
-    """Whether costs, perhaps from a file, are of passes that ``measured`` times for such a run."""
+    """Whether costs, perhaps from a file, are of passes that ``measure_passes`` times for such a run."""
     widths, expanded = ([tokens for tokens, _ in curve] for curve in (costs.target, costs.expand))
     return widths == [*WIDTHS[: len(widths)]] and widths[-1] <= width and expanded == _frontiers(expansions)
 
@@ -77,7 +77,7 @@ def weights_of(model: Any) -> Any:
     return [(*p.shape, p.dtype) for p in model.parameters()] if isinstance(model, nn.Module) else model
 
 
-def measured(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: int, expansions: int) -> PassCosts:
+def measure_passes(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: int, expansions: int) -> PassCosts:
     """Times all passes. See pass_costs()."""
     own = type(graphs)(run.model.device)
     own.active = graphs.active
@@ -96,7 +96,7 @@ def measured(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, width: i
     (_, observe), *both = seconds("draft", {n: partial(_draft, run, hidden, n) for n in frontiers})
     (_, verify), *_ = seconds("verify", {0: _verification(run, hidden, committed)})
     own.forget()
-    return PassCosts.rounded(target, observe + verify, [(n, max(both - observe, 0.0)) for n, both in both])
+    return PassCosts.of_seconds(target, observe + verify, [(n, max(both - observe, 0.0)) for n, both in both])
 
 
 def _target(run: Run, width: int) -> Step:

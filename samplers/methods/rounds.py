@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import choose
+from ...kernels.sampling import images_where
 from ..drafts.trees import Tree
 from ..engine.run import Halfway
 
@@ -27,9 +27,9 @@ class Observed:
 
     def where(self, condition: Tensor, other: Observed) -> Observed:
         """These for the images where condition [B], else ``other``."""
-        return Observed(*(choose(condition, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+        return Observed(*(images_where(condition, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
-    def padded(self, width: int) -> Observed:
+    def pad(self, width: int) -> Observed:
         """With U at least ``width``, so that rounds have one shape and are captured once."""
         missing = width - self.token.shape[1]
         if missing <= 0:

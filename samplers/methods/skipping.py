@@ -12,7 +12,7 @@ second leaf counts).
 
 Drafts that decide themselves whether they are taken are no sample from the drafter any more, and drift by more than the
 trace says. Where top-p leaves some siblings out, the number of a draft's children tells which token it is. So how much
-of a sampled tree is taken, and with which chances, follows from its shape (``outline``); only the dynamic schedule
+of a sampled tree is taken, and with which chances, follows from its shape (``whole_shape``); only the dynamic schedule
 looks at the tokens.
 """
 
@@ -104,14 +104,14 @@ def check_codebook(settings: Skipping, codebook: Tensor | None) -> None:
         )
 
 
-def outline(tree: Tree, committed: Tensor, layout: TokenLayout) -> Tree:
+def whole_shape(tree: Tree, committed: Tensor, layout: TokenLayout) -> Tree:
     """The tree after ``committed`` [B] tokens with every draft that its shape has within the image, whatever the
     drafter's q; forced tokens are only children. A tree of the most likely tokens, which nothing is sampled for, stays
     as it is."""
     if not tree.sampled:
         return tree
     position = committed[:, None] + tree.depth - 1
-    missing = (position >= layout.length) | ((tree.rank > 0) & (layout.forced_at(position) >= 0))
+    missing = (position >= layout.length) | ((tree.rank > 0) & (layout.forced_ids(position) >= 0))
     return replace(tree, exists=~(tree.tree_mask() & missing[:, None]).any(2))
 
 
@@ -154,7 +154,7 @@ def decide(
 ) -> Tensor:
     """Which images take their tree unverified [B] (bool).
 
-    planned: outline(); alike [B]: similarity(), which the dynamic schedule needs. round_index (or [B]) is from 1;
+    planned: whole_shape(); alike [B]: similarity(), which the dynamic schedule needs. round_index (or [B]) is from 1;
     committed [B] of ``end`` [B] tokens are decided; last_skipped [B] (bool). Never twice in a row, on an empty tree,
     early in the image (``guard``), if the longest path that could be taken leaves no token after it, or if a position
     of that path is not ``skippable`` [B, S] (bool; None: all are).
@@ -175,7 +175,7 @@ def decide(
 def choose_path(settings: Skipping, tree: Tree, planned: Tree, u: Tensor) -> tuple[Tensor, Tensor]:
     """A path's slots [B, levels] and how many of them are taken [B] (int64; 0 of an empty tree), eq. (1).
 
-    planned: outline(); u [B]: a uniform number in [0, 1).
+    planned: whole_shape(); u [B]: a uniform number in [0, 1).
     """
     leaves, paths = tree.leaves(), tree.retrieve_indices()
     if settings.path == "uniform":
@@ -196,7 +196,7 @@ def choose_path(settings: Skipping, tree: Tree, planned: Tree, u: Tensor) -> tup
 def path_probability(settings: Skipping, tree: Tree, planned: Tree, slots: Tensor) -> Tensor:
     """The probability q [B, levels] (fp32) of each token of a chosen path (slots [B, levels]), given those before it.
 
-    Of a path at random: the token's share (see _shares; planned: outline()); of an only child that was sampled, the
+    Of a path at random: the token's share (see _shares; planned: whole_shape()); of an only child that was sampled, the
     drafter's q. Of the first children of a sampled tree, which are a sample from the drafter, its q. Otherwise 1, as
     the tree alone decides which token it is; but a sampled chain has no choice of paths, and its tokens keep the
     drafter's q. Meaningless past the end of the path.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ...device.graphs import Graphs
-from ...kernels.sampling import categorical, readable, take
+from ...kernels.sampling import categorical, may_read, take
 from ..constants import counting
 from ..contract import Drafter, Request, StepOut
 from ..drafts.auto import Auto
@@ -51,7 +51,7 @@ from ..verification.tree import (
     draft_tv,
     recursive_rejection,
     sample_after_root,
-    sample_and_match,
+    verify_by_sampling,
 )
 from .pass_costs import pass_costs
 from .rounds import Drafted, Observed, Round
@@ -96,7 +96,7 @@ class DraftTree(DiscreteMethod):
         run.record.round(accepted=0, committed=committed + 1, width=1, nodes=0, depth=0, skipped=0)
         observed = Observed(token, committed, one, out.hidden)
         if run.pads:
-            observed = observed.padded(self.max_drafter_inputs)
+            observed = observed.pad(self.max_drafter_inputs)
         history = self.structure.start(len(one), run.inputs.layout, one.device)
         state = Round(committed, token[:, 0], observed, history, None, None, passes=one, index=torch.zeros_like(one[0]))
         return self.advance(run, state, token, one)
@@ -110,7 +110,7 @@ class DraftTree(DiscreteMethod):
 
     def draft(self, run: Run, state: Round, extent: Extent) -> Tree:
         """Let the drafter observe the tokens of the last round, and grow a tree."""
-        new, extent = state.observed, self.structure.rounded(extent) if run.pads else extent
+        new, extent = state.observed, self.structure.round_up(extent) if run.pads else extent
         position = new.begin[:, None] + counting(new.token.shape[1], new.begin.device)
         out = self.drafter.observe(run.memory, new.token, position, new.hidden, new.count)
         work = Drafting(
@@ -136,7 +136,7 @@ class DraftTree(DiscreteMethod):
         )
         observed = Observed(verified.token, state.committed, count, take(out.hidden, path))
         if run.pads:
-            observed = observed.padded(self.max_drafter_inputs)
+            observed = observed.pad(self.max_drafter_inputs)
         state = replace(state, observed=observed, history=history, passes=state.passes + active)
         return self.advance(run, state, verified.token, count)
 
@@ -157,7 +157,7 @@ class DraftTree(DiscreteMethod):
 
         probs: TargetProbs = p  # verification visits few slots: compute their probabilities on demand
         probs_after: Callable[[Tensor], Tensor] = visited
-        if self.structure.block or not readable(position):
+        if self.structure.block or not may_read(position):
             probs = run.probs(logits, position)
             probs_after = partial(take, probs)
 
@@ -167,7 +167,7 @@ class DraftTree(DiscreteMethod):
         if self.structure.block:
             return block_verification(tree, probs, random), probs_after
         if not tree.sampled and self.rule.exact:
-            return sample_and_match(tree, probs, random), probs_after
+            return verify_by_sampling(tree, probs, random), probs_after
         levels = state.committed[:, None] + counting(tree.levels + 1, position.device)
         return recursive_rejection(self.rule, tree, probs, run.strength_at(levels), random), probs_after
 
@@ -220,25 +220,25 @@ class DraftTree(DiscreteMethod):
         """Record a round that accepts ``accepted`` [B] drafts and decides ``count`` [B] tokens."""
         if run.forcing:  # forced tokens are not counted
             position = state.committed[:, None] + counting(tree.levels, count.device)
-            free = run.inputs.layout.forced_at(position) < 0
+            free = run.inputs.layout.forced_ids(position) < 0
             accepted = (free & (position < (state.committed + accepted)[:, None])).sum(1)
         nodes, depth = tree.exists[:, 1:].sum(1), tree.spread()[0]
         run.record.round(accepted=accepted, committed=count, width=width, nodes=nodes, depth=depth, skipped=skipped)
 
-    def fitted(self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request) -> DraftTree:
+    def fit(self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request) -> DraftTree:
         if not self.structure.measures:
             return self
         costs = pass_costs(run, committed, out, graphs, self.width(request), self.structure.expansions())
-        return replace(self, structure=self.structure.fitted(costs))
+        return replace(self, structure=self.structure.fit(costs))
 
-    def unmeasured(self) -> DraftTree:
-        return replace(self, structure=self.structure.fitted(USUAL)) if self.structure.measures else self
+    def without_measuring(self) -> DraftTree:
+        return replace(self, structure=self.structure.fit(USUAL)) if self.structure.measures else self
 
-    def chosen(self) -> dict[str, Any]:
+    def own_choices(self) -> dict[str, Any]:
         return {"structure": self.structure.describe()}
 
-    def settled(self, before: Extent, read: Extent) -> Extent:
-        return self.structure.settled(before, read)
+    def next_extent(self, before: Extent, read: Extent) -> Extent:
+        return self.structure.next_extent(before, read)
 
     def variant(self, extent: Extent) -> Hashable:
         return self.structure.variant(extent)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...kernels.sampling import at, choose, take
+from ...kernels.sampling import at, images_where, take
 from ..constants import counting
 from ..contract import Request, StepOut
 from ..drafts.trees import Tree
@@ -35,12 +35,12 @@ from .skipping import (
     check_codebook,
     choose_path,
     decide,
-    outline,
     path_probability,
     push_features,
     similarity,
     stale_features,
     staleness,
+    whole_shape,
 )
 from .speculative import DraftTree
 
@@ -80,8 +80,8 @@ class Decided:
     def where(self, condition: Tensor, other: Decided) -> Decided:
         """These for the images where condition [B], else ``other``."""
         return Decided(
-            choose(condition, self.token, other.token),
-            choose(condition, self.count, other.count),
+            images_where(condition, self.token, other.token),
+            images_where(condition, self.count, other.count),
             self.observed.where(condition, other.observed),
         )
 
@@ -156,7 +156,7 @@ class VVS(DraftTree):
         """Choose the images whose trees are verified, and those whose trees are taken as they are."""
         active = state.committed < run.inputs.end
         alike = None if run.codebook is None else similarity(tree, run.codebook, self.skipping.decay)
-        planned = outline(tree, state.committed, run.inputs.layout)
+        planned = whole_shape(tree, state.committed, run.inputs.layout)
         skip = active & decide(
             self.skipping,
             tree,
@@ -198,7 +198,7 @@ class VVS(DraftTree):
         uncached = next_uncached(uncached, decided, q, skip, 1 + skips * tree.levels)
         observed = decided.observed
         if run.pads:
-            observed = observed.padded(self.max_drafter_inputs)
+            observed = observed.pad(self.max_drafter_inputs)
             uncached = uncached.of_width(1 + self.structure.size()[1])
         state = replace(state, history=history, uncached=uncached, skipped=skip, observed=observed)
         return self.advance(run, state, decided.token, decided.count)
@@ -232,7 +232,7 @@ class VVS(DraftTree):
             uncached, verified, out.hidden, path, state.committed, run.inputs.end, verifying, refresh
         )
         if not self.skipping.fresh:
-            decided = replace(decided, observed=aged(self.skipping, state, decided))
+            decided = replace(decided, observed=observe_stale(self.skipping, state, decided))
         self.record(run, state, tree, verified, decided.count, probs_after, similarity=column(alike))
         if width > 1:
             record_uncached(run, state, out.logits, position, verifying)
@@ -299,7 +299,7 @@ def column(values: Tensor | None) -> Tensor | None:
     return None if values is None else values[:, None]
 
 
-def aged(settings: Skipping, state: SkippingRound, decided: Decided) -> Observed:
+def observe_stale(settings: Skipping, state: SkippingRound, decided: Decided) -> Observed:
     """What the drafter observes of a verified round whose features are stale: the state's own are those before it.
 
     Tokens that it observes again (see after_verification) keep their true ones.

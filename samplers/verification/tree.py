@@ -18,8 +18,8 @@ from torch import Tensor
 from ...kernels import verification as kernels
 from ...kernels.sampling import categorical, row_of, take
 from ...kernels.verification import BONUS, Verified
+from ..constants import constant as constant
 from ..constants import counting
-from ..constants import numbers as constant
 from ..drafts.growing import DRAWS
 from ..drafts.trees import Tree
 from ..rng import Purpose, Stream
@@ -86,7 +86,7 @@ def draft_tv(tree: Tree, slots: Tensor, p: Tensor) -> Tensor | None:
     return (p - take(tree.draft_probs, tree.draft_row[slots])).clamp(min=0).sum(-1)
 
 
-def sample_and_match(tree: Tree, p: TargetProbs, random: RoundRandom) -> Verified:
+def verify_by_sampling(tree: Tree, p: TargetProbs, random: RoundRandom) -> Verified:
     """Exact verification of deterministic children: sample after the root, and go on while that is a child.
 
     The distribution is that of recursive rejection sampling with point masses, at the cost of one sample per level.

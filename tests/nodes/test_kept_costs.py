@@ -110,7 +110,7 @@ def test_a_sampler_does_not_measure_what_is_kept(sample, monkeypatch, tmp_path):
 
     first = image()
     assert len(KeptCosts(tmp_path / FILE)) == 1
-    monkeypatch.setattr(pass_costs, "measured", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(pass_costs, "measure_passes", lambda *_: pytest.fail("measured again"))
     assert image().equal(first)
 
 
@@ -123,6 +123,6 @@ def test_a_sampler_measures_again_what_is_not_of_its_passes(sample, monkeypatch,
     for change in ({"target": [[1, 1.0], [7, 1.5]]}, {"expand": [[1, 0.1]]}, {"expand": [[2, 0.1]]}):
         path.write_text(json.dumps({key: costs | change}), "utf-8")
         monkeypatch.setattr(pass_costs, "known", KeptCosts(path))
-        monkeypatch.setattr(pass_costs, "measured", lambda *_, costs=costs: pass_costs.PassCosts.of(costs))
+        monkeypatch.setattr(pass_costs, "measure_passes", lambda *_, costs=costs: pass_costs.PassCosts.of(costs))
         assert sample("DraftTree", seed=3, structure=DEFAULT)[0]["ar_tokens"].equal(image)
         assert json.loads(path.read_text("utf-8")) == {key: costs}

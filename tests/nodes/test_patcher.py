@@ -122,7 +122,7 @@ def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample,
     monkeypatch.setattr(NextToken, "session_key", lambda self, request: "own")
     monkeypatch.setattr(NextToken, "run_bytes", lambda self, request: 2**40)
     monkeypatch.setattr(runs, "total_memory", lambda device: 2**41)
-    monkeypatch.setattr(engine, "open_session", lambda method, request, drafter: nullcontext(Session(Graphs(CPU))))
+    monkeypatch.setattr(engine, "use_session", lambda method, request, drafter: nullcontext(Session(Graphs(CPU))))
     there, load = [], mm.load_models_gpu
     monkeypatch.setattr(
         mm,

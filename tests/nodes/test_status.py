@@ -38,7 +38,8 @@ def test_passes_tokens_and_the_time_left(clock):
 
 
 def test_tokens_are_the_sampled_ones_without_row_ends(clock):
-    ruled = Status(request(TokenLayout.ruled(4, 4, (64,), (65,))))  # 21 positions, the last two of which are forced
+    layout = TokenLayout.with_row_ends(4, 4, (64,), (65,))  # 21 positions, the last two of which are forced
+    ruled = Status(request(layout))
     assert [ruled(after(4, 10, length=21))[name] for name in ("done", "total")] == [8, 16], "two rows"
     both = Status(request(batch=2))(after(2, 4, 8))
     assert (both["images"], both["done"], both["total"]) == (2, 6, 16), "the mean over a batch"

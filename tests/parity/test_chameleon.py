@@ -193,7 +193,7 @@ def test_official_prompt_and_image(folders, models):
 def test_forced_tokens(official, cells):
     first = official is OFFICIAL
     rows, cols = ((2 if first else 4) * int(side) for side in cells.split())
-    layout = TokenLayout.ruled(rows, cols, *(((8803,), (8196,)) if first else ((151670,), (151666,))))
+    layout = TokenLayout.with_row_ends(rows, cols, *(((8803,), (8196,)) if first else ((151670,), (151666,))))
     assert layout.forced[0].tolist() == official["forced"][cells]
 
 

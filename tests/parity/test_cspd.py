@@ -24,7 +24,7 @@ from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.models.networks.diffusion_head import NoiseSchedule
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.distributions import Normal
-from comfyui_specar.samplers.methods.continuous import ContinuousRun, ContinuousSpeculative, log_ratio, residual
+from comfyui_specar.samplers.methods.continuous import ContinuousRun, ContinuousSpeculative, log_ratio, sample_residual
 from comfyui_specar.samplers.rng import Purpose, Stream
 
 from ..support.closeness import assert_as_exact, decided, fp64
@@ -89,13 +89,13 @@ def test_residual(kind):
     def taken(shift):
         p, q, _, normal = distributions(kind)
         accept = (wanted + shift).clamp(min=0).to(torch.get_default_dtype())
-        return residual(p, q, normal[None], torch.zeros(1, 12), accept[None], INVERTED)[1] > 0
+        return sample_residual(p, q, normal[None], torch.zeros(1, 12), accept[None], INVERTED)[1] > 0
 
     # In fp32 these probabilities have errors of 1e-5: widths of 0.0063 magnify those of the means.
     for just, found in ((DIGITS, fp64()(taken)), (1e-3, lambda shift: decided(lambda: taken(shift)))):
         assert torch.equal(found(-just), wanted > 0) and not found(just).any()
     p, q, _, normal = distributions(kind)
-    y, _ = residual(p, q, normal[None], torch.zeros(1, 12), torch.zeros(1, 12), INVERTED)
+    y, _ = sample_residual(p, q, normal[None], torch.zeros(1, 12), torch.zeros(1, 12), INVERTED)
     torch.testing.assert_close(y, p.sample(normal, torch.zeros(12)))
     assert kind == "released" or (wanted.min() < 0.2 and wanted.max() > 0.9)  # all of it was tried
 

@@ -182,7 +182,7 @@ def test_original_layout_of_the_sequence(model):
     layout = model.layout(2, 6)
     rows, cols, official = 2, 3, OFFICIAL["layout_2x3"]
     specials = [0, 151846, 151847, 151853, 151850]  # the order in which ours follow the codes
-    small = type(layout).ruled(rows, cols, [model.vocab], range(model.vocab + 1, model.vocab_total))
+    small = type(layout).with_row_ends(rows, cols, [model.vocab], range(model.vocab + 1, model.vocab_total))
     assert small.stride - cols == layout.stride - layout.cols == 1
     assert [specials[max(0, id - model.vocab + 1)] for id in small.forced[0].tolist()] == official
     assert model.word_ids[model.vocab :] == tuple(

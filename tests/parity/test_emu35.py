@@ -142,7 +142,7 @@ def test_official_layers(tmp_path):
 @pytest.mark.parametrize("grid", OFFICIAL["forced"])
 def test_forced_tokens(grid):
     """All but the last one, which stands where our layout has the end of a row, and which nothing follows."""
-    layout = TokenLayout.ruled(*map(int, grid.split()), (151846,), ())
+    layout = TokenLayout.with_row_ends(*map(int, grid.split()), (151846,), ())
     assert layout.forced[0].tolist()[:-1] == OFFICIAL["forced"][grid][:-1]
     assert OFFICIAL["forced"][grid][-1] == 151853
 

@@ -52,7 +52,7 @@ def fp64(bits: int | None = None, seed: int = 0) -> Iterator[None]:
 
 def _forget_constants() -> None:
     """Those that samplers keep would be of the other precision."""
-    for kept in (constants.numbers, constants.uniform_probs):
+    for kept in (constants.constant, constants.uniform_probs):
         kept.cache_clear()
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torchgen
 import yaml
-from comfyui_specar.device.graphs import leaves, mapped
+from comfyui_specar.device.graphs import leaves, map_tensors
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.utils import backend_registration
@@ -117,13 +117,13 @@ class Metal(TorchDispatchMode):
         if target is not None:
             given["device"] = "cpu"
         held = {id(x.inner): x for x in tensors if isinstance(x, MetalTensor)}
-        result = operator(**{key: mapped(inner, as_tensor(x, wanted[key])) for key, x in given.items()})
+        result = operator(**{key: map_tensors(inner, as_tensor(x, wanted[key])) for key, x in given.items()})
         assert all(x.shape == x.inner.shape for x in held.values()), f"{name} changed the size of an operand"
         if name == "mul.Tensor" and not self.exact and result.dtype == torch.int64:
             result = result.float().long()
         if target is not None and target.type != DEVICE.type:
             return result
-        return mapped(lambda x: held[id(x)] if id(x) in held else on_device(x), result)
+        return map_tensors(lambda x: held[id(x)] if id(x) in held else on_device(x), result)
 
 
 @cache

@@ -30,7 +30,7 @@ class Rounds:
         return self.state.committed - (1 if uncached is None else uncached.count)
 
     def round(self):
-        self.extent = self.run.method.settled(self.extent, engine.extent_of(self.state))
+        self.extent = self.run.method.next_extent(self.extent, engine.extent_of(self.state))
         self.run.model.set_attention_length(self.run.cache, None)
         self.run.drafter.set_attention_length(self.run.memory, None)
         self.state = self.run.method.step(self.run, self.state, self.extent)

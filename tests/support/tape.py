@@ -97,12 +97,12 @@ class Tape(TorchDispatchMode):
             return result
         if not operation._schema.name.startswith(CONSTANT):
             before = {t.untyped_storage()._cdata for t in given if not t.is_mkldnn}
-            result = graphs.mapped(
+            result = graphs.map_tensors(
                 lambda t: t if t.untyped_storage()._cdata in before else self.pool.moved(t, name), result
             )
         if operation._schema.name.startswith(NOT_FILLED):
             result.view(torch.uint8).fill_(GARBAGE)
-        noted = graphs.mapped(self.pool.note, (args, tuple(kwargs.values()), result))
+        noted = graphs.map_tensors(self.pool.note, (args, tuple(kwargs.values()), result))
         self.calls.append((operation, noted[0], dict(zip(kwargs, noted[1], strict=True)), noted[2]))
         return result
 
@@ -130,7 +130,7 @@ class TapeGraphs(graphs.Graphs):
         self.captured = self.replayed = 0
 
     @staticmethod
-    def allowed(device):
+    def may_capture(device):
         return graphs._allowed and not graphs._failed
 
     def __call__(self, key, step, state):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from comfyui_specar.samplers.drafts.guesses import Memory
-from comfyui_specar.samplers.engine.run import Inputs, Run
+from comfyui_specar.samplers.engine.run import Run, RunInputs
 from comfyui_specar.samplers.rng import Stream
 from comfyui_specar.samplers.trace import Record
 
@@ -21,7 +21,7 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     memory = Memory.empty(method.reuse, method.initial, 2, layout.stride, SIZE, model.vocab_total, model.device)
     record = Record.empty(layout.length, 2, model.device, round_fields=())
     codebook = None if model.codebook is None else model.codebook.to(model.device)
-    inputs = Inputs(Stream.of(3, 2, model.device), layout, layout.end.expand(2), strength, None)
+    inputs = RunInputs(Stream.of(3, 2, model.device), layout, layout.end.expand(2), strength, None)
     run = Run(method, model, cache, None, memory, params, codebook, None, record, forcing, inputs)
     nothing = torch.zeros((2, layout.length + 1), dtype=torch.int64, device=model.device)
     record.begin(nothing, nothing[:, 0], layout)

@@ -19,11 +19,11 @@ from comfyui_specar.samplers.drafts.auto import (
     acceptance_by,
     acceptance_of,
     best_paths,
-    reached_in,
+    sibling_chances,
 )
 from comfyui_specar.samplers.drafts.costs import PassCosts, cost_of
 from comfyui_specar.samplers.drafts.structures import Static
-from comfyui_specar.samplers.drafts.trees import published
+from comfyui_specar.samplers.drafts.trees import published_paths
 from comfyui_specar.samplers.methods import pass_costs as measuring
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
@@ -58,7 +58,7 @@ def test_costs_lie_on_the_lines_through_the_measured_points():
 
 
 def test_costs_are_relative_to_a_token_s_and_rounded():
-    costs = PassCosts.rounded([(1, 2.0), (2, 2.02), (3, 9.0), (5, 4.1)], 0.2, [(1, 0.21), (4, 0.19)])
+    costs = PassCosts.of_seconds([(1, 2.0), (2, 2.02), (3, 9.0), (5, 4.1)], 0.2, [(1, 0.21), (4, 0.19)])
     assert costs.target == ((1, 1.0), (2, 1.0), (3, 2.0), (5, 2.0))  # no wider pass is cheaper: 9 was disturbed
     assert costs.round == 0.1051 and costs.expand == ((1, 0.0884), (4, 0.0884))
     assert PassCosts.of({**asdict(costs), "target": [list(point) for point in costs.target]}) == costs
@@ -107,7 +107,7 @@ def test_the_tree_is_the_best_of_all(slope, first):
     paths, tokens, rate = best_paths(accepts, costs, 4)
     assert closed(set(paths)) and len(paths) <= 4
     assert tokens == pytest.approx(tokens_of(paths, accepts)) and rate == pytest.approx(rate_of(paths, accepts, costs))
-    assert tokens == pytest.approx(auto.expected(paths, [reached_in(row) for row in accepts]))
+    assert tokens == pytest.approx(auto.tokens_per_round(paths, [sibling_chances(row) for row in accepts]))
     assert rate == pytest.approx(best)
 
 
@@ -127,7 +127,7 @@ def test_the_size_follows_the_acceptance():
 def test_better_than_the_published_trees_where_passes_grow():
     costs, accepts = linear(0.05, 0.07), acceptance_of(0.7, 8)
     for name in ("eagle_25", "lantern_57"):
-        assert best_paths(accepts, costs, 64)[2] > rate_of(published(name), accepts, costs)
+        assert best_paths(accepts, costs, 64)[2] > rate_of(published_paths(name), accepts, costs)
 
 
 # What is counted
@@ -141,7 +141,7 @@ def test_counts_are_those_of_the_trace():
 
     class Watching(Static):
         def learn(self, history, plan, tree, verified, before, after, accepted, update):
-            seen.append(auto.counted(verified, accepted, update, 3))
+            seen.append(auto.count_tests(verified, accepted, update, 3))
 
     result = draw(Watching(tree.tree), batch=300, model=model)
     tests, hits = sum(seen)
@@ -167,7 +167,7 @@ def test_a_round_is_counted_of_the_images_that_verified_it():
     verified, accepted = outcome(
         [1, 0, 2], [[1, 2, 0], [0, 0, 0], [0, 0, 0]], [[True, True, False], [False] * 3, [True, True, False]]
     )
-    tests, hits = auto.counted(verified, accepted, torch.tensor([True, True, False]), 3)
+    tests, hits = auto.count_tests(verified, accepted, torch.tensor([True, True, False]), 3)
     assert tests[:, :4].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [0] * 4] and not tests[:, 4:].any()
     assert hits[:, :4].tolist() == [[0, 1, 0, 0], [0] * 4, [0] * 4] and not hits[:, 4:].any()
 
@@ -210,7 +210,7 @@ def test_a_tree_changes_for_a_clear_gain_only():
     half, extent, kept, changed = structure.depth * RANKS, (), 0, 0
     for step in range(101):
         read = (40 * UNIT,) * half + (40 * UNIT * step // 100,) * half
-        before, extent = extent, structure.settled(extent, read)
+        before, extent = extent, structure.next_extent(extent, read)
         accepts = acceptance_by(read)
         rates = [rate_of(paths, accepts, structure.costs) for paths, _ in structure.trees()]
         best, (paths, _) = max(rates), structure.tree(extent)
@@ -243,11 +243,11 @@ def test_forgotten_rejections_let_drafts_be_tried_again():
     bad = counts.values.clone()
     bad[0] = 30.0
     history = auto.Counts(bad)
-    none = structure.settled((), tuple(structure.extent(history, None, None).tolist()))
+    none = structure.next_extent((), tuple(structure.extent(history, None, None).tolist()))
     assert structure.shape(none) == () != structure.shape(())
     for _ in range(8 * auto.MEMORY):
         history = auto.Counts(history.values * (1 - 1 / auto.MEMORY))
-    again = structure.settled(none, tuple(structure.extent(history, None, None).tolist()))
+    again = structure.next_extent(none, tuple(structure.extent(history, None, None).tolist()))
     assert structure.shape(again) == structure.shape(())
 
 
@@ -349,8 +349,8 @@ def test_a_model_that_is_loaded_again_has_the_costs_of_before(monkeypatch):
 
     monkeypatch.setattr(measuring, "known", {})
     one = image(3)
-    measured, again = measuring.measured, []
-    monkeypatch.setattr(measuring, "measured", lambda *given: again.append(given) or measured(*given))
+    measured, again = measuring.measure_passes, []
+    monkeypatch.setattr(measuring, "measure_passes", lambda *given: again.append(given) or measured(*given))
     assert torch.equal(image(3), one) and not again
     image(3, dtype=torch.bfloat16)
     assert len(again) == 1, "another dtype has other costs"
@@ -379,13 +379,13 @@ def test_measuring_leaves_the_caches_of_a_model_as_they_are():
 
 
 def test_bounds_of_adt_tree_follow_the_cost():
-    flat, steep = (ADTTree(pays=True).fitted(linear(slope)) for slope in (0, 0.3))
+    flat, steep = (ADTTree(pays=True).fit(linear(slope)) for slope in (0, 0.3))
     for one in (flat, steep):
         one.check()
         assert not one.pays
     assert flat.nodes >= 50 and steep.nodes <= 6 and steep.depths[1] <= 6
     assert steep.describe()["nodes"] == steep.nodes
-    ADTTree(pays=True).fitted(linear(5)).check()
+    ADTTree(pays=True).fit(linear(5)).check()
 
 
 def test_adt_tree_runs_within_measured_bounds():

@@ -138,10 +138,10 @@ def test_passes_that_must_give_next_tokens_image_ask_for_it(method, asks):
     """And nothing after them, also after one that fails."""
     model, asked = ToyModel(plain(2, 3)), []
     request, step = Request(model, None, plain(2, 3), model.defaults), model.step
-    model.step = lambda *given: asked.append(batch_invariant.asked()) or step(*given)
+    model.step = lambda *given: asked.append(batch_invariant.is_wanted()) or step(*given)
     method.sample(request)
-    assert asked == [asks] * len(asked) and asked and not batch_invariant.asked()
+    assert asked == [asks] * len(asked) and asked and not batch_invariant.is_wanted()
     model.step = lambda *given: 1 // 0
     with pytest.raises(ZeroDivisionError):
         method.sample(request)
-    assert not batch_invariant.asked()
+    assert not batch_invariant.is_wanted()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from comfyui_specar.device import batch_invariant
-from comfyui_specar.device.graphs import leaves, mapped
+from comfyui_specar.device.graphs import leaves, map_tensors
 from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.models.networks.cache import BUCKET
 
@@ -89,7 +89,7 @@ def run(model, state, graphs=None, reach=False):
         every = *inputs, visible(), PATHS
         step = tree_step(model, state)
         out = captured_call(graphs, "step", step, every, out) if graphs else step(*every)
-        found.append(mapped(torch.Tensor.clone, out))
+        found.append(map_tensors(torch.Tensor.clone, out))
         fed += int(inputs[2].max())
     return found
 
@@ -170,7 +170,7 @@ def test_captured_drafters(models, drafters, kind):
             tokens = torch.randint(model.vocab, (BATCH, NODES), generator=torch.Generator().manual_seed(turn))
             inputs = tokens, begun + torch.arange(NODES), torch.tensor(counts), hidden + turn
             out = captured_call(graphs, "k", level(state), inputs, out) if graphs else level(state)(*inputs)
-            found.append(mapped(torch.Tensor.clone, out))
+            found.append(map_tensors(torch.Tensor.clone, out))
             begun = begun + torch.tensor(counts)[:, None]
         return found
 

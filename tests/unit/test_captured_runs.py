@@ -308,7 +308,7 @@ def test_a_run_has_no_more_sessions_beside_it_than_are_kept(on_tape):
     """Each holds caches of gigabytes."""
     target = ToyModel(plain(1, 3))
     for batch in range(1, 4):
-        with session.open_session(NextToken(), request(target, plain(1, 3), batch=batch)):
+        with session.use_session(NextToken(), request(target, plain(1, 3), batch=batch)):
             assert len(target.sessions) < session.MAX_SESSIONS
     assert len(target.sessions) == session.MAX_SESSIONS
 
@@ -332,5 +332,5 @@ def test_random_models_of_the_benchmark_are_wholly_on_the_gpu_they_name(monkeypa
         model = sizes.build(sizes.SIZES["llamagen-b"], torch.bfloat16, torch.device("cuda"))
         drafter = sizes.eagle(model)
         method = SimpleNamespace(session_key=lambda request: "kind")
-        with session.open_session(method, SimpleNamespace(model=model), drafter) as opened:
+        with session.use_session(method, SimpleNamespace(model=model), drafter) as opened:
             assert opened.graphs.active and "without CUDA graphs" not in caplog.text

@@ -123,7 +123,7 @@ def test_the_distribution_itself_instead_of_the_residual_is_biased(pair, monkeyp
     def first_proposal(p, q, normal, uniform, accept, sign):
         return p.sample(normal[0], uniform[0]), torch.ones_like(uniform[0])
 
-    monkeypatch.setattr(continuous, "residual", first_proposal)
+    monkeypatch.setattr(continuous, "sample_residual", first_proposal)
     assert_biased(judge(pair, batch=2 * RUNS))
 
 
@@ -244,8 +244,8 @@ def test_even_patience_ends(monkeypatch):
 def test_no_proposals_are_made_for_images_that_are_complete(monkeypatch):
     """Where drafter and target agree nothing is ever resampled, and no patience spent on rows without a token left."""
     calls = []
-    real = continuous.residual
+    real = continuous.sample_residual
     monkeypatch.setattr(continuous, "EXACT_TRIES", 100)
-    monkeypatch.setattr(continuous, "residual", lambda *inputs: calls.append(1) or real(*inputs))
+    monkeypatch.setattr(continuous, "sample_residual", lambda *inputs: calls.append(1) or real(*inputs))
     trace = ContinuousSpeculative(ToyHead(1), length=3, prefill=0, mode="exact").sample(request(ToyHead(1), 8)).trace
     assert trace.summary()["acceptance_rate"] == 1 and len(calls) <= trace.totals["target_passes"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_specar.samplers.distributions import Mixture, Normal
 from comfyui_specar.samplers.methods import continuous
-from comfyui_specar.samplers.methods.continuous import MODES, ContinuousRun, first_accepted, log_ratio, residual
+from comfyui_specar.samplers.methods.continuous import MODES, ContinuousRun, first_accepted, log_ratio, sample_residual
 
 from ..support.toy_heads import ks
 
@@ -119,7 +119,7 @@ def test_the_residual_has_its_distribution_after_one_over_its_mass_proposals(nam
     """1 / TV on average (for Sigma = 1), geometrically distributed."""
     p, q, sign = PAIRS[name]
     normal, uniform, accept = numbers(60, RUNS)
-    y, tries = residual(wide(p, RUNS), wide(q, RUNS), normal, uniform, accept, sign)
+    y, tries = sample_residual(wide(p, RUNS), wide(q, RUNS), normal, uniform, accept, sign)
     grid, function, mass = integrated(p, q, sign)
     assert ks(at(grid, function, y[tries > 0, 0])) < 2.3
     unlucky = (1 - mass) ** 60
@@ -137,7 +137,7 @@ def test_the_residual_has_its_distribution_after_one_over_its_mass_proposals(nam
 def test_the_residual_of_two_dimensions():
     """Distributions that differ in one dimension alone: there the residual of one dimension, and p in the other."""
     p, q = gaussian([0.0, 0.5], [1.0, 0.3]), gaussian([0.7, 0.5], [0.8, 0.3])
-    y, tries = residual(wide(p, RUNS), wide(q, RUNS), *numbers(60, RUNS, 2))
+    y, tries = sample_residual(wide(p, RUNS), wide(q, RUNS), *numbers(60, RUNS, 2))
     grid, function, _ = integrated(gaussian([0.0], [1.0]), gaussian([0.7], [0.8]), 0.0)
     assert (tries > 0).all()
     assert ks(at(grid, function, y[:, 0])) < 2.3
@@ -171,7 +171,7 @@ def test_proposals_are_made_until_one_passes(monkeypatch, mode, tries, parts, to
         asked.append(part)
         return torch.full((1, 1, 2), 1.0 + part), torch.tensor([[tries[part]]])
 
-    monkeypatch.setattr(continuous, "residual", residual)
+    monkeypatch.setattr(continuous, "sample_residual", sample_residual)
     found, number = run.resample(None, None, torch.zeros(1, 1), torch.tensor([[wanted]]))
     if not wanted:
         parts, token, count = [0], token and 0, tries[0]
@@ -194,7 +194,7 @@ def test_an_empty_residual_ends_with_its_last_proposal():
     """Sigma p < q everywhere: no proposal can pass."""
     p, q = gaussian([0.3, 0.3], [0.5, 0.5], path=0.0), gaussian([0.3, 0.3], [0.5, 0.5], path=-0.7)
     normal, uniform, accept = numbers(100, 50, 2)
-    y, tries = residual(wide(p, 50), wide(q, 50), normal, uniform, 0 * accept, 1.0)
+    y, tries = sample_residual(wide(p, 50), wide(q, 50), normal, uniform, 0 * accept, 1.0)
     assert (tries == -100).all()
     torch.testing.assert_close(y, 0.3 + 0.5 * normal[-1])
     assert y.isfinite().all() and (y != 0).all()
@@ -205,7 +205,7 @@ def test_a_residual_far_from_the_draft_is_the_target(gap):
     """q is nothing where p is: the first proposal passes, however large the numbers."""
     p, q = gaussian([0.0], [0.006]), gaussian([gap], [0.006])
     normal, uniform, accept = numbers(5, 50)
-    y, tries = residual(wide(p, 50), wide(q, 50), normal, uniform, accept)
+    y, tries = sample_residual(wide(p, 50), wide(q, 50), normal, uniform, accept)
     assert (tries == 1).all() and torch.allclose(y, 0.006 * normal[0])
 
 

@@ -88,7 +88,7 @@ class LikeliestAsDrawn(Dynamic):
 
     def grow(self, work, root, plan, extent, round_index):
         tree = super().grow(work, root, plan, extent, round_index)
-        distribution = work.probs(root.out.logits, work.forced_at(root.committed[:, None]), 0)
+        distribution = work.probs(root.out.logits, work.forced_ids(root.committed[:, None]), 0)
         return replace(tree, draft_probs=distribution, draft_row=torch.zeros(tree.token.shape[1], dtype=torch.int64))
 
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from comfyui_specar.device import graphs, switches
-from comfyui_specar.device.graphs import Graphs, leaves, mapped
+from comfyui_specar.device.graphs import Graphs, leaves, map_tensors
 from comfyui_specar.samplers.engine.session import Poll
 
 from ..support.tape import Pool, Tape, TapeGraphs
@@ -51,7 +51,7 @@ def test_a_replayed_step_computes_what_a_called_one_does():
         two = step_over(plain)(two)
         assert all(torch.equal(a, b) for a, b in zip(leaves(one), leaves(two), strict=True))
         assert torch.equal(memory, plain)
-        two = mapped(torch.Tensor.clone, two)
+        two = map_tensors(torch.Tensor.clone, two)
     assert (tape.captured, tape.replayed) == (1, 4)
 
 
@@ -285,7 +285,7 @@ def test_tensors_are_found_wherever_a_function_holds_them():
 
     with pytest.raises(RuntimeError) as caught:
         fails(state, **named)
-    assert {len(tensor) for tensor in graphs.held_by(caught.value)} == {1, 2, 3, 4}
+    assert {len(tensor) for tensor in graphs.find_tensors(caught.value)} == {1, 2, 3, 4}
 
 
 def test_a_lack_of_memory_goes_on_to_the_caller_and_leaves_no_graphs(failing, caplog, monkeypatch):

@@ -263,15 +263,15 @@ def test_what_the_host_does_not_read_changes_nothing(monkeypatch):
             sampling.redraw(p, q, u),
             sampling.residual(p, q),
             sampling.row_of(values, index),
-            sampling.chosen(mask, values[:, 0], values[:, 1]),
-            sampling.chosen(~mask, values[:, 0], values[:, 1]),
+            sampling.rows_where(mask, values[:, 0], values[:, 1]),
+            sampling.rows_where(~mask, values[:, 0], values[:, 1]),
         )
 
     near = results()
-    assert sampling.entries(torch.tensor([[False, True], [True, False]])).tolist() == [1, 2]
-    monkeypatch.setattr(sampling, "readable", lambda value: False)
+    assert sampling.indices_of(torch.tensor([[False, True], [True, False]])).tolist() == [1, 2]
+    monkeypatch.setattr(sampling, "may_read", lambda value: False)
     assert all(torch.equal(a, b) for a, b in zip(near, results(), strict=True))
-    assert sampling.entries(mask[None]).tolist() == [0] and not sampling.nobody(~mask)
+    assert sampling.indices_of(mask[None]).tolist() == [0] and not sampling.nobody(~mask)
 
 
 # At the sizes of released models: vocabularies of 16,384 and 65,536 ids, windows of 64 tokens. Probabilities are

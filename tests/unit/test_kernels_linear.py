@@ -40,7 +40,7 @@ def assert_near(found, x, weight, scale, wide_in=torch.float64):
     if scale is None:
         wide = weight.view(FP8).double()
     elif scale.ndim == 3:
-        wide = linear.widened(weight, scale, wide_in)[:, : x.shape[1]].double()
+        wide = linear.widen(weight, scale, wide_in)[:, : x.shape[1]].double()
     else:
         wide = weight.double() * scale.double()[:, None]
     exact, terms = x.double() @ wide.T, x.double().abs() @ wide.abs().T
@@ -70,8 +70,8 @@ def test_a_product_is_that_with_the_wide_matrix(shape, dtype, storage):
 def test_matrices_are_widened_in_blocks(monkeypatch, storage):
     x, weight, scale = problem(3, 70, 30, storage)
     monkeypatch.setattr(linear, "_BLOCK", 64)  # two rows
-    widened, sizes = linear.widened, []
-    monkeypatch.setattr(linear, "widened", lambda part, *rest: sizes.append(len(part)) or widened(part, *rest))
+    widened, sizes = linear.widen, []
+    monkeypatch.setattr(linear, "widen", lambda part, *rest: sizes.append(len(part)) or widened(part, *rest))
     found = linear.few_rows(x, weight, scale)
     assert sizes == [2] * 35
     assert_near(found, x, weight, scale)
@@ -107,7 +107,7 @@ def test_devices_without_a_kernel_of_ours_multiply_once(rows, storage):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_number_in_fp8_is_widened_exactly(dtype):
     numbers = every_number()
-    assert torch.equal(linear.widened(numbers, None, dtype), numbers.view(FP8).to(dtype))
+    assert torch.equal(linear.widen(numbers, None, dtype), numbers.view(FP8).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -117,14 +117,14 @@ def test_both_numbers_of_a_byte_are_widened_in_their_places(dtype):
     weight = (lower + 16 * upper).to(torch.uint8).view(1, 1, half).repeat(2, 2, 1)
     scale = torch.tensor([[[2, -3], [0.5, 1]], [[-1, 0], [1, 8]]]).bfloat16()
     wanted = torch.cat((lower, upper)) * scale[..., :1].float() + scale[..., 1:].float()
-    assert torch.equal(linear.widened(weight, scale, dtype), wanted.flatten(1).to(dtype))
+    assert torch.equal(linear.widen(weight, scale, dtype), wanted.flatten(1).to(dtype))
 
 
 def test_a_copy_for_prompts_holds_scaled_numbers():
     """Sums of whole levels would be too large for fp16."""
     x, weight, scale = torch.ones(1, 2000).half(), torch.full((3, 2000), 100, dtype=INT8), torch.tensor([0.1, 0.01, 0])
     assert torch.isinf(F.linear(x, weight.half())).all()
-    found = F.linear(x, linear.widened(weight, scale, torch.float16))
+    found = F.linear(x, linear.widen(weight, scale, torch.float16))
     torch.testing.assert_close(found, torch.tensor([[20000.0, 2000.0, 0.0]]).half(), rtol=1e-3, atol=0)
 
 

@@ -7,7 +7,7 @@ import torch
 from comfyui_specar.kernels import sampling
 from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, redraw, residual
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.probabilities import DeviceParams, probabilities
+from comfyui_specar.samplers.probabilities import DeviceParams, sampling_probs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ PROBS = torch.tensor([0.5, 0.3, 0.15, 0.05])
 
 def probs(logits, vocab=None, forced=FREE, **params):
     logits = torch.as_tensor(logits, dtype=torch.float32)
-    return probabilities(logits[None, None], SamplingParams(**params), vocab or len(logits), forced)[0, 0]
+    return sampling_probs(logits[None, None], SamplingParams(**params), vocab or len(logits), forced)[0, 0]
 
 
 def close(found, wanted):
@@ -48,7 +48,7 @@ def test_any_row_becomes_the_distribution_that_was_written_independently(
     wanted = torch.tensor(next_token_probs(*rows[:, 0].tolist(), count, params))
     rows = rows if params.guided else rows[:1]
     for logits in (rows, rows.log_softmax(-1)):
-        found = probabilities(logits, params, count, None)[0, 0]
+        found = sampling_probs(logits, params, count, None)[0, 0]
         assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -106,7 +106,7 @@ def test_forced_positions_are_point_masses_and_specials_are_otherwise_out_of_rea
 
 def test_half_precision_logits_are_processed_in_fp32():
     logits = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    p = probabilities(logits, SamplingParams(top_k=5), 64, FREE)
+    p = sampling_probs(logits, SamplingParams(top_k=5), 64, FREE)
     assert p.dtype == torch.float32 and abs(float(p.sum()) - 1) < 1e-6
 
 
@@ -152,7 +152,7 @@ def test_categorical_never_returns_an_entry_a_wavering_sum_points_at(monkeypatch
     weights = torch.tensor([[0.4, 0.0, 0.6]])
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.tensor([[0.4, 0.75, 1.0]]))
     for read in (True, False):
-        monkeypatch.setattr(sampling, "readable", lambda value, read=read: read)
+        monkeypatch.setattr(sampling, "may_read", lambda value, read=read: read)
         assert int(categorical(weights, torch.tensor([0.6]))) == 2
         assert int(redraw(weights, torch.zeros(1, 3), torch.tensor([0.6]))) == 2
         assert int(categorical(weights, torch.tensor([0.3]))) == 0
@@ -195,6 +195,6 @@ def test_parameters_on_the_device_give_the_distribution_of_those_in_the_call(par
         on_device = DeviceParams.of(params, rows.device, None)
         other = DeviceParams.of(SamplingParams(cfg=9.0, temperature=3.0), rows.device, None).numbers
         for these in (on_device, DeviceParams.of(params, rows.device, other)):
-            found, wanted = (probabilities(rows, each, 5, None) for each in (these, params))
+            found, wanted = (sampling_probs(rows, each, 5, None) for each in (these, params))
             assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
     assert on_device.guided == params.guided and (on_device.temperature > 0) == (params.temperature > 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.device.cpu import unpack
-from comfyui_specar.kernels.linear import GROUP, widened
+from comfyui_specar.kernels.linear import GROUP, widen
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models.networks import quantised
@@ -98,7 +98,7 @@ def test_no_number_moves_by_more_than_a_thirtieth_of_its_groups_range(rows, colu
     groups = -(-columns // GROUP)
     assert rounded.dtype == torch.uint8 and rounded.shape == (rows, groups, GROUP // 2)
     assert scale.dtype == torch.bfloat16 and scale.shape == (rows, groups, 2)
-    found = widened(rounded, scale, torch.float64)
+    found = widen(rounded, scale, torch.float64)
     wanted = by_groups(weight).double()
     spread, largest = wanted.amax(-1) - wanted.amin(-1), wanted.abs().amax(-1)
     bound = spread / 30 * (1 + 2**-8) + largest * 2**-8
@@ -114,14 +114,14 @@ def test_groups_use_all_levels_and_know_no_others():
     levels = torch.cat((rounded & 15, rounded >> 4), dim=-1)
     assert levels[1, 1:].flatten(0).unique().tolist() == list(range(16))
     assert torch.equal(scale[0, 0], scale[1, 2]) and torch.equal(rounded[0, 0], rounded[1, 2])
-    error = (widened(rounded, scale, torch.float32) - weight).abs().view(2, 3, GROUP).amax(-1)
+    error = (widen(rounded, scale, torch.float32) - weight).abs().view(2, 3, GROUP).amax(-1)
     assert (error[0] <= torch.tensor([0.068, 0.068 + 0.25, 0.068])).all() and (error[1, 1:] <= 0.068).all()
 
 
 def test_groups_of_equal_numbers_are_kept():
     for value in (0.0, 1.0, -0.375, 1e30, 1e-30):
         weight = torch.full((2, 70), value).bfloat16()
-        assert torch.equal(widened(*quantise_groups(weight), torch.bfloat16)[:, :70], weight)
+        assert torch.equal(widen(*quantise_groups(weight), torch.bfloat16)[:, :70], weight)
 
 
 # Models

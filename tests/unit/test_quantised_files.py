@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.kernels.linear import widened as in_storage
+from comfyui_specar.kernels.linear import widen as in_storage
 from comfyui_specar.model_loaders.detect import count_weights, family_of, load_model, model_file, stays_narrow
 from comfyui_specar.model_loaders.files import quantised
 from comfyui_specar.model_loaders.files.bitsandbytes import with_bitsandbytes

@@ -29,7 +29,7 @@ def continuous(kept=KEPT, **options):
 
 
 def test_images_force_tokens_of_their_own():
-    assert discrete(torch.cat((FORCED, torch.full((1, 6), -1)))).sampled(torch.tensor([6, 6])) == 4.5
+    assert discrete(torch.cat((FORCED, torch.full((1, 6), -1)))).count_sampled(torch.tensor([6, 6])) == 4.5
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(1, 3), (2, 4), (3, 6), (4, 6), (0, 1)])
@@ -42,7 +42,8 @@ def test_the_beginning_of_an_image_has_so_many_tokens_to_sample_in_every_image(t
 
 
 def test_tokens_of_continuous_models_that_are_sampled_are_those_not_kept():
-    assert continuous().sampled(torch.tensor([4, 2])) == 2 and continuous(None).sampled(torch.tensor([4, 2])) == 3
+    committed = torch.tensor([4, 2])
+    assert continuous().count_sampled(committed) == 2 and continuous(None).count_sampled(committed) == 3
     assert continuous().length == 4 and continuous().guided == (continuous().params.cfg != 1)
 
 
@@ -101,17 +102,17 @@ def test_what_is_kept_comes_first_and_stays():
     assert sorted(canvas.order[0, :2].tolist()) == [0, 3]
     assert canvas.rank.gather(1, canvas.order).tolist() == [[0, 1, 2, 3]] * 2
     assert canvas.tokens.tolist() == [[[1, 2], [0, 0], [0, 0], [7, 8]], [[0, 0]] * 4]
-    assert torch.equal(canvas.known()[:, 0], KEPT)
-    assert canvas.known(torch.tensor([0, 1, 2])).sum(-1).tolist() == [[2, 3, 4], [0, 1, 2]]
+    assert torch.equal(canvas.known_mask()[:, 0], KEPT)
+    assert canvas.known_mask(torch.tensor([0, 1, 2])).sum(-1).tolist() == [[2, 3, 4], [0, 1, 2]]
     positions, exist = canvas.upcoming(1, 3)
     assert exist.tolist() == [[True, False, False], [True, True, True]]
     assert torch.equal(positions[1], canvas.order[1, 1:])
     canvas.write(positions, torch.full((2, 3, 2), 9.0), exist)
     assert (canvas.tokens == 9).all(-1).sum(1).tolist() == [1, 3]
-    assert canvas.finished() is not canvas.tokens and torch.equal(canvas.finished(), canvas.tokens)
+    assert canvas.final_tokens() is not canvas.tokens and torch.equal(canvas.final_tokens(), canvas.tokens)
     canvas.write(positions[:, :1], torch.full((2, 1, 2), torch.inf), exist[:, :1])
     with pytest.raises(ValueError, match="not finite"):
-        canvas.finished()
+        canvas.final_tokens()
 
 
 def test_guidance_of_a_masked_model_is_that_of_the_share_it_knows_after_the_pass_but_never_all():

@@ -10,7 +10,7 @@ from comfyui_specar.device import cpu
 from comfyui_specar.kernels import attention
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.guesses import Memory
-from comfyui_specar.samplers.engine.run import Inputs, Run
+from comfyui_specar.samplers.engine.run import Run, RunInputs
 from comfyui_specar.samplers.methods.jacobi import COMPARED, REUSE, SJD
 from comfyui_specar.samplers.methods.window import Window
 from comfyui_specar.samplers.rng import Stream
@@ -126,7 +126,7 @@ def test_refinement_stays_exact(reuse):
         method = SJD(window=width, reuse=reuse, rule=rule)
         memory = Memory.empty(reuse, "mixed", 50, layout.stride, width, 3, torch.device("cpu"))
         memory.draft_probs.put(position, q)
-        inputs = Inputs(Stream.of(0, 50, "cpu"), layout, layout.end.expand(50), None, None)
+        inputs = RunInputs(Stream.of(0, 50, "cpu"), layout, layout.end.expand(50), None, None)
         run = Run(method, model, None, None, memory, SamplingParams(), None, None, None, False, inputs)
         exists = (torch.arange(width) < width - 1).expand(50, -1)
         tested = method.test(run, window, p, position, exists)

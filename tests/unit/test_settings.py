@@ -12,7 +12,7 @@ from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.growing import DRAWS
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.drafts.trees import published, shape_of
+from comfyui_specar.samplers.drafts.trees import published_paths, shape_of
 from comfyui_specar.samplers.methods.continuous import PATHS
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.settings import Setting, check_settings, settings_of
@@ -203,7 +203,7 @@ def test_a_check_refuses_and_names_what_is_beyond_any_limit(name):
     [("eagle_25", (4, 8, 8, 3, 2), (4, 4, 1, 1, 0)), ("lantern_57", (5, 13, 16, 14, 9), (5, 7, 7, 5, 0))],
 )
 def test_the_published_trees_have_their_sizes(tree, drafts, inner):
-    shape = shape_of(published(tree))
+    shape = shape_of(published_paths(tree))
     assert tuple(len(level.parent) for level in shape) == drafts
     assert tuple(level.inner for level in shape) == inner
     assert Static(tree).size() == (sum(drafts), 5) and sum(drafts) == int(tree[-2:])

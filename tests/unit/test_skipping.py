@@ -17,11 +17,11 @@ from comfyui_specar.samplers.methods.skipping import (
     Skipping,
     choose_path,
     decide,
-    outline,
     path_probability,
     push_features,
     similarity,
     stale_features,
+    whole_shape,
 )
 from comfyui_specar.samplers.methods.vvs import VVS
 from comfyui_specar.samplers.rules.acceptance import Exact
@@ -222,18 +222,18 @@ def test_of_a_sampled_tree_what_is_planned_decides():
     values["exists"] = values["exists"] > 0
     tree = replace(tree, **values, draft_probs=torch.zeros(1, 1, 6))
     one, chosen = torch.ones(1, dtype=torch.int64), Skipping(truncate=False)
-    planned = outline(tree, one, plain(1, 9))
+    planned = whole_shape(tree, one, plain(1, 9))
     assert planned.exists.all() and int(planned.leaves().sum()) == 3
     for u, wanted in ((0.6, [1, 2]), (0.7, [3, 0])):  # not half, as of the two leaves that exist
         slots, count = choose_path(chosen, tree, planned, torch.tensor([u]))
         assert slots.tolist() == [wanted] and int(count) == (2 if wanted[1] else 1)
         q = path_probability(chosen, tree, planned, slots)[0]
         assert float(q[0]) == pytest.approx(2 / 3 if wanted[1] else 1 / 3)
-    assert outline(tree, 4 * one, plain(1, 5)).exists.tolist() == [[True, True, False, True, False]]
+    assert whole_shape(tree, 4 * one, plain(1, 5)).exists.tolist() == [[True, True, False, True, False]]
     forced = replace(plain(1, 9), forced=torch.tensor([[-1, -1, 0, -1, -1, -1, -1, -1, -1]]))
-    assert outline(tree, one, forced).exists.tolist() == [[True, True, True, True, False]]
-    assert outline(tree, 2 * one, forced).exists.tolist() == [[True, True, True, False, True]]
-    assert outline(replace(tree, draft_probs=None), one, plain(1, 9)).exists.tolist() == tree.exists.tolist()
+    assert whole_shape(tree, one, forced).exists.tolist() == [[True, True, True, True, False]]
+    assert whole_shape(tree, 2 * one, forced).exists.tolist() == [[True, True, True, False, True]]
+    assert whole_shape(replace(tree, draft_probs=None), one, plain(1, 9)).exists.tolist() == tree.exists.tolist()
 
 
 # What a feature drafter is fed meanwhile.

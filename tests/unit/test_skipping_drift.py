@@ -15,9 +15,9 @@ from comfyui_specar.samplers.methods.skipping import (
     Skipping,
     choose_path,
     decide,
-    outline,
     path_probability,
     similarity,
+    whole_shape,
 )
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.methods.vvs import VVS
@@ -75,7 +75,7 @@ def drift(trees, chosen: Skipping, target: Table, length: int) -> tuple[float, f
         draws = 120 if tree.sampled else len(leaf_paths(tree, 0))  # a multiple of what shares have as denominators
         draws = draws if chosen.path == "uniform" else 1
         same = rows(tree, draws)
-        planned = outline(same, torch.ones(draws, dtype=torch.int64), LONG)
+        planned = whole_shape(same, torch.ones(draws, dtype=torch.int64), LONG)
         slots, count = choose_path(chosen, same, planned, (torch.arange(draws) + 0.5) / draws)
         q, drawn = path_probability(chosen, same, planned, slots).tolist(), same.token.gather(1, slots).tolist()
         for line, ratios, taken in zip(drawn, q, count.tolist(), strict=True):
@@ -192,7 +192,7 @@ def test_of_sampled_trees_that_top_p_has_thinned_out(path, shape, truncate):
         assert bound < 1e-5 or path != "first" or drafter is not target
         for end in range(2, 5):
             decisions = (
-                decide(chosen, tree, outline(tree, one, LONG), None, 2, one, end * one, no) for tree, _ in trees
+                decide(chosen, tree, whole_shape(tree, one, LONG), None, 2, one, end * one, no) for tree, _ in trees
             )
             assert len(set(map(bool, decisions))) == 1
 

@@ -15,7 +15,7 @@ from comfyui_specar.samplers.drafts.structures import Static
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
-from comfyui_specar.samplers.probabilities import probabilities
+from comfyui_specar.samplers.probabilities import sampling_probs
 
 from ..support.tiny import fill
 from ..support.tiny_text import BEGIN, GRIDS, null, text_model
@@ -81,7 +81,7 @@ def distribution():
     own = model.encode_ids(null(torch.zeros(1, 1, 1), (2, 2)).flatten().long().tolist())
     logits = torch.cat([model.teacher_forced(branch, images) for branch in (asked.conditioning, own)])
     tokens = asked.layout.keeping(images, torch.ones_like(images, dtype=torch.bool)).forced
-    p = probabilities(logits, asked.params, 3, asked.layout.forced.expand(81, -1))
+    p = sampling_probs(logits, asked.params, 3, asked.layout.forced.expand(81, -1))
     whole = p.gather(-1, tokens[..., None])[..., 0].double().prod(-1)
     assert whole.sum() == pytest.approx(1, abs=1e-5) and whole.max() < 0.3
     return asked, {tuple(line): float(mass) for line, mass in zip(tokens.tolist(), whole, strict=True)}

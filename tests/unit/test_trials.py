@@ -86,7 +86,7 @@ def test_what_is_said_is_what_was_measured():
     assert rows[3][2] == "5", "the fastest first"
     assert rows[4] == ["next token", "exact", "11 (10 to 12)", "1.00", "0.50", "3"]
     assert rows[5] == ["c", "exact", "-", "-", "-", "0"]
-    report = trials.report(tried, verdict)
+    report = trials.trials_report(tried, verdict)
     assert report["chosen"] == 1 and report["faster"] and report["schema"] == "specar.trials/2"
     assert report["trials"][2]["seconds_per_token"] == [0.005, 0.005]
 
@@ -119,16 +119,16 @@ def test_next_token_for_want_of_time_is_no_verdict_on_the_others():
 
 def test_drift_bounds_are_shown_where_a_relaxed_method_was_tried():
     tried = [PLAIN, trial("a", 5, 6, drift_bound=0.03)]
-    row = trials.table(tried, judge(tried, 0.1)).splitlines()[2]
+    row = trials.trials_table(tried, judge(tried, 0.1)).splitlines()[2]
     assert "a (chosen)" in row and "| 0.030 " in row and "relaxed" in row
-    assert trials.title(tried[1]) == "a, relaxed"
+    assert trials.trial_title(tried[1]) == "a, relaxed"
 
 
 def test_quality_is_shown_where_it_was_measured():
     tried = [PLAIN, trial("a", 5, 6, drift_bound=0.03), trial("b", 7, 8, drift_bound=0.03), trial("c", 9, 9)]
     verdict = judge(tried, 0.1)
     text = trials.in_words(tried, verdict, "", 0.1)
-    assert "bundled model" not in text and trials.report(tried, verdict)["trials"][1]["quality"] is None
+    assert "bundled model" not in text and trials.trials_report(tried, verdict)["trials"][1]["quality"] is None
     tried[0].method = Method("next token", quality=Quality(512, 0.0, 0.0, 0.95, 0.95))
     tried[3].method = Method("c", quality=Quality(512, 0.004, 0.03, 0.95, 0.95))
     assert "bundled model" not in trials.in_words(tried, verdict, "", 0.1), "exact methods alone need no column"
@@ -138,13 +138,13 @@ def test_quality_is_shown_where_it_was_measured():
     rows = {row.split("|")[1].strip(): row.split("|")[-3].strip() for row in text.splitlines() if row.startswith("|")}
     assert rows["method"] == "log p loss (bundled model)"
     assert [rows[name] for name in ("a (chosen)", "b", "c", "next token")] == ["0.13", "-", "0.00", "0.00"]
-    assert trials.report(tried, verdict)["trials"][1]["quality"]["agreement"] == 0.9
-    assert draw(trials.chart(tried, verdict, "")).shape[1] == WIDTH
+    assert trials.trials_report(tried, verdict)["trials"][1]["quality"]["agreement"] == 0.9
+    assert draw(trials.trials_chart(tried, verdict, "")).shape[1] == WIDTH
 
 
 def test_the_chart_has_the_methods_that_ran_and_marks_what_was_chosen():
     tried = [PLAIN, trial("a", 4, 5, 6), trial("b", note="did not fit in memory")]
-    chart = trials.chart(tried, judge(tried, 0), "The setting.")
+    chart = trials.trials_chart(tried, judge(tried, 0), "The setting.")
     assert [(row.name, row.chosen) for row in chart.rows] == [("a", True), ("next token", False)]
     image = draw(chart)
     rows = [image[HEAD + i * ROW : HEAD + (i + 1) * ROW] for i in range(2)]

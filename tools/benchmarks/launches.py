@@ -132,7 +132,7 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
             (speculative, "bound", lambda rule, model: rule.bind(model)),  # without a look at its numbers
         ):
             stack.enter_context(patch.object(where, name, instead))
-        made_once = constants.counting, constants.numbers, constants.uniform_probs
+        made_once = constants.counting, constants.constant, constants.uniform_probs
         for constant in (noise._constants, noise.row, trees.tree_buffers, *made_once):  # no data, of no use to others
             constant.cache_clear()
             stack.callback(constant.cache_clear)
@@ -185,7 +185,7 @@ def mar_b(counts: Launches) -> tuple[MaskedModel, MaskedState]:
     """MAR-B in bf16, its head in fp32, and the state of a guided run of one image."""
     with fake_tensor.unset_fake_temporarily():
         schedule = NoiseSchedule.cosine()  # reads a number
-    schedule = graphs.mapped(lambda table: torch.empty_like(table, device=GPU), schedule)
+    schedule = graphs.map_tensors(lambda table: torch.empty_like(table, device=GPU), schedule)
     with sizes.built_as(torch.bfloat16, GPU):
         backbone = MAR(MARConfig())
     with sizes.built_as(torch.float32, GPU), patch.object(NoiseSchedule, "cosine", return_value=schedule):

@@ -25,9 +25,9 @@ from math import ceil
 from typing import Any
 
 from comfyui_specar.model_loaders.storage import Plan, choose_storage
-from comfyui_specar.samplers.drafts.auto import RANKS, Acceptance, Auto, best_paths, expected, reached_in
+from comfyui_specar.samplers.drafts.auto import RANKS, Acceptance, Auto, best_paths, sibling_chances, tokens_per_round
 from comfyui_specar.samplers.drafts.costs import PassCosts
-from comfyui_specar.samplers.drafts.trees import Path, published
+from comfyui_specar.samplers.drafts.trees import Path, published_paths
 from comfyui_specar.samplers.methods.pass_costs import FRONTIERS, WIDTHS
 
 from . import sizes
@@ -351,7 +351,7 @@ def acceptance(first: float, sibling: float) -> Acceptance:
 
 def tokens_with(paths: Sequence[Path], accepts: Acceptance) -> float:
     """Tokens that a round with a tree decides."""
-    return expected(tuple(paths), [reached_in(row) for row in accepts])
+    return tokens_per_round(tuple(paths), [sibling_chances(row) for row in accepts])
 
 
 @cache
@@ -359,7 +359,7 @@ def accepted() -> Acceptance:
     """The acceptance with which a chain of 5 and the tree of 57 take the passes that they took."""
     chain = [(0,) * length for length in range(1, CHAIN.drafted + 1)]
     first = solved(lambda rate: tokens_with(chain, acceptance(rate, 0.0)), tokens_of(CHAIN))
-    tree = published("lantern_57")
+    tree = published_paths("lantern_57")
     return acceptance(first, solved(lambda rate: tokens_with(tree, acceptance(first, rate)), tokens_of(TREE)))
 
 
@@ -370,7 +370,7 @@ def auto(card: Card, model: Model, storage: str) -> tuple[int, float]:
         return one_round(card, model, Method("", "next token" if tokens <= 8 else "sjd 32", "", tokens), storage)
 
     drafter = (one_round(card, model, CHAIN, storage) - target(CHAIN.tokens)) / CHAIN.drafted
-    costs = PassCosts.rounded([(n, target(n)) for n in WIDTHS], drafter, [(n, drafter) for n in FRONTIERS])
+    costs = PassCosts.of_seconds([(n, target(n)) for n in WIDTHS], drafter, [(n, drafter) for n in FRONTIERS])
     paths, _, rate = best_paths(accepted(), costs, Auto.nodes)
     return len(paths), rate
 

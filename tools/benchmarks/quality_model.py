@@ -20,7 +20,7 @@ import torch
 from comfyui_specar.api import Output
 from comfyui_specar.limits.replacing import replace
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.probabilities import probabilities
+from comfyui_specar.samplers.probabilities import sampling_probs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -92,7 +92,7 @@ def log_probs(model: Any, prompts: Sequence[Prompt], tokens: Tensor, cfg: float)
     state = model.start(conditioning(model, prompts), None, batch, layout.to(model.device), length, cfg != 1)
     positions = torch.arange(length - 1, device=model.device).expand(batch, -1)
     logits = torch.cat((state.prefill.logits, model.step(state, tokens[:, :-1], positions).logits), dim=1)
-    p = probabilities(logits, SamplingParams(cfg=cfg), model.vocab, None).gather(-1, tokens[..., None]).squeeze(-1)
+    p = sampling_probs(logits, SamplingParams(cfg=cfg), model.vocab, None).gather(-1, tokens[..., None]).squeeze(-1)
     free = (layout.forced < 0).expand(batch, -1)
     return torch.where(free.to(p.device), p.double().log(), 0).sum(1).cpu() / free.sum(1)
 

@@ -23,8 +23,8 @@ from comfyui_specar.samplers.drafts.auto import (
     Paths,
     acceptance_by,
     best_paths,
-    expected,
-    reached_in,
+    sibling_chances,
+    tokens_per_round,
 )
 from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.drafts.structures import Extent
@@ -51,7 +51,7 @@ DRAFTERS = {  # acceptance by rank, that of the last for all others
 class AlwaysBest(Auto):
     """The tree with the most tokens per cost, of all, at every look at the counts."""
 
-    def settled(self, before: Extent, read: Extent) -> Extent:
+    def next_extent(self, before: Extent, read: Extent) -> Extent:
         return read
 
     def tree(self, extent: Extent) -> tuple[Paths, float]:
@@ -65,16 +65,16 @@ def simulated(structure: Auto, tokens: int, rates: Sequence[float], images: int 
     chance = random.Random(0)
     row = [rates[min(rank, len(rates) - 1)] for rank in range(RANKS)]
     levels = structure.size()[1]
-    reached = [reached_in(row)] * levels
+    reached = [sibling_chances(row)] * levels
     taken: set[Paths] = set()
     gained = spent = 0.0
     for _ in range(images):
         counts, extent, decided = [0.0] * (2 * levels * RANKS), (), 0
         while decided < tokens:
-            extent = structure.settled(extent, tuple(round(count * UNIT) for count in counts))
+            extent = structure.next_extent(extent, tuple(round(count * UNIT) for count in counts))
             paths, cost = structure.tree(extent)
             taken.add(paths)
-            children, value = children_of(paths), expected(paths, reached)
+            children, value = children_of(paths), tokens_per_round(paths, reached)
             for _ in range(LASTS):
                 counts = [count * (1 - 1 / MEMORY) for count in counts]
                 node: Path | None = ()

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from comfyui_specar import kernels
 from comfyui_specar.device import dispatch
-from comfyui_specar.device.graphs import mapped
+from comfyui_specar.device.graphs import map_tensors
 from torch import Tensor
 
 PACK = kernels.__name__.rpartition(".")[0]
@@ -50,7 +50,7 @@ def copied(tree: Any) -> Any:
         memory = t.untyped_storage().clone()
         return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
 
-    return mapped(copy, tree)
+    return map_tensors(copy, tree)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def compare(findings: Findings, listed: list[tuple[str, torch.dtype]]) -> None:
 
 def unmeasured(sampler: Sampler) -> Sampler:
     """With a tree that does not depend on what passes cost, which differs between called and captured ones."""
-    return replace(sampler, method=sampler.method.unmeasured())
+    return replace(sampler, method=sampler.method.without_measuring())
 
 
 def compared(called: Sampler, captured: Sampler, counted: Captures) -> dict[str, object]:
