@@ -25,7 +25,7 @@ class ReleasedDecoder:
 
 
 @dataclass(frozen=True)
-class Source:
+class Download:
     """Files of a Hugging Face repository, and the folder of ComfyUI's models/ they belong in.
 
     In ``Family.releases`` the fields are templates of `re.Match.expand`. files: "" means all.
@@ -55,7 +55,7 @@ class Family:
     recognise: Callable[[Mapping[str, Tensor]], bool]
     load: Callable[..., Any]
     continuous: bool = False
-    releases: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    releases: Mapping[str, tuple[Download, ...]] = field(default_factory=dict)
     image_readers: tuple[str, ...] = ()
     encoder: Callable[..., Any] | None = None
     readers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

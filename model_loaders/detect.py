@@ -106,7 +106,7 @@ def load_model(
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
     device, grid = usable_device(device), grid and legal_grid(grid)
     checkpoint = replace(open_with_adapters(path, adapters), storage=storage)
-    model = build(checkpoint, dtype or fastest_dtype(device, path), grid, search_folders, operations)
+    model = build_model(checkpoint, dtype or fastest_dtype(device, path), grid, search_folders, operations)
     if int8_cache and model.continuous:
         raise CheckpointError(
             f"{title(checkpoint.path)} is a continuous model: an int8 cache is supported only for "
@@ -115,7 +115,7 @@ def load_model(
     model.int8_cache = int8_cache
     if isinstance(model, DiscreteModel):
         attach_decoder(model, checkpoint.path, search_folders, operations)
-    return place(model, device)
+    return move_to(model, device)
 
 
 def attach_decoder(model: DiscreteModel, path: Path, search_folders: Sequence[Path], operations) -> None:
@@ -130,14 +130,14 @@ def attach_decoder(model: DiscreteModel, path: Path, search_folders: Sequence[Pa
         logger.warning("%s is not the image decoder of this model, which has %d codes.", decoder.name, model.vocab)
 
 
-def place(module: P, device: torch.device) -> P:
+def move_to(module: P, device: torch.device) -> P:
     """The module, moved to the device that it computes on."""
     module.to(device)
     module.device = device
     return module
 
 
-def released(load: Callable[..., Any], checkpoint: Checkpoint, *arguments: Any) -> Any:
+def load_as_released(load: Callable[..., Any], checkpoint: Checkpoint, *arguments: Any) -> Any:
     """What ``load`` makes of a checkpoint, if it is as released. Raises CheckpointError where it cannot."""
     with as_released(checkpoint.path):
         return load(checkpoint, *arguments)
@@ -197,7 +197,7 @@ def fastest_dtype(device: torch.device, path: str | Path) -> torch.dtype:
     return torch.bfloat16
 
 
-def build(
+def build_model(
     checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations
 ) -> DiscreteModel | ContinuousBase:
     """The model of a checkpoint. Raises CheckpointError if it is unsupported or damaged."""
@@ -209,7 +209,7 @@ def build(
             f"{title(checkpoint.path)} is a continuous model: int8, fp8 and int4 storage are supported only for models "
             "of token ids. Choose another dtype."
         )
-    return released(family.load, checkpoint, dtype, grid, search, operations)
+    return load_as_released(family.load, checkpoint, dtype, grid, search, operations)
 
 
 def family_of(checkpoint: Checkpoint) -> Family | None:
@@ -240,12 +240,12 @@ def load_drafter(
                 f"{checkpoint.path.name} is an EAGLE drafter, which drafts {DiscreteModel.tokens}, but the model "
                 f"generates {model.tokens}. Its drafter is a smaller model of its family."
             )
-        drafter = released(eagle.load, checkpoint, model, dtype, operations)
+        drafter = load_as_released(eagle.load, checkpoint, model, dtype, operations)
     elif family is not None:
-        drafter = as_drafter(build(checkpoint, dtype, None, (), operations), model, checkpoint.path)
+        drafter = as_drafter(build_model(checkpoint, dtype, None, (), operations), model, checkpoint.path)
     else:
         raise CheckpointError(unknown(checkpoint, "drafter"))
-    place(drafter.module, device)
+    move_to(drafter.module, device)
     return drafter
 
 
@@ -266,8 +266,8 @@ def load_reader(
         name = f"{title(model_file(path))} ({model.family})"
         raise CheckpointError(f"{name} {family.silent}. Models that do both: {', '.join(DESCRIBERS)}.")
     load = family.readers[model.family]
-    reader = released(load, open_with_adapters(path, adapters), model, search_folders, operations)
-    place(reader.reading, model.device)
+    reader = load_as_released(load, open_with_adapters(path, adapters), model, search_folders, operations)
+    move_to(reader.reading, model.device)
     return reader
 
 
@@ -286,8 +286,8 @@ def load_encoder(
             f"{title(model_file(path))} ({model.family}) has no encoder of its own. If it reads images with its "
             "prompt, its image decoder encodes them."
         )
-    encoder = released(family.encoder, open_with_adapters(path, adapters), model, search_folders, operations)
-    return place(encoder, model.device)
+    encoder = load_as_released(family.encoder, open_with_adapters(path, adapters), model, search_folders, operations)
+    return move_to(encoder, model.device)
 
 
 def unknown(checkpoint: Checkpoint, wanted: str) -> str:
@@ -332,7 +332,7 @@ def load_image_decoder(
         raise CheckpointError(
             f"{checkpoint.path.name} is not a supported image decoder. Its first tensors are: {names}."
         )
-    decoder = released(kind.load, checkpoint, dtype or torch.float32, operations)
+    decoder = load_as_released(kind.load, checkpoint, dtype or torch.float32, operations)
     decoder.module.to(device)
     return decoder
 

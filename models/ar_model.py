@@ -22,7 +22,7 @@ from .latents import code_vectors
 from .neighbours import neighbour_table
 from .networks.backbone import Backbone
 from .networks.cache import KVCache, cache_slots
-from .networks.positions import GridPositions, Positions, Table, rotation_of
+from .networks.positions import GridPositions, Positions, Table, rotation_at
 from .networks.prefix import TextPrefix
 from .requests import check_kept, check_length
 from .sizes import check_grid
@@ -350,7 +350,7 @@ class DiscreteModel(Prompted):
         x = torch.cat((prefix.to(self.dtype), self.backbone.tok_embeddings(tokens[:, :-1]).to(self.dtype)), dim=1)
         count, head_dim = prefix.shape[1], self.backbone.config.head_dim
         positions = self.positions.reading(grids_of(images))
-        rotation = rotation_of(positions, count, tokens.shape[1] - 1, grid or self.grid, head_dim, x.device)
+        rotation = rotation_at(positions, count, tokens.shape[1] - 1, grid or self.grid, head_dim, x.device)
         return self.backbone.logits(self.backbone(x, rotation)[:, count - 1 :]).float()
 
     @torch.inference_mode()

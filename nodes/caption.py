@@ -42,4 +42,4 @@ class Caption(io.ComfyNode):
         seed: int,
         vae: Any = None,
     ) -> io.NodeOutput:
-        return io.NodeOutput(captions.describe(model, image, question, max_tokens, temperature, seed, vae))
+        return io.NodeOutput(captions.answer(model, image, question, max_tokens, temperature, seed, vae))

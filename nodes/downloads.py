@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import astuple
 
-from ..model_loaders.declarations import Source
+from ..model_loaders.declarations import Download
 from ..model_loaders.families import FAMILIES
 
 
@@ -19,9 +19,9 @@ def where_to_get(choice: str) -> str | None:
     return f"Download {'; '.join(places)}. Then press R in ComfyUI." if places else None
 
 
-def sources_of(choice: str) -> list[Source]:
+def sources_of(choice: str) -> list[Download]:
     """All that a released model needs, itself first, with the names of this choice; none for other choices."""
     for name, sources in (release for family in FAMILIES for release in family.releases.items()):
         if match := re.fullmatch(name, choice):
-            return [Source(*map(match.expand, astuple(source))) for source in sources]
+            return [Download(*map(match.expand, astuple(source))) for source in sources]
     return []

@@ -22,7 +22,7 @@ from ..samplers.contract import Progress, Request
 from ..samplers.layout import TokenLayout
 from . import candidates
 from .comfy_runtime import runs
-from .comfy_runtime.memory import out_of_memory
+from .comfy_runtime.memory import is_out_of_memory
 from .comfy_runtime.progress import Report
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .diagnostics import as_images, preview
@@ -137,7 +137,7 @@ class Search:
             if clock() < self.until:
                 trial.note = f"stopped: it took more than {STOP_AFTER:g} times as long as next token"
         except (RuntimeError, runs.TooLargeError) as error:
-            if not isinstance(error, runs.TooLargeError) and not out_of_memory(error):
+            if not isinstance(error, runs.TooLargeError) and not is_out_of_memory(error):
                 raise
             trial.note = "did not fit in memory"
         if trial.tokens and not trial.within(budget):

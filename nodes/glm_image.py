@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..model_loaders.families.glm_image import FAMILY
-from ..model_loaders.families.glm_image_diffusion import CFG, STEPS, notices
+from ..model_loaders.families.glm_image_diffusion import CFG, STEPS, unread_quotations
 from .checks import show
 from .comfy_runtime.glm_image import GlmImageVae
 from .comfy_runtime.progress import notify
@@ -96,7 +96,7 @@ class GLMImageDecode(io.ComfyNode):
         prompt = text_of(positive) or ""
         images = sources_of(positive, loaded.decoder.dit.config.codes)
         pixels = loaded.decode(tokens, prompt, seed, steps, cfg, images)
-        for notice in (found := notices(prompt)):
+        for notice in (found := unread_quotations(prompt)):
             log.warning("%s", notice)
         notify(found)
         return io.NodeOutput(pixels)

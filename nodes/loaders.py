@@ -44,7 +44,7 @@ class LoadCheckpoint(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, model_name: str, **_others: str) -> str:
-        return folders.fingerprint(model_name, folders.MODELS) + folders.companions()
+        return folders.file_stamp(model_name, folders.MODELS) + folders.companions()
 
     @classmethod
     def execute(cls, model_name: str, dtype: str, grid: str) -> io.NodeOutput:
@@ -80,7 +80,7 @@ class LoadDrafter(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, drafter_name: str, **_others: Any) -> str:
-        return folders.fingerprint(drafter_name, folders.DRAFTERS)
+        return folders.file_stamp(drafter_name, folders.DRAFTERS)
 
     @classmethod
     def execute(cls, model: models.LoadedModel, drafter_name: str) -> io.NodeOutput:
@@ -108,7 +108,7 @@ class LoRA(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, lora_name: str, **_others: Any) -> str:
-        return folders.fingerprint(lora_name, folders.LORAS)
+        return folders.file_stamp(lora_name, folders.LORAS)
 
     @classmethod
     def execute(cls, model: models.LoadedModel, lora_name: str, strength: float) -> io.NodeOutput:
@@ -132,7 +132,7 @@ class LoadImageDecoder(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, decoder_name: str) -> str:
-        return folders.fingerprint(decoder_name, "vae", folders.MODELS)
+        return folders.file_stamp(decoder_name, "vae", folders.MODELS)
 
     @classmethod
     def execute(cls, decoder_name: str) -> io.NodeOutput:

@@ -120,8 +120,8 @@ def report(name: str, summary: Mapping[str, Any], missing: str, memory: Sequence
         "sizes (width x height): "
         + ", ".join(f"{width} x {height}" for width, height in sizes)
         + f" and {more} more" * (more > 0),
-        f"default settings: {settings_of(of.defaults)}",
-        of.image_defaults and f"with images in the prompt: {settings_of(of.image_defaults)}",
+        f"default settings: {settings_text(of.defaults)}",
+        of.image_defaults and f"with images in the prompt: {settings_text(of.image_defaults)}",
         f"image decoder: {of.decoder}" + f" ({in_units(of.decoder_bytes)})" * (of.decoder_bytes > 0)
         if of.decoder
         else missing,
@@ -130,7 +130,7 @@ def report(name: str, summary: Mapping[str, Any], missing: str, memory: Sequence
     return "\n".join(filter(None, lines))
 
 
-def settings_of(params: Mapping[str, Any]) -> str:
+def settings_text(params: Mapping[str, Any]) -> str:
     """Sampling parameters as text."""
     given = {key: value for key, value in params.items() if value is not None}
     return ", ".join(

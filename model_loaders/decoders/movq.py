@@ -65,7 +65,7 @@ def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def config_settings(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Settings of transformers' class from tensor shapes. Raises KeyError or ValueError if a part is missing."""
     base, multiples, blocks = encoder_sizes(tensors, "down_block.down", "block")
     codes, dim = tensors["quantize.embedding.weight"].shape
@@ -176,7 +176,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
     """
     tensors = native_tensors(checkpoint.tensors)
     with incomplete_without("encoder, decoder and codebook", checkpoint.path):
-        settings = settings_of(tensors)
+        settings = config_settings(tensors)
     still = is_still(tensors)
     if still and settings["base_channels"] == _SMALLER:
         raise CheckpointError(

@@ -27,7 +27,7 @@ from ...models.sizes import choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, Images, TextEncoder, features_of
 from ...models.text.tokenizer import Tokenizer
 from ...samplers.contract import SamplingParams
-from ..declarations import Family, ReleasedDecoder, Source
+from ..declarations import Download, Family, ReleasedDecoder
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
@@ -78,7 +78,7 @@ def load(
     """Build the model on the CPU. Raises CheckpointError for tensors that are missing, misshapen or not finite, and for
     models that do not generate images."""
     path, settings = checkpoint.path, checkpoint.settings
-    check(checkpoint)
+    check_supported(checkpoint)
     embeddings, head = _NAMES.matrices(checkpoint)
     words = Vocabulary.of(settings, len(embeddings), path)
     if not head[words.images.start : words.images.stop].any():
@@ -218,7 +218,7 @@ def anole(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> 
     return Kind("anole", grid, [grid], (words[END],), encoder, partial(anole_null, words))
 
 
-def check(checkpoint: Checkpoint) -> None:
+def check_supported(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError for related models that are not supported or do not generate images."""
     path, tensors, settings = checkpoint.path, checkpoint.tensors, checkpoint.settings
     if _ORIGINAL in tensors:
@@ -322,7 +322,7 @@ _DECODER = ReleasedDecoder(
     ("chameleon_vqgan", "vqgan", "Anole-7b-v0.1-vqvae-hf/model"),
     f"the folder Anole-7b-v0.1-vqvae-hf (repository {_VQGAN})",
 )
-_DECODER_SOURCE = Source(_VQGAN, "vae/Anole-7b-v0.1-vqvae-hf", "model.safetensors")
+_DECODER_SOURCE = Download(_VQGAN, "vae/Anole-7b-v0.1-vqvae-hf", "model.safetensors")
 _MOVQGAN = "ai-forever/MoVQGAN"
 _DECODER2 = ReleasedDecoder(("movqgan_270M",), f"movqgan_270M.ckpt (repository {_MOVQGAN})")
 FAMILY = Family(
@@ -331,18 +331,18 @@ FAMILY = Family(
     recognise=recognise,
     load=load,
     releases={
-        r"Lumina-mGPT-7B-768": (Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"), _DECODER_SOURCE),
+        r"Lumina-mGPT-7B-768": (Download(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"), _DECODER_SOURCE),
         r"Lumina-mGPT-7B-(512|1024|768-Omni)": (
-            Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"),
-            Source("Alpha-VLLM/Lumina-mGPT-7B-768", r"ar_models/\g<0>", "tokenizer.json"),
+            Download(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"),
+            Download("Alpha-VLLM/Lumina-mGPT-7B-768", r"ar_models/\g<0>", "tokenizer.json"),
             _DECODER_SOURCE,
         ),
         r"Lumina-mGPT-2\.0(-Omni)?": (
-            Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"),
-            Source(_MOVQGAN, "vae", "movqgan_270M.ckpt"),
+            Download(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"),
+            Download(_MOVQGAN, "vae", "movqgan_270M.ckpt"),
         ),
-        r"Anole-7b-v0\.1-hf": (Source(r"leloy/\g<0>", r"ar_models/\g<0>"),),
-        r"anole_drafter": (Source(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
+        r"Anole-7b-v0\.1-hf": (Download(r"leloy/\g<0>", r"ar_models/\g<0>"),),
+        r"anole_drafter": (Download(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
     },
     image_readers=("Lumina-mGPT-7B-768-Omni",),
     readers={"lumina-mgpt": lumina_reader},

@@ -23,7 +23,7 @@ from ...models.branches import prompt_passes, repeat_rows, take_over
 from ...models.networks.backbone import BackboneConfig, join_gates
 from ...models.networks.cache import KVCache, Mask, cache_slots
 from ...models.networks.eagle import Eagle
-from ...models.networks.positions import Table, rotation_of
+from ...models.networks.positions import Table, rotation_at
 from ...samplers.contract import StepOut
 from ...samplers.layout import TokenLayout
 from ..files.checkpoint import Checkpoint
@@ -208,7 +208,7 @@ class EagleDrafter:
         first ``prompt`` pairs belong to the prompt (id 0, or text ids), the others to the image tokens from
         position 0 on.
         """
-        rotation = rotation_of(
+        rotation = rotation_at(
             self.model.positions,
             prompt,
             ids.shape[1] - prompt,

@@ -26,7 +26,7 @@ from ...models.text.prompt_encoders import ImagePrompts, TextEncoder
 from ...models.text.tiktoken_file import tokenizer_of
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
-from ..declarations import Family, ReleasedDecoder, Source
+from ..declarations import Download, Family, ReleasedDecoder
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning, root_of
@@ -73,7 +73,7 @@ _NAMES = {  # names of the special tokens
 _FIRST = "<|visual token 000000|>"
 
 
-def special_tokens(codes: int) -> tuple[str, ...]:
+def special_names(codes: int) -> tuple[str, ...]:
     """The special tokens after the ranks, those of the image codes at the end."""
     return (
         "<|endoftext|>",
@@ -87,7 +87,7 @@ def special_tokens(codes: int) -> tuple[str, ...]:
     )
 
 
-_RANKED = special_tokens(_CODES)
+_RANKED = special_names(_CODES)
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
@@ -110,7 +110,7 @@ def load(
     settings = checkpoint.settings
     words = Words.of(checkpoint, _RANKED)
     patch = 2 ** (len((settings.get("vq_config") or {}).get("channel_multiplier") or (1, 2, 2, 4)) - 1)
-    default, grids = sizes_of(checkpoint, settings, patch, grid)
+    default, grids = generated_sizes(checkpoint, settings, patch, grid)
     tokenizer = open_tokenizer(checkpoint.path, search, words=words)
     encoder = prompt_encoder(words, tokenizer, "{}" + QUALITY, "{}", default)
     return build_emu(
@@ -201,7 +201,7 @@ def size_table(side: float) -> list[tuple[int, int]]:
     return list(dict.fromkeys((round(side / stretch), round(side * stretch)) for stretch in middles))
 
 
-def sizes_of(
+def generated_sizes(
     checkpoint: Checkpoint, settings: Mapping[str, Any], patch: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """(default grid, all grids): by our metadata, the ``image_area`` in pixels of an original config.json, the name of
@@ -390,7 +390,10 @@ FAMILY = Family(
     recognise=recognise,
     load=load,
     releases={
-        r"Emu3-(Gen|Stage1)": (Source(r"BAAI/\g<0>", r"ar_models/\g<0>"), Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}"))
+        r"Emu3-(Gen|Stage1)": (
+            Download(r"BAAI/\g<0>", r"ar_models/\g<0>"),
+            Download(f"BAAI/{_DECODER}", f"vae/{_DECODER}"),
+        )
     },
     readers={"emu3": reader},
     describers=("Emu3-Stage1",),

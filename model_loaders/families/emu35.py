@@ -22,12 +22,12 @@ from ...models.pictures import resize
 from ...models.sizes import Grid, choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, Images
 from ...models.text.tokenizer import Tokenizer
-from ..declarations import Family, ReleasedDecoder, Source
+from ..declarations import Download, Family, ReleasedDecoder
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
 from ..llama import language_root
-from .emu3 import Words, build_emu, names_of, open_tokenizer, opening_ids, prompt_encoder, special_tokens
+from .emu3 import Words, build_emu, names_of, open_tokenizer, opening_ids, prompt_encoder, special_names
 
 # What stands around a prompt in training, and around a negative one, which is empty by default. <|extra_100|> begins
 # the answer.
@@ -69,7 +69,7 @@ def load(
             f"{name} is a language model with the layers of {_IMAGE}, but its vocabulary of {ids} ids has no image "
             f"tokens, so it writes only text. {_IMAGE} has {_IDS} ids: download BAAI/{_IMAGE}."
         )
-    specials = special_tokens(_CODES)  # here: their names take 11 MB
+    specials = special_names(_CODES)  # here: their names take 11 MB
     words = Words.of(checkpoint, specials)
     own = checkpoint.own_settings
     grids = (legal_grid(own["grid"]),) if "grid" in own else GRIDS
@@ -178,8 +178,8 @@ FAMILY = Family(
     load=load,
     releases={
         r"Emu3\.5(-Image)?": (
-            Source(r"BAAI/\g<0>", r"ar_models/\g<0>"),
-            Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}", "model.safetensors and config.json"),
+            Download(r"BAAI/\g<0>", r"ar_models/\g<0>"),
+            Download(f"BAAI/{_DECODER}", f"vae/{_DECODER}", "model.safetensors and config.json"),
         )
     },
     image_readers=(_IMAGE,),

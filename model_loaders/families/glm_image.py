@@ -24,7 +24,7 @@ from ...models.sizes import Grid, choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, Images, TextEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
-from ..declarations import Family, ReleasedDecoder, Source
+from ..declarations import Download, Family, ReleasedDecoder
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.weights import Weights
@@ -194,7 +194,7 @@ FAMILY = Family(
     decoders={_NAME: ReleasedDecoder(node="GLM-Image Decode")},
     recognise=recognise,
     load=load,
-    releases={r"GLM-Image(/vision_language_encoder)?": (Source("zai-org/GLM-Image", "ar_models/GLM-Image"),)},
+    releases={r"GLM-Image(/vision_language_encoder)?": (Download("zai-org/GLM-Image", "ar_models/GLM-Image"),)},
     image_readers=("GLM-Image",),
     encoder=load_encoder,
 )

@@ -182,7 +182,7 @@ def quotations(prompt: str) -> list[str]:
     return [quoted for pattern in _QUOTES for quoted in re.findall(pattern, prompt)] or [""]
 
 
-def notices(prompt: str) -> list[str]:
+def unread_quotations(prompt: str) -> list[str]:
     """What of the quotations the decoder does not read, a sentence each."""
     rest = (text.encode()[_LONGEST - 1 :].decode(errors="ignore") for text in quotations(prompt))
     return left_out(_LONGEST, "bytes of a quotation, its end included,", " ... ".join(filter(None, rest)))

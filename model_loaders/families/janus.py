@@ -24,7 +24,7 @@ from ...models.sizes import choose_grid, legal_grid
 from ...models.text.prompt_encoders import TextEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
-from ..declarations import Family, ReleasedDecoder, Source
+from ..declarations import Download, Family, ReleasedDecoder
 from ..files.checkpoint import Checkpoint, read_settings, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning, renamed
@@ -85,7 +85,7 @@ def load(
     """Build the model on the CPU. Raises CheckpointError for tensors that are missing, unknown, misshapen or not
     finite, for models that do not generate images, and for a grid that it was not trained on."""
     path, meta, settings = checkpoint.path, checkpoint.own_settings, text_settings(checkpoint)
-    own = grid_of(checkpoint)
+    own = own_grid(checkpoint)
     choose_grid(path, grid, own, [own])
     named, root = tensors_of(checkpoint)
     sizes = {name: tensor.shape for name, tensor in named.items() if not isinstance(tensor, tuple)}
@@ -93,7 +93,7 @@ def load(
     inner = sizes["backbone.output.fc1.weight"][0]
     words = sizes["prefix.embedding.weight"][0]
     config = backbone_config(checkpoint, root, codes, {dim: heads for dim, (_, heads) in _RELEASED.items()}, 1e-6)
-    tokenizer = tokenizer_of(checkpoint, config.dim, words, search)
+    tokenizer = open_tokenizer(checkpoint, config.dim, words, search)
     with torch.device("meta"):
         backbone = Backbone(config, operations)
         backbone.tok_embeddings = CodeEmbedding(codes, code_dim, config.dim, operations)
@@ -114,7 +114,7 @@ def load(
     return load_weights(model, unpad(named, config), checkpoint, dtype)
 
 
-def tokenizer_of(checkpoint: Checkpoint, dim: int, words: int, search: Sequence[Path]) -> Tokenizer:
+def open_tokenizer(checkpoint: Checkpoint, dim: int, words: int, search: Sequence[Path]) -> Tokenizer:
     """The tokenizer of a model of width ``dim`` with ``words`` rows for text."""
     folder, path = _RELEASED.get(dim, ("Janus-Pro",))[0], checkpoint.path
     missing = (
@@ -127,7 +127,7 @@ def tokenizer_of(checkpoint: Checkpoint, dim: int, words: int, search: Sequence[
 def reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path], operations=nn) -> ImageReader:
     """What of the files of ``model`` reads images. Raises CheckpointError as ``load`` does."""
     words = model.backbone.config.dim, model.prefix.words
-    return load_patch_reader(checkpoint, model, tokenizer_of(checkpoint, *words, search), operations)
+    return load_patch_reader(checkpoint, model, open_tokenizer(checkpoint, *words, search), operations)
 
 
 def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor, ...]], str]:
@@ -154,7 +154,7 @@ def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor,
     return named, root
 
 
-def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
+def own_grid(checkpoint: Checkpoint) -> tuple[int, int]:
     """The grid of a Janus: square, with the number of image tokens of its vision tower or processor; default 24 x 24.
 
     Raises CheckpointError if that is not a square number.
@@ -213,5 +213,5 @@ FAMILY = Family(
     readers={"janus-pro": reader},
     describers=("Janus-Pro",),
     aliases=(*_PARTS.values(), ("aligner.layers.0", "aligner.fc1"), ("aligner.layers.2", "aligner.hidden_layers.0")),
-    releases={r"Janus-Pro-[17]B": (Source(r"deepseek-community/\g<0>", r"ar_models/\g<0>"),)},
+    releases={r"Janus-Pro-[17]B": (Download(r"deepseek-community/\g<0>", r"ar_models/\g<0>"),)},
 )

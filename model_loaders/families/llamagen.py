@@ -22,7 +22,7 @@ from ...models.networks.prefix import CaptionPrefix, ClassPrefix
 from ...models.sizes import legal_grid
 from ...models.text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 from ...samplers.contract import SamplingParams
-from ..declarations import Family, ReleasedDecoder, Source
+from ..declarations import Download, Family, ReleasedDecoder
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import count, meaning, renamed
@@ -71,7 +71,7 @@ def official_names(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Weights]:
     return outside, layers
 
 
-def backbone_config(outside: Mapping[str, Tensor], layers: Weights, checkpoint: Checkpoint) -> BackboneConfig:
+def gpt_config(outside: Mapping[str, Tensor], layers: Weights, checkpoint: Checkpoint) -> BackboneConfig:
     """Sizes from shapes. Raises CheckpointError for a size whose number of heads is unknown."""
     path, settings = checkpoint.path, checkpoint.settings
     vocab, dim = outside["tok_embeddings.weight"].shape
@@ -88,7 +88,7 @@ def backbone_config(outside: Mapping[str, Tensor], layers: Weights, checkpoint: 
     return BackboneConfig(dim, depth, heads, len(gate), vocab, positive(settings, "rms_norm_eps", 1e-5))
 
 
-def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
+def own_grid(checkpoint: Checkpoint) -> tuple[int, int]:
     """The token grid by metadata, by the config.json of a conversion (``block_size`` tokens), or by the name of the
     file or Hugging Face folder.
 
@@ -113,8 +113,8 @@ def load(
     """Build the model on the CPU. Raises CheckpointError if tensors are missing, unknown, misshapen or not finite."""
     path, meta = checkpoint.path, checkpoint.metadata
     outside, layers = official_names(checkpoint)
-    config = backbone_config(outside, layers, checkpoint)
-    grid = legal_grid(grid) if grid else grid_of(checkpoint)
+    config = gpt_config(outside, layers, checkpoint)
+    grid = legal_grid(grid) if grid else own_grid(checkpoint)
     prefix: nn.Module
     if "cls_embedding.cap_proj.fc1.weight" in outside:
         uncond = outside.get("cls_embedding.uncond_embedding")
@@ -181,18 +181,18 @@ FAMILY = Family(
     recognise=recognise,
     load=load,
     releases={
-        r"c2i_\w+\.pt": (Source(_REPOSITORY, "ar_models", r"\g<0>"), Source(_REPOSITORY, "vae", "vq_ds16_c2i.pt")),
+        r"c2i_\w+\.pt": (Download(_REPOSITORY, "ar_models", r"\g<0>"), Download(_REPOSITORY, "vae", "vq_ds16_c2i.pt")),
         r"t2i_XL_stage\w+\.pt": (
-            Source(_TEXT_REPOSITORY, "ar_models", r"\g<0>"),
-            Source(_TEXT_REPOSITORY, "vae", "vq_ds16_t2i.pt"),
-            Source(
+            Download(_TEXT_REPOSITORY, "ar_models", r"\g<0>"),
+            Download(_TEXT_REPOSITORY, "vae", "vq_ds16_t2i.pt"),
+            Download(
                 "google/flan-t5-xl",
                 "text_encoders/flan-t5-xl",
                 "config.json, tokenizer.json, both *.safetensors and their index",
             ),
         ),
-        r"vq_ds16_c2i\.pt": (Source(_REPOSITORY, "vae", r"\g<0>"),),
-        r"vq_ds16_t2i\.pt": (Source(_TEXT_REPOSITORY, "vae", r"\g<0>"),),
-        r"llamagen2?_drafter": (Source(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
+        r"vq_ds16_c2i\.pt": (Download(_REPOSITORY, "vae", r"\g<0>"),),
+        r"vq_ds16_t2i\.pt": (Download(_TEXT_REPOSITORY, "vae", r"\g<0>"),),
+        r"llamagen2?_drafter": (Download(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
     },
 )

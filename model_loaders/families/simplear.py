@@ -20,7 +20,7 @@ from ...models.sizes import choose_grid, legal_grid
 from ...models.text.prompt_encoders import TextEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
-from ..declarations import Family, ReleasedDecoder, Source
+from ..declarations import Download, Family, ReleasedDecoder
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint
 from ..files.errors import CheckpointError
 from ..files.quantised import LazyMatrix
@@ -165,8 +165,8 @@ FAMILY = Family(
     load=load,
     releases={
         r"SimpleAR-(0\.5|1\.5)B-(RL|SFT)": (
-            Source(r"Daniel0724/\g<0>", r"ar_models/\g<0>"),
-            Source(f"nvidia/{_COSMOS}", f"vae/{_COSMOS}", "decoder.jit"),
+            Download(r"Daniel0724/\g<0>", r"ar_models/\g<0>"),
+            Download(f"nvidia/{_COSMOS}", f"vae/{_COSMOS}", "decoder.jit"),
         )
     },
 )

@@ -115,7 +115,7 @@ class Table(NamedTuple):
         return RotaryTable(self.factors[self.rows, places.clamp(max=self.factors.shape[1] - 1)], self.halves)
 
 
-def rotation_of(
+def rotation_at(
     positions: Positions, prompt: int, count: int, grid: tuple[int, int], head_dim: int, device: torch.device | str
 ) -> Rotation:
     """Rotation [1, prompt + count, ...] of a prompt of ``prompt`` tokens and the first ``count`` of an image."""

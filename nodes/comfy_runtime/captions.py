@@ -67,7 +67,7 @@ class Writing:
         show_text(f"{place}{self.reader.text(until(ids, self.reader.end)[0])[-SHOWN:]}")
 
 
-def describe(
+def answer(
     loaded: LoadedModel, images: Tensor, question: str, most: int, temperature: float, seed: int, vae: Any = None
 ) -> list[str]:
     """An answer to the question about each of the images [B, H, W, 3] (0..1), of at most so many tokens.
@@ -95,7 +95,7 @@ def describe(
 
 
 def images_to_read(loaded: LoadedModel, reader: ImageReader, images: Tensor, vae: Any) -> Tensor:
-    """Images [B, H, W, 3] (0..1) as the reader takes them. Raises ValueError as ``describe`` does."""
+    """Images [B, H, W, 3] (0..1) as the reader takes them. Raises ValueError as ``answer`` does."""
     model = loaded.model
     pixels = torch.stack([reader.scale(image, model.pixels_per_token) for image in images])
     if not reader.tokens:

@@ -97,7 +97,7 @@ def decoder_choices() -> list[str]:
     file may contain its decoder."""
     endings, keys = SAFETENSORS + PICKLES + TORCHSCRIPT, ["vae", MODELS]
     found = choices_in(keys, DECODER_FILES, endings, inside=True)
-    return [*BUNDLED_MODELS, *(choice for choice in found if _decodes(choice, fingerprint(choice, *keys)))]
+    return [*BUNDLED_MODELS, *(choice for choice in found if _decodes(choice, file_stamp(choice, *keys)))]
 
 
 @lru_cache(maxsize=1000)
@@ -164,7 +164,7 @@ def resolve(choice: str, *keys: str) -> Path:
     return found
 
 
-def fingerprint(choice: str, *keys: str) -> str:
+def file_stamp(choice: str, *keys: str) -> str:
     """Changes when a file of a choice is replaced."""
     path = resolve(choice, *keys)
     files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]

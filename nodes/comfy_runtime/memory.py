@@ -87,7 +87,7 @@ def load_models_gpu(patchers: Sequence[ModelPatcher], **options: Any) -> None:
             gc.enable()
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a device, or the CPU, is out of memory. Newer ComfyUI versions detect more errors."""
     known = mm.is_oom(error) if hasattr(mm, "is_oom") else isinstance(error, mm.OOM_EXCEPTION)
     return known or (isinstance(error, RuntimeError) and any(words in str(error) for words in _FULL))

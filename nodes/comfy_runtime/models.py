@@ -22,7 +22,7 @@ from ...models.conditions import DTYPES, INT8_CACHE, STORAGE
 from ...models.continuous_model import ContinuousBase
 from ...models.memory import offload_embedding
 from .automatic import Automatic
-from .folders import DRAFTERS, LORAS, MODELS, fingerprint, resolve, search_folders
+from .folders import DRAFTERS, LORAS, MODELS, file_stamp, resolve, search_folders
 from .memory import Patcher, load_models_gpu
 from .operations import Operations
 from .vae import LoadedDecoder, manage_decoder, open_decoder
@@ -94,7 +94,7 @@ def open_model(
     if isinstance(encoder := getattr(model, "prompt_encoder", None), T5Encoder):
         manage_text_encoder(encoder)
     loaded_with = choice, dtype, grid, loras
-    source = loaded_with, fingerprint(choice, MODELS), *(fingerprint(lora, LORAS) for lora, _ in loras)
+    source = loaded_with, file_stamp(choice, MODELS), *(file_stamp(lora, LORAS) for lora, _ in loras)
     why = automatic.why if automatic else ""
     name = " + ".join((choice, *(lora for lora, _ in loras)))
     decoder = decoder_of(model, path)

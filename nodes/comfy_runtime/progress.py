@@ -20,7 +20,7 @@ from PIL import Image
 from ...reports.run_report import choice_and_drafting, drawing, judgement
 from ...samplers.generate import AnyRequest
 from ...samplers.trace import Trace
-from .memory import out_of_memory
+from .memory import is_out_of_memory
 from .previews import Previews
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Status:
         now, done = time.perf_counter(), self.request.count_sampled(progress.committed)
         self.first = self.first or (now, done)
         began, before = self.first
-        run = numbers(self.request.batch, progress.passes, done, self.total)
+        run = counts(self.request.batch, progress.passes, done, self.total)
         if done == before:
             return run
         return run | {"left": duration((now - began) * (self.total - done) / (done - before))}
@@ -99,7 +99,7 @@ def finished_run(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Ru
     used = [": ".join(filter(None, choice_and_drafting(settings))), judgement(settings), drawing(settings)]
     if settings["lossless"]:
         del used[1]
-    return numbers(request.batch, trace.totals["target_passes"], tokens, tokens) | {
+    return counts(request.batch, trace.totals["target_passes"], tokens, tokens) | {
         "plain": round(tokens / request.group),
         "seconds": duration(trace.totals["seconds"]),
         "size": [trace.cols * pixels_per_token, trace.rows * pixels_per_token],
@@ -108,7 +108,7 @@ def finished_run(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Ru
     }
 
 
-def numbers(images: int, passes: int, done: float, total: float) -> Run:
+def counts(images: int, passes: int, done: float, total: float) -> Run:
     return {"images": images, "passes": passes, "done": round(done), "total": round(total)}
 
 
@@ -164,7 +164,7 @@ class Report:
         try:
             preview = previews.show_finished(progress) if finished else previews(progress)
         except RuntimeError as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             log.warning("Not enough memory to decode previews: this run continues without them.")
             self.previews = None

@@ -15,7 +15,7 @@ from ...device import graphs
 from ...models.image_decoder import Autoencoder
 from ...samplers.contract import Method
 from ...samplers.generate import AnyRequest
-from .memory import Patcher, cast_room, fit_in_memory, load_models_gpu, out_of_memory, total_memory
+from .memory import Patcher, cast_room, fit_in_memory, is_out_of_memory, load_models_gpu, total_memory
 from .models import LoadedDecoder, LoadedDrafter, LoadedModel
 from .previews import Previews, Sketcher, measure_palette, measured_tokens
 from .progress import Report, Status
@@ -105,7 +105,7 @@ def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher)
             try:
                 found.palette = measure_palette(decoder, loaded.model)
             except RuntimeError as error:
-                if not out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
     if found.palette is None:
         log.info("No previews: not enough free memory beside the model to decode them.")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...model_loaders.detect import load_image_decoder
 from ...models.changed_latents import CHANGED, is_changed, whole_ids
 from ...models.image_decoder import Autoencoder, ImageDecoder
-from .memory import free_memory, load_models_gpu, out_of_memory, to_output_device
+from .memory import free_memory, is_out_of_memory, load_models_gpu, to_output_device
 from .operations import Operations
 from .previews import Palette
 from .progress import notify
@@ -176,7 +176,7 @@ class ARVae:
             count = self._found.load(pixels)
             return torch.cat([to_output_device(function(part)) for part in batch.split(count)])
         except RuntimeError as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             log.warning("Not enough memory for a whole image: using tiles of %d pixels.", TILE)
         return None

@@ -6,7 +6,7 @@ import torch
 from comfy.cli_args import args
 from comfyui_specar.device import graphs, switches
 from comfyui_specar.nodes.comfy_runtime import runs
-from comfyui_specar.nodes.comfy_runtime.memory import out_of_memory
+from comfyui_specar.nodes.comfy_runtime.memory import is_out_of_memory
 from comfyui_specar.nodes.comfy_runtime.models import NO_GRAPHS, open_model
 from comfyui_specar.nodes.comfy_runtime.vae import ARVae
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -39,15 +39,15 @@ OTHERS = [
 
 
 def test_errors_that_mean_too_little_memory_and_others():
-    assert all(map(out_of_memory, SHORT.values())) and not any(map(out_of_memory, OTHERS))
+    assert all(map(is_out_of_memory, SHORT.values())) and not any(map(is_out_of_memory, OTHERS))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)  # what this version of torch says
-    assert out_of_memory(caught.value)
+    assert is_out_of_memory(caught.value)
 
 
 def test_what_comfyui_knows_counts(monkeypatch):
     monkeypatch.setattr(mm, "is_oom", lambda error: "error 2" in str(error), raising=False)
-    assert out_of_memory(RuntimeError("error 2")) and not out_of_memory(RuntimeError("error 3"))
+    assert is_out_of_memory(RuntimeError("error 2")) and not is_out_of_memory(RuntimeError("error 3"))
 
 
 def test_other_errors_while_decoding_are_reported(tiny, monkeypatch):

@@ -89,7 +89,7 @@ def test_tokenizers_of_either_layout_are_found(tmp_path, folders):
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file == beside / "tokenizer.json"
     tiny.write_ranks(bare)  # its own goes first
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file == bare / "emu3.tiktoken"
-    second = emu3.open_tokenizer(bare / "model.safetensors", [], emu3.special_tokens(131072), "BAAI/Emu3.5-Image")
+    second = emu3.open_tokenizer(bare / "model.safetensors", [], emu3.special_names(131072), "BAAI/Emu3.5-Image")
     assert len(second) == 264 + 3 + 205 + 3 + 131072
 
 
@@ -160,7 +160,7 @@ def test_damaged_ranks(tmp_path, content):
 )
 def test_which_sizes_a_checkpoint_generates(tmp_path, name, settings, grid, wanted):
     checkpoint = Checkpoint({}, path=tmp_path / name / "model.safetensors.index.json")
-    assert emu3.sizes_of(checkpoint, settings, 8, grid) == (wanted, emu3.size_table(64 if 64 in wanted else 90))
+    assert emu3.generated_sizes(checkpoint, settings, 8, grid) == (wanted, emu3.size_table(64 if 64 in wanted else 90))
 
 
 def test_a_size_that_nothing_states(changed, folders):

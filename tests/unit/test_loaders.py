@@ -132,7 +132,7 @@ SIDES = {  # released names and folders -> tokens beside each other
 
 @pytest.mark.parametrize(("side", "name"), [(side, name) for side, names in SIDES.items() for name in names.split()])
 def test_the_released_names_give_the_grid(name, side):
-    assert llamagen.grid_of(Checkpoint({}, {}, Path("models") / name)) == (side, side)
+    assert llamagen.own_grid(Checkpoint({}, {}, Path("models") / name)) == (side, side)
 
 
 @pytest.mark.parametrize(("weights", "faster"), [(1, True), (1, False), (10**9, True)])

@@ -148,15 +148,15 @@ def test_only_whole_words_and_numbers_count(name, found):
 @pytest.mark.parametrize("name", ["0512000.pt", "20240512_c2i.pt", "c2i_256_to_512.pt", "c2i_B_1256.pt"])
 def test_names_that_show_no_one_size_ask_for_it(name):
     with pytest.raises(CheckpointError, match=r"grid.*32 for 512"):
-        llamagen.grid_of(Checkpoint({}, {}, Path(name)))
+        llamagen.own_grid(Checkpoint({}, {}, Path(name)))
     with pytest.raises(CheckpointError, match="size.*512, 768 or 1024"):
         chameleon.target_size(Path(f"my-512-lora-768-{name}/model.safetensors"), {}, None)
 
 
 def test_a_game_is_no_size_of_an_emu3():
     with pytest.raises(CheckpointError, match="genshin-emu3.*Gen.*Stage1.*grid"):
-        emu3.sizes_of(Checkpoint({}, {}, Path("genshin-emu3/model.safetensors")), {}, 8, None)
-    found, _ = emu3.sizes_of(Checkpoint({}, {}, Path("my_Emu3_Gen_v2/model.safetensors")), {}, 8, None)
+        emu3.generated_sizes(Checkpoint({}, {}, Path("genshin-emu3/model.safetensors")), {}, 8, None)
+    found, _ = emu3.generated_sizes(Checkpoint({}, {}, Path("my_Emu3_Gen_v2/model.safetensors")), {}, 8, None)
     assert found == (90, 90)
 
 

@@ -9,7 +9,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.models.drafters import ModelDrafter
 from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
-from comfyui_specar.models.networks.positions import SequencePositions, rotation_of
+from comfyui_specar.models.networks.positions import SequencePositions, rotation_at
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Static
 from comfyui_specar.samplers.methods.jacobi import SJD
@@ -46,7 +46,7 @@ def test_a_backbone_with_shared_heads_is_one_with_copies_of_them(norms):
             weights[name] = weights[name].repeat_interleave(2, 0)
     whole.load_state_dict(weights)
     x = fill("x embedding", (2, 7, config.dim))
-    rotation = rotation_of(SequencePositions(), 3, 4, (2, 2), config.head_dim, "cpu")
+    rotation = rotation_at(SequencePositions(), 3, 4, (2, 2), config.head_dim, "cpu")
     assert torch.allclose(shared(x, rotation), whole(x, rotation), atol=1e-5)
 
 
@@ -54,7 +54,7 @@ def test_positions_are_counted_through_prompt_and_image():
     """Rotated scores depend on distances alone, and the first image token stands one after the prompt."""
     places = SequencePositions(100.0)
     whole = places.prompt(9, 8, "cpu")
-    split = rotation_of(places, 4, 5, (2, 3), 8, "cpu")
+    split = rotation_at(places, 4, 5, (2, 3), 8, "cpu")
     assert torch.allclose(whole.cos, split.cos) and torch.allclose(whole.sin, split.sin) and split.halves
     angle = torch.tensor(5.0) * 100.0 ** (-torch.tensor([0.0, 2, 4, 6]) / 8)
     assert torch.allclose(whole.cos[0, 5], angle.cos()) and torch.allclose(whole.sin[0, 5], angle.sin())

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from comfyui_specar.device.cpu import unpack
 from comfyui_specar.models.networks.backbone import Rotation
-from comfyui_specar.models.networks.positions import rotation_of
+from comfyui_specar.models.networks.positions import rotation_at
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ class PlainModel:
         shape = (config.layers, 2, rows, config.heads, total, config.head_dim)
         self.cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.mask = torch.ones((total, total), dtype=torch.bool, device=model.device).tril()
-        self.rotation = rotation_of(model.positions, prompt, length, grid, config.head_dim, model.device)
+        self.rotation = rotation_at(model.positions, prompt, length, grid, config.head_dim, model.device)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()

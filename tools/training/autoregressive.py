@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...kernels.attention import additive
 from ...models.networks.backbone import Backbone, BackboneConfig
-from ...models.networks.positions import GridPositions, rotation_of
+from ...models.networks.positions import GridPositions, rotation_at
 from ...models.networks.prefix import CaptionPrefix
 from ...models.networks.vq import VQModel
 from .captions import Captions, View
@@ -67,7 +67,7 @@ class TextToImage(nn.Module):
         length = x.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=x.device)
         mask = (causal.tril() & seen) | torch.eye(length, dtype=torch.bool, device=x.device)
-        rotation = rotation_of(
+        rotation = rotation_at(
             GridPositions(), slots, tokens.shape[1] - 1, (self.side, self.side), self.backbone.config.head_dim, x.device
         )
         hidden = self.backbone(x, rotation, mask=additive(mask[:, None], x.dtype))

@@ -19,7 +19,7 @@ from ...model_loaders.families.eagle import image_embeddings
 from ...models.ar_model import DiscreteModel
 from ...models.networks.backbone import Backbone, BackboneConfig, Block
 from ...models.networks.eagle import Eagle
-from ...models.networks.positions import rotation_of
+from ...models.networks.positions import rotation_at
 from ...models.networks.prefix import CaptionPrefix, ClassPrefix
 from .drafter_data import Batch, Pool
 from .loop import Training
@@ -116,7 +116,7 @@ class EagleObjective:
         prompt = length - batch.tokens.shape[1] + 1
         ids = F.pad(batch.tokens[:, :-1], (prompt, 0)).repeat(len(hidden) // len(batch.tokens), 1)
         head_dim = module.config.head_dim
-        rotation = rotation_of(
+        rotation = rotation_at(
             self.model.positions, prompt, length - prompt, self.model.grid, head_dim, self.model.device
         )
         fed, out = [hidden], [hidden]
