@@ -154,9 +154,8 @@ def check_pickle(file: io.BytesIO) -> tuple[set[str], dict[str, int]]:
     storages: dict[str, int] = {}
     stack: list[Any] = []  # strings, numbers, and the types above; None for everything else
     marks: list[int] = []
-    memory: dict[int, Any] = {}
-    codes: Iterable[tuple[Any, Any, Any]] = genops(file)
-    for number, (code, argument, _) in enumerate(codes):
+    memory: dict[Any, Any] = {}
+    for number, (code, argument, _) in enumerate(genops(file)):
         if number == CODES:
             raise FileError(f"its description has more than {CODES} instructions")
         kind, before = code.name, [*code.stack_before]
@@ -168,7 +167,7 @@ def check_pickle(file: io.BytesIO) -> tuple[set[str], dict[str, int]]:
             marks.append(len(stack))
         elif "PUT" in kind:
             memory[argument] = stack[-1]
-            if argument > CODES:
+            if not isinstance(argument, int) or argument > CODES:
                 raise FileError("its description remembers more than weights need")
         else:
             begin = marks.pop() if markobject in before else len(stack)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ...limits.limits import TENSORS, FileError, bounded_int, legal_name
@@ -248,6 +249,6 @@ def _tiled(layer: str, blocks: Tensor, rows: int, columns: int, block: int, path
     down, across = -(-rows // _TILE[0]), -(-columns // (block * _TILE[1]))
     if blocks.element_size() != 1 or blocks.numel() != down * across * _TILE[0] * _TILE[1] or columns % block:
         raise mismatch(layer, "weight_scale", blocks, path)
-    tiles = blocks.view(torch.uint8).reshape(down, across, 32, 4, 4)
-    plain = tiles.permute(0, 3, 2, 1, 4).reshape(down * _TILE[0], across * _TILE[1])
+    tiles = "(down across row group column) -> (down group row) (across column)"
+    plain = rearrange(blocks.view(torch.uint8).flatten(), tiles, across=across, row=32, group=4, column=4)
     return plain[:rows, : columns // block].contiguous()

@@ -14,6 +14,7 @@ from math import sqrt
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from .backbone import Rotation
@@ -137,7 +138,8 @@ class JointAttention(nn.Module):
     ) -> Tensor:
         """x [B, T, dim], of which the first ``text`` tokens are not rotated. They attend to ``sources`` [1, ...], too.
         kept: their keys and values are appended to it."""
-        q, k, v = (part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.to_q, self.to_k, self.to_v))
+        parts = (part(x) for part in (self.to_q, self.to_k, self.to_v))
+        q, k, v = (rearrange(part, "b n (h d) -> b h n d", h=self.heads) for part in parts)
         q, k = (F.layer_norm(each, each.shape[-1:], eps=EPS) for each in (q, k))
         q, k = (torch.cat((each[:, :, :text], rotation(each[:, :, text:])), dim=2) for each in (q, k))
         if kept is not None:
@@ -145,7 +147,7 @@ class JointAttention(nn.Module):
         if sources:
             known = ([each.expand(len(x), -1, -1, -1) for each in part] for part in zip(*sources, strict=True))
             k, v = (torch.cat((*part, own), dim=2) for part, own in zip(known, (k, v), strict=True))
-        return self.to_out[0](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.to_out[0](rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)"))
 
 
 class Block(nn.Module):
@@ -217,8 +219,7 @@ class DiT(nn.Module):
         """
         side = self.config.patch
         rows, cols = (length // side for length in latent.shape[-2:])
-        x = latent.unflatten(3, (cols, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
-        x = self.image_projector(x.flatten(3).flatten(1, 2))
+        x = self.image_projector(rearrange(latent, "b c (r y) (l x) -> b (r l) (c y x)", y=side, x=side))
         x = x + self.prior_projector(self._prior(codes, x))
         text = self.glyph_projector(text)
         size = PIXELS * rows * side, PIXELS * cols * side
@@ -230,8 +231,8 @@ class DiT(nn.Module):
         for i, block in enumerate(self.transformer_blocks):
             x, text = block(x, text, conditions, rotation, [source[i] for source in sources], kept)
         scale, shift = self.norm_out(conditions)
-        x = self.proj_out(modulate(x, shift, scale)).unflatten(2, (-1, side, side)).unflatten(1, (rows, cols))
-        return x.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+        x = self.proj_out(modulate(x, shift, scale))
+        return rearrange(x, "b (r l) (c y x) -> b c (r y) (l x)", r=rows, y=side, x=side)
 
     def activation_bytes(self, tokens: int, sources: Sequence[int] = ()) -> int:
         """Rough bytes of the activations of a forward pass over so many tokens of image and text: of a feed-forward

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from .prefix import check_class, check_width
@@ -61,9 +62,10 @@ class Attention(nn.Module):
         self.proj = operations.Linear(dim, dim)
 
     def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = rearrange(self.qkv(x), "r n (three h d) -> three r h n d", three=3, h=self.heads)
         mask = None if seen is None else seen[:, None, None]
-        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.proj(rearrange(out, "r h n d -> r n (h d)"))
 
 
 class MLP(nn.Module):
@@ -147,8 +149,9 @@ class MAR(nn.Module):
 
         def resize(table: Tensor) -> Tensor:
             slots, grid = table[:, : -own[0] * own[1]], table[:, -own[0] * own[1] :]
-            grid = F.interpolate(grid.mT.unflatten(-1, own), (rows, cols), mode="bilinear", align_corners=False)
-            return torch.cat((slots, grid.flatten(2).mT), dim=1)
+            grid = rearrange(grid, "b (r c) d -> b d r c", r=own[0])
+            grid = F.interpolate(grid, (rows, cols), mode="bilinear", align_corners=False)
+            return torch.cat((slots, rearrange(grid, "b d r c -> b (r c) d")), dim=1)
 
         return PositionTables(*map(resize, tables))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from ...device.captured import Graphs, captured_step
@@ -151,11 +152,11 @@ class Attention(nn.Module):
         self, x: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The output for x [R, n, D], which attends to ``past`` and itself, and its own keys and values."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = rearrange(self.qkv(x), "r n (three h d) -> three r h n d", three=3, h=self.heads)
         q, k = rotation(q), rotation(k)
         keys, values = (k, v) if past is None else (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-        return self.proj(out.transpose(1, 2).flatten(2)), (k, v)
+        return self.proj(rearrange(out, "r h n d -> r n (h d)")), (k, v)
 
 
 class MLP(nn.Module):
@@ -322,4 +323,5 @@ class XAR(nn.Module):
 def cell_order(side: int, device: torch.device | str = "cpu") -> Tensor:
     """Raster positions [GRID * GRID] (int64) in cell order, with cells of side * side tokens: row by row of cells."""
     count = GRID // side
-    return torch.arange(GRID * GRID, device=device).view(count, side, count, side).transpose(1, 2).flatten()
+    raster = torch.arange(GRID * GRID, device=device)
+    return rearrange(raster, "(row y col x) -> (row col y x)", y=side, col=count, x=side)
