@@ -119,7 +119,7 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
         times, least, most = speed(chosen, trials[0])
         lines = [
             f"Chosen: {trial_title(chosen)}. {times:.2f} times as fast as next token in these trials ({least:.2f} to "
-            f"{most:.2f} in the middle half of {len(chosen.seconds)} runs)."
+            f"{most:.2f} in {len(chosen.seconds)} runs, outliers aside)."
         ]
         if verdict.alike:
             lines.append(
