@@ -8,7 +8,7 @@ of the error by that of the numbers, measured by tests/unit/test_quantised_files
 
 * int8_tensorwise: 1.1 % (a scale for all), 0.8 % (for every row), 0.8 % rotated; with a column of numbers that are 40
   times the others, 5.7 % by row and 0.76 % rotated, which is what ConvRot is for;
-* asym_w4a8_int8: 7.8 %, in 6 bits 2.2 %; convrot_w4a4: 15 %; nvfp4: 9.5 %; mxfp8: 2.6 %;
+* nvfp4: 9.5 %; mxfp8: 2.6 %;
 * bitsandbytes: nf4 9.2 %, fp4 12 %, int8 0.8 %;
 * GPTQ and AutoRound, groups of 128: 4 bits 11 %, 8 bits 0.65 %.
 

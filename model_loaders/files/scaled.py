@@ -9,9 +9,9 @@ Comfy-Org/comfy-kitchen, in comfy_kitchen/tensor and comfy_kitchen/backends/eage
 * int8_tensorwise: int8, ``weight_scale`` for all or for every row; with "convrot", the rows are rotated (see convrot);
 * mxfp8: float8_e4m3fn; ``weight_scale`` as powers of two (e8m0) for every 32 along a row, in cuBLAS's order of tiles;
 * nvfp4: two e2m1 numbers per byte, the first in the upper half; ``weight_scale`` in e4m3 for every 16 along a row, in
-  cuBLAS's order of tiles; ``weight_scale_2`` for all;
-* convrot_w4a4: two numbers from -8 to 7 per byte, the first in the lower half; ``weight_scale`` for every row; rotated;
-* asym_w4a8_int8: see ``_grid``; ``weight_s_channel`` for every row; rotated.
+  cuBLAS's order of tiles; ``weight_scale_2`` for all.
+
+convrot_w4a4 and asym_w4a8_int8 are refused: no model of these families was published in them.
 
 Rows and columns of mxfp8 and nvfp4 are padded with zeros to multiples of 32 and 16. How many there are is known from
 the bias, or from the model (see quantised.first).
@@ -35,11 +35,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...limits.limits import TENSORS, FileError, bounded_int, legal_name
+from ...limits.limits import TENSORS, FileError, legal_name
 from ...models.networks.quantised import to_bits
 from .convrot import rotated, rotation_of
 from .errors import CheckpointError
-from .quantised import RELEASED, Format, LazyMatrix, description, first, looked_up, mismatch, pairs, part_of
+from .quantised import RELEASED, Format, LazyMatrix, description, first, looked_up, mismatch, part_of
 
 MARK = ".comfy_quant"
 METADATA = "_quantization_metadata"
@@ -52,11 +52,8 @@ _DTYPES = {
     "int8_tensorwise": torch.int8,
     "mxfp8": torch.float8_e4m3fn,
     "nvfp4": torch.uint8,
-    "convrot_w4a4": torch.int8,
-    "asym_w4a8_int8": torch.int8,
 }
 _PARTS = ("comfy_quant", "weight_scale", "weight_scale_2", "input_scale")
-_GRID_PARTS = ("weight_s_rel", "weight_s_channel", "weight_codebook", "weight_correction")
 
 
 def marks(metadata: Mapping[str, str], path: Path) -> dict[str, Tensor]:
@@ -90,7 +87,7 @@ def with_scales(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise
         except FileError as error:
             raise CheckpointError(f"{path.name}: {mark} cannot be read: {error}. Download it again.") from error
-        for part in (*_PARTS, *_GRID_PARTS):
+        for part in _PARTS:
             found.pop(f"{layer}.{part}", None)
         found[f"{layer}.weight"] = matrix
     return found
@@ -130,8 +127,6 @@ def _matrix(layer: str, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix
         )
     if numbers.ndim != 2 or not numbers.numel() or numbers.dtype != _DTYPES[kind]:
         raise mismatch(layer, "weight", numbers, path)
-    if kind == "asym_w4a8_int8":
-        return _grid_matrix(layer, numbers, options, tensors, path)
     scale = part_of(layer, "weight_scale", tensors, path)
     if kind in _BLOCK:
         columns = numbers.shape[1] * (2 if kind == "nvfp4" else 1)
@@ -151,9 +146,6 @@ def _matrix(layer: str, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix
     if kind == "int8_tensorwise" and options.get("convrot"):
         columns = numbers.shape[1]
         return LazyMatrix(plain.parts, Format(columns, partial(_turned, group=rotation_of(options, columns))))
-    if kind == "convrot_w4a4":
-        columns = 2 * numbers.shape[1]
-        return LazyMatrix(plain.parts, Format(columns, partial(_signed, group=rotation_of(options, columns))))
     return plain
 
 
@@ -165,11 +157,6 @@ def _turned(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
     return rotated(numbers.float() * scale, group)
 
 
-def _signed(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
-    values = pairs(numbers).to(torch.int8)
-    return rotated(torch.where(values > 7, values - 16, values).float() * scale, group)
-
-
 def _e2m1(numbers: Tensor, scale: Tensor) -> Tensor:
     values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device=numbers.device)
     return _in_blocks(looked_up(values, numbers, upper_first=True), scale)
@@ -177,68 +164,6 @@ def _e2m1(numbers: Tensor, scale: Tensor) -> Tensor:
 
 def _in_blocks(numbers: Tensor, scale: Tensor) -> Tensor:
     return (numbers.float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
-
-
-def _grid_matrix(
-    layer: str, numbers: Tensor, options: dict[str, Any], tensors: Mapping[str, Tensor], path: Path
-) -> LazyMatrix:
-    """A matrix in the format asym_w4a8_int8. Its codes fill K / 2 bytes of a row in 4 bits, 3 K / 4 in 6."""
-    relative, channel = (part_of(layer, part, tensors, path) for part in _GRID_PARTS[:2])
-    codebook, correction = (tensors.get(f"{layer}.{part}") for part in _GRID_PARTS[2:])
-    size = bounded_int("group_size", options.get("group_size", 16), 4, 2**16)
-    relative = relative.view(torch.float8_e4m3fn) if relative.dtype == torch.uint8 else relative
-    rows, width = numbers.shape
-    if relative.ndim != 2 or len(relative) != rows or not relative.is_floating_point():
-        raise mismatch(layer, "weight_s_rel", relative, path)
-    groups = relative.shape[1]
-    columns = groups * size
-    bits = next((each for each in (4, 6) if columns * each == width * 8), 0)
-    if not bits or columns % 16:
-        raise mismatch(layer, "weight", numbers, path)
-    for part, tensor, shape in (
-        ("weight_s_channel", channel, (rows,)),
-        ("weight_codebook", codebook, (16,) if bits == 4 else None),
-        ("weight_correction", correction, (groups, rows) if bits == 4 else None),
-    ):
-        if tensor is not None and (tuple(tensor.shape) != shape or not tensor.is_floating_point()):
-            raise mismatch(layer, part, tensor, path)
-    parts = (numbers, relative, channel) if correction is None else (numbers, relative, channel, correction.t())
-    widen = partial(_grid, bits=bits, codebook=codebook, group=rotation_of(options, columns))
-    return LazyMatrix(parts, Format(columns, widen))
-
-
-def _grid(
-    numbers: Tensor,
-    relative: Tensor,
-    channel: Tensor,
-    correction: Tensor | None = None,
-    *,
-    bits: int,
-    codebook: Tensor | None,
-    group: int,
-) -> Tensor:
-    """Rows of asym_w4a8_int8, as comfy_kitchen/backends/eager/w4a8_int8.py documents them.
-
-    A code of 4 bits stands for a number of ``codebook``, or without one for itself - 8 (of 6 bits: itself - 32). Times
-    the scale of its group [n, groups], it is rounded to an integer from -127 to 127, and that is multiplied by
-    ``channel`` [n]. Then ``correction`` [n, groups] is added, and the rotation undone. The first K / 2 bytes of a row
-    hold the lower 4 bits of two codes each, the first in the lower half; with 6 bits, the others hold the upper 2 bits
-    of four codes each, the first in the lowest bits.
-    """
-    columns = numbers.shape[1] * 8 // bits
-    if codebook is not None:
-        values = looked_up(codebook, numbers)
-    else:
-        codes = pairs(numbers[:, : columns // 2])
-        if bits == 6:
-            upper = numbers[:, columns // 2 :].view(torch.uint8)
-            codes = codes | torch.stack([upper >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1) << 4
-        values = codes.float() - 2 ** (bits - 1)
-    levels = (values.unflatten(1, (relative.shape[1], -1)) * relative.float()[..., None]).round_().clamp_(-127, 127)
-    levels = levels * channel.float()[:, None, None]
-    if correction is not None:
-        levels = levels + correction.float()[..., None]
-    return rotated(levels.flatten(1), group)
 
 
 def _tiled(layer: str, blocks: Tensor, rows: int, columns: int, block: int, path: Path) -> Tensor:

@@ -11,10 +11,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 TURNED = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2
 ROTATED = {  # kind -> how a layer of it is marked; groups of 16 fit into tiny models
-    "int8 convrot": {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16},
-    "convrot_w4a4": {"format": "convrot_w4a4", "convrot_groupsize": 16},
-    "asym_w4a8_int8": {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": 16},
-    "asym w6a8": {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": 16},
+    "int8 convrot": {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
 }
 MARKS = ROTATED | {"int8 by row": {"format": "int8_tensorwise"}}  # of kinds that are no names of formats
 
@@ -33,7 +30,7 @@ def quantised(weight, kind, **options):
     """
     weight = weight.float()
     if kind in ROTATED:
-        return turned(weight, kind, **(ROTATED[kind] | options))
+        return turned(weight, **(ROTATED[kind] | options))
     if kind == "float8_e4m3fn":
         scale = weight.abs().max() / 448
         numbers = (weight / scale).to(FP8)
@@ -72,56 +69,12 @@ def rotation(size):
     return found
 
 
-def turned(weight, kind, format, convrot_groupsize, group_size=16, convrot=True, corrected=False):
-    """As ``quantised``, for a kind of ROTATED. corrected: with weight_correction, and without weight_codebook."""
+def turned(weight, convrot_groupsize, **_marks):
+    """As ``quantised``, for a kind of ROTATED."""
     matrix = rotation(convrot_groupsize)
     grouped = weight.double().unflatten(1, (-1, convrot_groupsize)) @ matrix.T
-    parts, wide = by_kind(grouped.flatten(1).float(), kind, group_size, corrected)
+    parts, wide = quantised(grouped.flatten(1).float(), "int8 by row")
     return parts, (wide.double().unflatten(1, (-1, convrot_groupsize)) @ matrix).flatten(1).float()
-
-
-def by_kind(weight, kind, size, corrected):
-    """A rotated matrix by the formulas of comfy-kitchen: its tensors, and what they stand for before turning back."""
-    if most := {"int8 convrot": 127, "convrot_w4a4": 7}.get(kind):
-        scale = weight.abs().amax(1, keepdim=True) / most
-        numbers = (weight / scale).round()
-        packed = numbers.to(INT8) if most == 127 else nibbles(numbers)
-        return {"weight": packed, "weight_scale": scale}, numbers * scale
-    groups, bits = weight.unflatten(1, (-1, size)), 6 if "w6" in kind else 4
-    most, low = groups.abs().amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
-    book, correction = None, None
-    if corrected:
-        table, step = torch.arange(-8.0, 8), (groups.amax(-1, keepdim=True) - low) / 15
-        correction = low + 8 * step
-    elif bits == 6:
-        table, step = torch.arange(-32.0, 32), most / 31
-    else:
-        book, step = torch.linspace(-1, 1, 16).abs() ** 1.3 * torch.linspace(-1, 1, 16).sign(), most
-        table = book
-    channel = (table[-1] * step).amax((1, 2), keepdim=True) / 127
-    relative = (step / channel).to(FP8).float()
-    rest = groups if correction is None else groups - correction
-    grid = (table * relative[..., None]).round().clamp(-127, 127)
-    codes = ((rest / channel)[..., None] - grid).abs().argmin(-1)
-    levels = (table[codes] * relative).round().clamp(-127, 127) * channel
-    wide = levels if correction is None else levels + correction
-    parts = {"weight": nibbles(codes.flatten(1)), "weight_s_rel": relative[..., 0].to(FP8)}
-    parts["weight_s_channel"] = channel.flatten()
-    if bits == 6:
-        upper = (codes.flatten(1) >> 4).unflatten(1, (-1, 4))
-        packed = (upper * torch.tensor([1, 4, 16, 64])).sum(-1).byte().view(INT8)
-        parts["weight"] = torch.cat((parts["weight"], packed), dim=1)
-    if book is not None:
-        parts["weight_codebook"] = book
-    if correction is not None:
-        parts["weight_correction"] = correction[..., 0].T.contiguous()
-    return parts, wide.flatten(1)
-
-
-def nibbles(numbers):
-    """Two numbers in a byte, the first in the lower half, as int8."""
-    codes = numbers.long() & 15
-    return (codes[:, 0::2] + 16 * codes[:, 1::2]).byte().view(INT8)
 
 
 def tiled(scales):
