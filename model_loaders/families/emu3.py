@@ -22,7 +22,7 @@ from ...models.image_reader import TokenReader
 from ...models.networks.positions import SequencePositions
 from ...models.pictures import resize
 from ...models.sizes import Grid, choose_grid, legal_grid
-from ...models.text.prompt_encoders import ImagePrompts, TextEncoder
+from ...models.text.prompt_encoders import ImagePrompts, TextEncoder, features_of
 from ...models.text.tiktoken_file import tokenizer_of
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
@@ -177,7 +177,7 @@ def build_emu(
         names,
         Ids(words.images, words.first, specials, row_ends=True),
         backbone_config(checkpoint, names.root, words.codes + len(specials), known_heads, norm_eps=1e-5),
-        lambda features, size: encoder.encode(null, size, negative=True),
+        lambda features, size: features_of(encoder.ids(null, size, negative=True)),
         positions=SequencePositions(rope_theta(text, 1e6)),
         prompt_encoder=encoder,
         **{**model, "defaults": SamplingParams(**params), "longest": longest},

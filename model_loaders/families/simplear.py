@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...models.ar_model import DiscreteModel
 from ...models.networks.positions import SequencePositions
 from ...models.sizes import choose_grid, legal_grid
-from ...models.text.prompt_encoders import TextEncoder
+from ...models.text.prompt_encoders import TextEncoder, features_of
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
 from ..declarations import Download, Family, ReleasedDecoder
@@ -71,7 +71,7 @@ def load(
 
     @cache
     def negative() -> Tensor:
-        return encoder.encode(_NEGATIVE, negative=True)
+        return features_of(encoder.ids(_NEGATIVE, negative=True))
 
     return build_language_model(
         checkpoint,

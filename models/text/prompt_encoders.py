@@ -201,7 +201,7 @@ def grids_of(images: Images) -> list[tuple[int, int]]:
 
 
 def features_of(ids: Sequence[int]) -> Tensor:
-    """Token ids as the features [1, n, 1] (fp32) of a prompt."""
+    """Token ids as the features [1, n, 1] (fp32) of a CONDITIONING."""
     return torch.tensor(ids, dtype=torch.float32)[None, :, None]
 
 
@@ -242,18 +242,22 @@ class TextEncoder(PromptEncoder):
     write_negative: Callable[[str, tuple[int, int]], Sequence[int]] | None = None
     images: ImagePrompts | None = None
 
-    def encode(
+    def ids(
         self, text: str, grid: tuple[int, int] | None = None, negative: bool = False, images: Images = ()
-    ) -> Tensor:
-        """Ids [1, n, 1] (fp32) of a prompt, and of images [h, w] (int64) that it is about.
+    ) -> Sequence[int]:
+        """Ids of a prompt, and of images [h, w] (int64) that it is about.
 
         Raises FileNotFoundError or CheckpointError if there is no tokenizer.
         """
         if images and self.images:
             write_both = self.images.write_negative if negative and self.images.write_negative else self.images.write
-            return features_of(write_both(text, grid or self.grid, images))
+            return write_both(text, grid or self.grid, images)
         write = self.write_negative if negative and self.write_negative else self.write
-        return features_of(write(text, grid or self.grid))
+        return write(text, grid or self.grid)
+
+    def encode(self, text: str) -> Tensor:
+        """``ids`` of a prompt as the features [1, n, 1] of a CONDITIONING."""
+        return features_of(self.ids(text))
 
     def notices(self, text: str) -> list[str]:
         """Special tokens."""

@@ -102,7 +102,8 @@ class Prompted(Placed):
                 f"images must be grids of tokens [h, w] (int64) from 0 to {reads.codes - 1}, as the model's image "
                 "decoder encodes them."
             )
-        [[features, extra]] = self.encode_features(self.prompt_encoder.encode(text, images=images), text=text)
+        ids = self.prompt_encoder.ids(text, images=images)
+        [[features, extra]] = self.encode_features(features_of(ids), text=text)
         extra["ar"]["images"] = [grid.cpu() for grid in images]
         return [[features, extra]]
 
@@ -213,14 +214,16 @@ class Prompted(Placed):
         if features.shape[0] not in (1, batch):
             more = f" or {batch}" * (batch > 1)
             raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1{more}.")
-        if text is not None and isinstance(self.prompt_encoder, TextEncoder):
-            if not torch.equal(features.cpu(), self.prompt_encoder.encode(text, images=images)):
+        encoder = self.prompt_encoder
+        if text is not None and isinstance(encoder, TextEncoder):
+            if not torch.equal(features.cpu(), features_of(encoder.ids(text, images=images))):
                 raise ValueError(
                     f"{name} was changed by another node (zeroed, joined, averaged ...), or encoded by another model's "
                     "CLIP. This model reads token ids: connect CLIP Text Encode with its CLIP directly. For no "
                     "negative prompt, leave its text empty."
                 )
-            features = self.prompt_encoder.encode(text, grid, negative, images)
+            if negative or grid not in (None, encoder.grid):
+                features = features_of(encoder.ids(text, grid, negative, images))
         return EncodedPrompt(features.to(self.device), text, images)
 
     def read_both(
@@ -238,6 +241,6 @@ class Prompted(Placed):
         if positive.images and not (other and other.images) and reads and reads.write_negative:
             text = (other and other.text) or ""
             assert isinstance(encoder, TextEncoder), "it has image prompts"
-            features = encoder.encode(text, grid, negative=True, images=positive.images)
-            other = EncodedPrompt(features.to(self.device), text, positive.images)
+            ids = encoder.ids(text, grid, negative=True, images=positive.images)
+            other = EncodedPrompt(features_of(ids).to(self.device), text, positive.images)
         return positive, other
