@@ -176,12 +176,23 @@ class Event(Answer):
     exception_message: Text = "no reason given"
 
 
+class Report(Answer):
+    method: Text | None = inside("settings", "method")
+    notices: list[Text] = inside("settings", "notices", default=[])
+    totals: Annotated[dict[str, Any], AfterValidator(checked_totals)]
+
+
 class Output(Answer):
     """What a node shows, by kind; reports and runs are this pack's."""
 
     model_config = ConfigDict(extra="allow")
     specar: list[dict[str, Any]] = []
     specar_run: list[str] = []
+
+    @property
+    def reports(self) -> list[Report]:
+        """Those of runs."""
+        return [read(Report, report) for report in self.specar if "totals" in report]
 
 
 class Ended(Answer):
@@ -196,11 +207,6 @@ class SavedFile(Answer):
     filename: Name
     subfolder: Name = ""
     type: Name = "output"
-
-
-class Report(Answer):
-    method: Text | None = inside("settings", "method")
-    totals: Annotated[dict[str, Any], AfterValidator(checked_totals)]
 
 
 class Run(Answer):

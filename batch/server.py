@@ -304,9 +304,12 @@ def entry(found: Ended, prompt: Workflow) -> Entry:
 
 
 def notices_of(outputs: dict[str, Output]) -> list[str]:
-    """What the samplers did not do of what was asked, once each. Raises UnexpectedAnswerError."""
-    told = [run.encode(errors="replace") for output in outputs.values() for run in output.specar_run]
-    return list(dict.fromkeys(notice for run in told for notice in read(Run, run).notices))[:NOTICES]
+    """What runs did not do of what was asked, once each: from the samplers, and from the reports of their traces, as a
+    sampler that ComfyUI need not run again says nothing. Raises UnexpectedAnswerError."""
+    samplers = [run.encode(errors="replace") for output in outputs.values() for run in output.specar_run]
+    reports = [report for output in outputs.values() for report in output.reports]
+    told = [notice for run in (*(read(Run, run) for run in samplers), *reports) for notice in run.notices]
+    return list(dict.fromkeys(told))[:NOTICES]
 
 
 def files_of(outputs: dict[str, Output]) -> list[dict[str, str]]:
@@ -328,7 +331,7 @@ def files_of(outputs: dict[str, Output]) -> list[dict[str, str]]:
 
 def reports_of(node: dict | None, output: Output) -> list[tuple[str | None, Report]]:
     """The reports of runs that a node shows, each with the id of the node that its trace came from."""
-    reports = [read(Report, report) for report in output.specar if "totals" in report]
+    reports = output.reports
     inputs = node["inputs"].items() if node else ()
     sources = [str(value[0]) for name, value in inputs if name.startswith("trace") and isinstance(value, list)]
     if len(sources) != len(reports):  # a node added by another one

@@ -168,12 +168,12 @@ class FakeComfy:
         else:
             prefix = prompt["9"]["inputs"]["filename_prefix"]
             self.drawn.append(prefix)
-            ignored = ["The model does not know these words and ignores them: aple."]
-            run = {"notices": ignored if "aple" in prompt["1"]["inputs"]["text"] else []}
-            report = {"schema": "specar.trace/3", "settings": {"method": "sjd"}, "totals": {"target_passes": 5}}
+            settings = {"method": "sjd"}
+            if "aple" in prompt["1"]["inputs"]["text"]:
+                settings["notices"] = ["The model does not know these words and ignores them: aple."]
+            report = {"schema": "specar.trace/3", "settings": settings, "totals": {"target_passes": 5}}
             image = {"filename": f"{prefix}_00001_.png", "subfolder": "", "type": "output"}
             outputs = {
-                "3": {"specar_run": [json.dumps(run)]},
                 "9": {"images": [image]},
                 "10": {"specar": [report], "images": [{**image, "type": "temp"}]},
                 "11": {"specar": [report]},

@@ -216,10 +216,12 @@ def test_reports_belong_to_the_nodes_whose_traces_they_are_of():
     assert reports_of(node, answers.Output()) == []
 
 
-def test_notices_are_those_of_samplers_once_each():
-    said, more = ({"specar_run": [json.dumps({"passes": 16, "notices": each})]} for each in (["a", "b"], ["b", "c"]))
-    assert notices_of(outputs(a={"specar_run": ["{}"]}, b=said, c=more)) == ["a", "b", "c"]
-    assert notices_of(outputs(a={"images": []})) == []
+def test_notices_are_those_of_samplers_and_of_reports_once_each():
+    """A sampler that ComfyUI need not run again tells none; the report of its trace does."""
+    said = {"specar_run": [json.dumps({"passes": 16, "notices": ["a", "b"]})]}
+    shown = {"specar": [{"settings": {"notices": ["b", "c"]}, "totals": {}}, {"family": "no run"}]}
+    assert notices_of(outputs(a={"specar_run": ["{}"]}, b=said, c=shown)) == ["a", "b", "c"]
+    assert notices_of(outputs(c=shown)) == ["b", "c"] and notices_of(outputs(a={"images": []})) == []
     many = json.dumps({"notices": [str(number) for number in range(NOTICES + 1)]})
     assert len(notices_of(outputs(a={"specar_run": [many]}))) == NOTICES
     for odd in ("no JSON", "[]", '{"notices": [1]}', "\ud800"):

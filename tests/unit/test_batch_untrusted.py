@@ -235,10 +235,8 @@ def test_what_acts_on_a_terminal_reaches_no_message_log_or_result(table, capsys,
             for event, data in entry["status"]["messages"]:
                 if event == "execution_error":
                     data |= {"exception_message": f"a{ACTS}\nb", "node_type": ACTS}
-            if entry["outputs"]:
-                entry["outputs"]["3"] = {"specar_run": [json.dumps({"notices": [ACTS + 10**6 * "x"]})]}
             for report in entry["outputs"].get("10", {}).get("specar", []):
-                report["settings"] = {"method": ACTS}
+                report["settings"] = {"method": ACTS, "notices": [ACTS + 10**6 * "x"]}
                 report["totals"] = {ACTS: ACTS, "target_passes": 5}
         return web.json_response(found)
 
