@@ -5,14 +5,15 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.model_loaders.text.prompt_encoders import WordEncoder
-from comfyui_specar.models.vq import VQModel
+from comfyui_specar.models.networks.vq import VQModel
+from comfyui_specar.models.text.prompt_encoders import WordEncoder
 from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images
-from comfyui_specar.tools.training import autoregressive, tokenizer
+from comfyui_specar.tools.training import autoregressive, contact_sheet, tokenizer
 from comfyui_specar.tools.training.autoencoder import Sampler
 from comfyui_specar.tools.training.autoregressive import Batches, Stored
 from comfyui_specar.tools.training.captions import MOST_PORTRAIT_WORDS, Captions
@@ -170,3 +171,30 @@ def test_a_tokenizer_is_measured_by_style(drawn, tmp_path):
     found = tokenizer.measure_styles(setting, drawn, vq, tmp_path / "sheet.png", count=2)
     assert found.keys() == {"emoji", *PORTRAIT_STYLES} and all(0 < psnr < 30 for psnr in found.values())
     assert Image.open(tmp_path / "sheet.png").size == (1024, 2560)
+
+
+def test_prompts_of_equal_length_are_a_batch_and_stand_in_their_place(encoder, tmp_path, monkeypatch):
+    asked, batches = portrait_prompts(), []
+
+    def sample(_model, rows, _method, seed, batch_size):
+        batches.append(batch_size)
+        assert len(rows) == batch_size and asked[seed][0] == texts[int(rows[0, 0, 0])]
+        return SimpleNamespace(latent=rows[:, 0, 0])
+
+    def decode(numbers):
+        colours = [BACKGROUNDS[asked[int(i)][1]] for i in numbers]
+        return torch.tensor(colours)[:, None, None].expand(-1, 256, 256, 3) / 255.0
+
+    def encode_prompt(text):
+        count = len(encoder.parse(text)[0])
+        return [[torch.full((1, count, 1), float(texts.index(text))), {}]]
+
+    texts = [text for text, _ in asked]
+    model = SimpleNamespace(prompt_encoder=encoder, encode_prompt=encode_prompt, encode_features=lambda rows: rows)
+    monkeypatch.setattr(contact_sheet.api, "load_model", lambda _: model)
+    monkeypatch.setattr(contact_sheet.api, "load_image_decoder", lambda _: SimpleNamespace(decode=decode))
+    monkeypatch.setattr(contact_sheet.api, "sample", sample)
+    assert contact_sheet.draw(tmp_path, tmp_path / "sheet.jpg") == 1.0
+    assert sum(batches) == 64 and max(batches) == 8 and len(batches) < 24
+    last = np.asarray(Image.open(tmp_path / "sheet.jpg"))[-128, -128].astype(int)
+    assert np.abs(last - BACKGROUNDS[asked[-1][1]]).max() < 8

@@ -23,7 +23,7 @@ from ...samplers.methods.next_token import NextToken
 from .autoregressive import Batches
 from .captions import Captions
 from .data import load_images
-from .settings import CPU
+from .settings import SETTINGS
 
 log = logging.getLogger(__name__)
 
@@ -171,17 +171,19 @@ def bundled_images(
 ) -> list[Example]:
     """Randomly augmented training images of the bundled model, with random captions.
 
-    held_out: only pairs of image and background that were not in its training. Raises ValueError if the model has
-    another vocabulary.
+    held_out: only pairs of image and background that were not in its training. Raises ValueError if the model has the
+    vocabulary of no setting.
     """
-    images = load_images(cache)
-    captions, encoder = Captions(CPU, images.words, seed), model.prompt_encoder
-    if not isinstance(encoder, WordEncoder) or captions.words != encoder.words:
+    encoder, known = model.prompt_encoder, ((each, Captions(each, seed=seed)) for each in SETTINGS.values())
+    words = encoder.words if isinstance(encoder, WordEncoder) else None
+    setting, captions = next((pair for pair in known if pair[1].words == words), (None, None))
+    if not isinstance(encoder, WordEncoder) or setting is None or captions is None:
         raise ValueError(
-            "The model's vocabulary is not that of the 'cpu' setting: these are not its training images. Set "
+            f"The model's vocabulary is of no setting ({', '.join(SETTINGS)}): these are not its training images. Set "
             "--pictures or --prompts, or use the scripts of the commit that the model's card names."
         )
-    batches = Batches(CPU, images.select(CPU.concepts), captions, decoder.module, seed)
+    images = load_images(cache, setting.portrait_count).select(setting.concepts)
+    batches = Batches(setting, images, captions, decoder.module, seed)
     examples = []
     while len(examples) < count:
         rows, _, tokens = batches.sample(32, held_out)

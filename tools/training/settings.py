@@ -245,6 +245,7 @@ PORTRAITS = replace(
         CPU.tokenizer,
         minutes=150,
         config=replace(CPU.tokenizer.config, codebook_size=2048),
+        learning_rate=8e-4,
         crop_batch=8,
         whole_batch=2,
         sharpening_minutes=60,
