@@ -74,7 +74,7 @@ _UNREAD = ("collections.deque", "collections.defaultdict")  # PyTorch fills no o
 
 def read_pickle(path: Path, mapped: bool, data: bool = True) -> Any:
     """The content of a file, without executing anything. mapped: memory-map the tensors of a zip file. data: read those
-    of the older format, which cannot be mapped; else their numbers are unknown.
+    of the older format, which cannot be mapped; else they are on the meta device.
 
     Raises FileError for a file that is damaged or contains more than plain weights.
     """
@@ -83,9 +83,9 @@ def read_pickle(path: Path, mapped: bool, data: bool = True) -> Any:
     with file_errors():
         zipped = _is_zip(path)
         names = _check_zip(path) if zipped else _check_old(path)
-        unread = nullcontext() if data or zipped else getattr(serialization, "skip_data", nullcontext)()
-        with serialization.safe_globals(_stand_ins(names)), unread:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipped)
+        left = not (data or zipped)
+        with serialization.safe_globals(_stand_ins(names)), serialization.skip_data() if left else nullcontext():
+            return torch.load(path, map_location="meta" if left else "cpu", weights_only=True, mmap=mapped and zipped)
 
 
 def _is_zip(path: Path) -> bool:
