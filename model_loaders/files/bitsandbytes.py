@@ -20,14 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...limits.limits import FileError, bounded_int, legal_sizes, shown
-from .errors import CheckpointError
 from .quantised import DESCRIPTIONS, RELEASED, Format, LazyMatrix, description, looked_up, mismatch, part_of
 from .scaled import scaled
 
@@ -40,16 +38,16 @@ _NEEDED = {
 _LARGEST_BLOCK = 4096
 
 
-def with_bitsandbytes(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def with_bitsandbytes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file, in which those of every matrix of bitsandbytes are one LazyMatrix.
 
-    Raises CheckpointError for tensors that are missing or of another kind, and for other orders of int8.
+    Raises FileError for tensors that are missing or of another kind, and for other orders of int8.
     """
     found = dict(tensors)
     for name in tensors:
         if state := next((each for each in _STATES if name.endswith(each)), None):
             matrix = name.removesuffix(state)
-            found[matrix] = _four_bits(matrix, state, tensors, path)
+            found[matrix] = _four_bits(matrix, state, tensors)
             for part in (
                 state,
                 *(f".{nested}{part}" for nested in ("", "nested_") for part in ("absmax", "quant_map")),
@@ -57,22 +55,22 @@ def with_bitsandbytes(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Te
                 found.pop(f"{matrix}{part}", None)
         elif name.endswith(_SCALES):
             layer = name.removesuffix(_SCALES)
-            found[f"{layer}.weight"] = _eight_bits(layer, tensors, path)
+            found[f"{layer}.weight"] = _eight_bits(layer, tensors)
             for part in ("SCB", "weight_format"):
                 found.pop(f"{layer}.{part}", None)
     for part, needed in _NEEDED.items():
         if alone := next((name for name in found if name.endswith(part)), None):
-            raise CheckpointError(
-                f"{path.name} was quantised by bitsandbytes, but {alone.removesuffix(part)} lacks its {needed}, which "
+            raise FileError(
+                f"it was quantised by bitsandbytes, but {alone.removesuffix(part)} lacks its {needed}, which "
                 f"old versions and some programs do not save. {RELEASED}, or save it with bitsandbytes 0.45 or newer."
             )
     return found
 
 
-def _four_bits(name: str, state: str, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
+def _four_bits(name: str, state: str, tensors: Mapping[str, Tensor]) -> LazyMatrix:
     layer, _, part = name.rpartition(".")
-    packed, about = part_of(layer, part, tensors, path), description(tensors[name + state], name + state, path)
-    absmax, table = (part_of(name, each, tensors, path) for each in ("absmax", "quant_map"))
+    packed, about = part_of(layer, part, tensors), description(tensors[name + state], name + state)
+    absmax, table = (part_of(name, each, tensors) for each in ("absmax", "quant_map"))
     nested = f"{name}.nested_absmax" in tensors
     try:
         shape = legal_sizes(name, about.get("shape"))
@@ -84,23 +82,23 @@ def _four_bits(name: str, state: str, tensors: Mapping[str, Tensor], path: Path)
         if type(offset) is not float or not abs(offset) < torch.finfo(torch.float32).max:
             raise FileError(f"nested_offset is {shown(offset)}, not a finite number")
     except FileError as error:
-        raise CheckpointError(f"{path.name}: {name}{state} cannot be read: {error}. Download it again.") from error
+        raise FileError(f"{name}{state} cannot be read: {error}. Download it again.") from error
     rows, columns = shape
     numbers = rows * columns
     if not numbers or packed.numel() * packed.element_size() != -(-numbers // 2):
-        raise mismatch(layer, part, packed, path)
+        raise mismatch(layer, part, packed)
     blocks = -(-numbers // block)
     if absmax.numel() != blocks or absmax.dtype != (torch.uint8 if nested else torch.float32):
-        raise mismatch(name, "absmax", absmax, path)
+        raise mismatch(name, "absmax", absmax)
     if table.numel() != 16 or not table.is_floating_point():
-        raise mismatch(name, "quant_map", table, path)
+        raise mismatch(name, "quant_map", table)
     outer, levels = None, None
     if nested:
-        outer, levels = (part_of(name, each, tensors, path) for each in ("nested_absmax", "nested_quant_map"))
+        outer, levels = (part_of(name, each, tensors) for each in ("nested_absmax", "nested_quant_map"))
         if outer.numel() != -(-blocks // step) or not outer.is_floating_point():
-            raise mismatch(name, "nested_absmax", outer, path)
+            raise mismatch(name, "nested_absmax", outer)
         if levels.numel() != 256 or not levels.is_floating_point():
-            raise mismatch(name, "nested_quant_map", levels, path)
+            raise mismatch(name, "nested_quant_map", levels)
     by_row = columns % block == 0 and columns % 2 == 0
     parts = packed.flatten().view(torch.uint8), absmax.flatten()
     parts = tuple(each.view(rows if by_row else 1, -1) for each in parts)
@@ -135,16 +133,16 @@ def _widened(
     return values if shape is None else values[0, : shape[0] * shape[1]].view(shape)
 
 
-def _eight_bits(layer: str, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
-    numbers, scales = (part_of(layer, part, tensors, path) for part in ("weight", "SCB"))
+def _eight_bits(layer: str, tensors: Mapping[str, Tensor]) -> LazyMatrix:
+    numbers, scales = (part_of(layer, part, tensors) for part in ("weight", "SCB"))
     order = tensors.get(f"{layer}.weight_format")
     if order is not None and not order.is_meta and order.flatten().tolist() != [0]:
-        raise CheckpointError(
-            f"{path.name}: {layer}.weight is stored by bitsandbytes in the order of certain GPUs, which is not "
+        raise FileError(
+            f"{layer}.weight is stored by bitsandbytes in the order of certain GPUs, which is not "
             f"supported. {RELEASED}, or save it with bitsandbytes 0.45 or newer."
         )
     if numbers.ndim != 2 or not numbers.numel() or numbers.dtype != torch.int8:
-        raise mismatch(layer, "weight", numbers, path)
+        raise mismatch(layer, "weight", numbers)
     if scales.numel() != len(numbers) or not scales.is_floating_point():
-        raise mismatch(layer, "SCB", scales, path)
+        raise mismatch(layer, "SCB", scales)
     return scaled(numbers, scales.float() / 127)

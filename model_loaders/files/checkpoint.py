@@ -7,6 +7,7 @@ import os
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any, Literal
 
@@ -14,7 +15,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...limits.limits import CONTAINERS, SETTINGS, SHARDS, TENSORS, VALUES, legal_name, legal_sizes, parse_json, shown
+from ...limits.limits import (
+    CONTAINERS,
+    SETTINGS,
+    SHARDS,
+    TENSORS,
+    VALUES,
+    FileError,
+    legal_name,
+    legal_sizes,
+    parse_json,
+    shown,
+)
 from .bitsandbytes import with_bitsandbytes
 from .errors import CheckpointError, raise_if_out_of_memory
 from .gptq import with_gptq
@@ -168,7 +180,7 @@ def open_checkpoint(path: Path, mapped: bool | None = None, adapter: bool = Fals
     """
     mapped = _mapped if mapped is None else mapped
     checkpoint = _open(path, "map" if mapped else "read")
-    tensors = _with_matrices(checkpoint)
+    tensors = with_matrices(checkpoint.tensors, path, lambda: checkpoint.quantisation)
     if not adapter:
         refuse_unsupported(tensors, path)
     return replace(checkpoint, tensors=tensors)
@@ -181,18 +193,26 @@ def outline(path: Path) -> Checkpoint:
         name: tensor if name.endswith(DESCRIPTIONS) else tensor.to("meta")
         for name, tensor in checkpoint.tensors.items()
     }
-    return replace(checkpoint, tensors=_with_matrices(replace(checkpoint, tensors=tensors)))
+    return replace(checkpoint, tensors=with_matrices(tensors, path, lambda: checkpoint.quantisation))
 
 
-def _with_matrices(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The tensors of a checkpoint without the names of wrappers, in which those of a quantised matrix are one."""
-    path = checkpoint.path
-    tensors = with_bitsandbytes(with_scales(_unwrapped(checkpoint.tensors), path), path)
-    return with_gptq(tensors, path, lambda: checkpoint.quantisation)
+def with_matrices(tensors: dict[str, Tensor], path: Path, about: Callable[[], Any]) -> dict[str, Tensor]:
+    """The tensors of a file without the names of wrappers around the model, in which those of a quantised matrix are
+    one: each reader takes tensors, and gives tensors. about: what is said beside the file of how it was quantised.
+
+    Raises CheckpointError for tensors that are missing, or not as their format says.
+    """
+    try:
+        for read_format in (_unwrapped, with_scales, with_bitsandbytes, partial(with_gptq, about=about)):
+            tensors = read_format(tensors)
+    except CheckpointError:
+        raise
+    except FileError as error:
+        raise CheckpointError(f"{path.name}: {error}") from error
+    return tensors
 
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without the names of wrappers around the model, whatever the format of the file."""
     return {own: tensors[name] for name, own in unwrapped(tensors).items()}
 
 
@@ -292,7 +312,7 @@ def _open_safetensors(path: Path, data: Data) -> Checkpoint:
     try:
         tensors, strings = _map(path) if data == "map" else read(path, DESCRIPTIONS if data == "outline" else None)
         metadata = parse_json(strings.get("specar", "{}"))
-        tensors |= marks(strings, path)
+        tensors |= marks(strings)
     except CheckpointError:
         raise
     except (SafetensorError, ValueError, RuntimeError, OSError, MemoryError) as error:

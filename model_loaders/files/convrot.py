@@ -31,11 +31,14 @@ def rotated(weight: Tensor, group: int) -> Tensor:
     return weight
 
 
-def rotation_of(options: dict[str, Any], columns: int) -> int:
-    """The size of the groups that a layer's description states. Raises FileError for one that is no power of 4, or does
-    not divide K."""
+def rotation_of(name: str, options: dict[str, Any], columns: int) -> int:
+    """The size of the groups that a layer's description ``name`` states. Raises FileError for one that is no power of
+    4, or does not divide K."""
     group = options.get("convrot_groupsize", GROUP)
     fits = type(group) is int and 4 <= group <= columns and columns % group == 0
     if not fits or group & (group - 1) or group.bit_length() % 2 == 0:
-        raise FileError(f"convrot_groupsize is {shown(group)}, not a power of 4 that divides {columns} columns")
+        raise FileError(
+            f"{name} cannot be read: convrot_groupsize is {shown(group)}, not a power of 4 that divides {columns} "
+            "columns. Download it again."
+        )
     return group

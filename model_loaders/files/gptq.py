@@ -23,15 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...limits.limits import shown
+from ...limits.limits import FileError, shown
 from ...models.networks.quantised import fits_groups, join_groups
-from .errors import CheckpointError
 from .quantised import RELEASED, Format, LazyMatrix, mismatch, part_of
 
 _BITS = (2, 4, 8)
@@ -56,93 +54,93 @@ class _Stated:
     group_size: int | None
 
 
-def with_gptq(tensors: Mapping[str, Tensor], path: Path, about: Callable[[], Any]) -> dict[str, Tensor]:
+def with_gptq(tensors: Mapping[str, Tensor], about: Callable[[], Any]) -> dict[str, Tensor]:
     """The tensors of a file, in which those of every layer of GPTQ or AutoRound are one LazyMatrix.
 
-    about: the description beside the file (None: there is none). Raises CheckpointError for other layouts, for tensors
+    about: the description beside the file (None: there is none). Raises FileError for other layouts, for tensors
     that are missing or of another kind, and for those of which the description is wrong.
     """
     found = dict(tensors)
     layers = [name.removesuffix(_WEIGHT) for name in tensors if name.endswith(_WEIGHT)]
     if not layers:
         return found
-    stated = _stated(about(), path)
+    stated = _stated(about())
     for layer in layers:
-        found[f"{layer}.weight"] = _matrix(layer, stated, tensors, path)
+        found[f"{layer}.weight"] = _matrix(layer, stated, tensors)
         for part in ("qweight", "qzeros", "scales", "g_idx"):
             found.pop(f"{layer}.{part}", None)
     return found
 
 
-def _stated(about: Any, path: Path) -> _Stated:
-    """What a quantization_config or quantize_config.json says. Raises CheckpointError for other layouts."""
+def _stated(about: Any) -> _Stated:
+    """What a quantization_config or quantize_config.json says. Raises FileError for other layouts."""
     if not isinstance(about, dict):
-        raise CheckpointError(
-            f"{path.name} is quantised as GPTQ or AutoRound do. What its zero points mean stands in the "
+        raise FileError(
+            "it is quantised as GPTQ or AutoRound do. What its zero points mean stands in the "
             "quantization_config of config.json, or in quantize_config.json, neither of which is beside it. Download "
             "the whole folder, weights and config.json, under their released names."
         )
-    method = _entry(about, _METHOD, path)
+    method = _entry(about, _METHOD)
     entries, values = next(((entries, known) for (name, entries), known in _STORED.items() if name == method), ((), {}))
-    layout = _entry(about, entries, path)
+    layout = _entry(about, entries)
     if layout not in [*values]:
         named = f" in the layout {shown(layout)}" if layout is not None else ""
-        raise CheckpointError(
-            f"{path.name} is quantised by {shown(method)}{named}, which is not supported. {RELEASED}, or in GPTQ's "
+        raise FileError(
+            f"it is quantised by {shown(method)}{named}, which is not supported. {RELEASED}, or in GPTQ's "
             "layout (gptq, gptq_v2, auto_round:auto_gptq)."
         )
     mixed = any(about.get(entry) for entry in ("dynamic", "extra_config"))
     bits, size = (each if type(each) is int and not mixed else None for each in map(about.get, ("bits", "group_size")))
     if bits not in (None, *_BITS):
-        raise _other_bits(bits, path)
+        raise _other_bits(bits)
     ordered = bool(about.get("desc_act")) and not about.get("static_groups")
     sym = about.get("sym")
     symmetric = None if sym is None or (sym and mixed) else bool(sym)
     return _Stated(values[layout], symmetric, ordered, bits, size)
 
 
-def _entry(about: Mapping[str, Any], names: tuple[str, ...], path: Path) -> Any:
-    """The entry of a description that has one of these names (None: neither). Raises CheckpointError if two differ."""
+def _entry(about: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """The entry of a description that has one of these names (None: neither). Raises FileError if two differ."""
     stated = [about[name] for name in names if about.get(name) is not None]
     if any(each != stated[0] for each in stated):
-        raise CheckpointError(
-            f"The description beside {path.name} contradicts itself: {' and '.join(names)} are "
+        raise FileError(
+            f"the description beside it contradicts itself: {' and '.join(names)} are "
             f"{' and '.join(map(shown, stated))}. Remove the wrong one, or use the description that was released."
         )
     return stated[0] if stated else None
 
 
-def _other_bits(bits: int, path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path.name} is quantised in {bits} bits, but only {', '.join(map(str, _BITS))} are supported. {RELEASED}."
+def _other_bits(bits: int) -> FileError:
+    return FileError(
+        f"it is quantised in {bits} bits, but only {', '.join(map(str, _BITS))} are supported. {RELEASED}."
     )
 
 
-def _matrix(layer: str, stated: _Stated, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
-    packed, zeros, scales = (part_of(layer, part, tensors, path) for part in ("qweight", "qzeros", "scales"))
+def _matrix(layer: str, stated: _Stated, tensors: Mapping[str, Tensor]) -> LazyMatrix:
+    packed, zeros, scales = (part_of(layer, part, tensors) for part in ("qweight", "qzeros", "scales"))
     for part, tensor in (("qweight", packed), ("qzeros", zeros), ("scales", scales)):
         if tensor.ndim != 2 or not tensor.numel() or (tensor.dtype != torch.int32) != (part == "scales"):
-            raise mismatch(layer, part, tensor, path)
+            raise mismatch(layer, part, tensor)
     groups, rows = scales.shape
     bits, rest = divmod(32 * zeros.shape[1], rows)
     if rest or len(zeros) != groups or not 0 < bits <= 8:
-        raise mismatch(layer, "qzeros", zeros, path)
+        raise mismatch(layer, "qzeros", zeros)
     if bits not in _BITS:
-        raise _other_bits(bits, path)
+        raise _other_bits(bits)
     columns = packed.shape[0] * 32 // bits
     if packed.shape[1] != rows:
-        raise mismatch(layer, "qweight", packed, path)
+        raise mismatch(layer, "qweight", packed)
     if not scales.is_floating_point():
-        raise mismatch(layer, "scales", scales, path)
+        raise mismatch(layer, "scales", scales)
     size = columns if stated.group_size == -1 else stated.group_size
     if stated.bits not in (None, bits) or (size is not None and (size < 1 or groups != -(-columns // size))):
-        raise CheckpointError(
-            f"{path.name}: {layer} has {columns} columns of {bits} bits in {groups} groups, but the description beside "
+        raise FileError(
+            f"{layer} has {columns} columns of {bits} bits in {groups} groups, but the description beside "
             f"it says {stated.bits or bits} bits and group_size {stated.group_size}. {_OTHER}"
         )
-    order = _order(layer, columns, groups, size, stated, tensors, path)
+    order = _order(layer, columns, groups, size, stated, tensors)
     plain = _unpacked(zeros, bits)
-    more = _more(layer, plain, bits, stated, path)
+    more = _more(layer, plain, bits, stated)
     kept = bits == 4 and order is None and fits_groups(columns, groups)
     form = Format(
         columns,
@@ -153,10 +151,10 @@ def _matrix(layer: str, stated: _Stated, tensors: Mapping[str, Tensor], path: Pa
     return LazyMatrix((packed.t(), plain.t(), scales.t()), form)
 
 
-def _more(layer: str, plain: Tensor, bits: int, stated: _Stated, path: Path) -> int:
+def _more(layer: str, plain: Tensor, bits: int, stated: _Stated) -> int:
     """What zero points are more than the stored numbers: as the numbers tell, or else the description.
 
-    Raises CheckpointError for a description that is wrong, and where programs differ.
+    Raises FileError for a description that is wrong, and where programs differ.
     """
     if plain.is_meta:
         return stated.more
@@ -165,42 +163,40 @@ def _more(layer: str, plain: Tensor, bits: int, stated: _Stated, path: Path) -> 
         if (plain == middle - more).all():
             return more
     if stated.symmetric:
-        raise CheckpointError(
-            f"{path.name}: zero points of {layer} are not {middle}, but the description beside it says sym. {_OTHER}"
-        )
+        raise FileError(f"zero points of {layer} are not {middle}, but the description beside it says sym. {_OTHER}")
     if stated.more and (plain == top).any():
-        raise CheckpointError(
-            f"{path.name}: zero points of {layer} are stored as {top}, which programs read differently (as 0 or as "
+        raise FileError(
+            f"zero points of {layer} are stored as {top}, which programs read differently (as 0 or as "
             f"{top + 1}). {RELEASED}, or in the layout gptq_v2 or auto_round."
         )
     return stated.more
 
 
 def _order(
-    layer: str, columns: int, groups: int, size: int | None, stated: _Stated, tensors: Mapping[str, Tensor], path: Path
+    layer: str, columns: int, groups: int, size: int | None, stated: _Stated, tensors: Mapping[str, Tensor]
 ) -> Tensor | None:
     """The group of each column; None if each is the same number of columns in a row. size: that number as stated."""
     order, whole = tensors.get(f"{layer}.g_idx"), columns % groups == 0
     size = columns // groups if size is None and whole else size
     if order is not None and (order.shape != (columns,) or order.dtype not in (torch.int32, torch.int64)):
-        raise mismatch(layer, "g_idx", order, path)
+        raise mismatch(layer, "g_idx", order)
     if order is not None and order.is_meta:
         return None if whole and not stated.ordered else order
     if order is None or (groups > 1 and not order.any()):  # some programs write zeros for groups in a row
         if groups > 1 and (stated.ordered or size is None):
             known = "in the order of activations (desc_act)" if stated.ordered else "of unknown sizes"
-            raise CheckpointError(
-                f"{path.name}: {layer} has {columns} columns in {groups} groups {known}, but {layer}.g_idx, which says "
+            raise FileError(
+                f"{layer} has {columns} columns in {groups} groups {known}, but {layer}.g_idx, which says "
                 f"which is in which, {'is missing' if order is None else 'holds zeros only'}. {RELEASED}, or save it "
                 "again with the program that quantised it."
             )
         order = torch.arange(columns) // (size or columns)
     if order.min() < 0 or order.max() >= groups:
-        raise CheckpointError(f"{path.name}: {layer}.g_idx names groups that are not there. {RELEASED}.")
+        raise FileError(f"{layer}.g_idx names groups that are not there. {RELEASED}.")
     counts = order.bincount(minlength=groups)
     size = size or int(counts[0])
     if (counts[:-1] != size).any() or counts[-1] != columns - (groups - 1) * size:
-        raise CheckpointError(f"{path.name}: {layer}.g_idx has groups of other sizes than {size} columns. {RELEASED}.")
+        raise FileError(f"{layer}.g_idx has groups of other sizes than {size} columns. {RELEASED}.")
     in_row = whole and torch.equal(order.long(), torch.arange(columns) // (columns // groups))
     return None if in_row else order.long()
 

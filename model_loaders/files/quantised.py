@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ...limits.limits import QUANTISED, FileError, parse_json
-from .errors import CheckpointError
 
 DESCRIPTIONS = (".comfy_quant", ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")  # JSON as bytes
 RELEASED = "Use the weights as they were released"
@@ -139,23 +137,23 @@ def looked_up(table: Tensor, packed: Tensor, upper_first: bool = False) -> Tenso
     return both.index_select(0, packed.reshape(-1).view(torch.uint8).int()).view(len(packed), -1)
 
 
-def part_of(layer: str, part: str, tensors: Mapping[str, Tensor], path: Path) -> Tensor:
-    """A tensor of a quantised layer. Raises CheckpointError if it is missing."""
+def part_of(layer: str, part: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of a quantised layer. Raises FileError if it is missing."""
     if f"{layer}.{part}" not in tensors:
-        raise CheckpointError(f"{path.name} holds {layer} quantised, but lacks {layer}.{part}. {_AGAIN}")
+        raise FileError(f"{layer} is quantised, but lacks {layer}.{part}. {_AGAIN}")
     return tensors[f"{layer}.{part}"]
 
 
-def mismatch(layer: str, part: str, tensor: Tensor, path: Path) -> CheckpointError:
+def mismatch(layer: str, part: str, tensor: Tensor) -> FileError:
     """The error for a tensor of another shape or dtype than its layer's format has."""
-    return CheckpointError(
-        f"{path.name}: {layer}.{part} has the shape {[*tensor.shape]} and dtype {tensor.dtype}, which its quantisation "
+    return FileError(
+        f"{layer}.{part} has the shape {[*tensor.shape]} and dtype {tensor.dtype}, which its quantisation "
         f"format does not allow. {_AGAIN}"
     )
 
 
-def description(content: str | Tensor, name: str, path: Path) -> dict[str, Any]:
-    """The JSON object in a string, or in the bytes of a tensor. Raises CheckpointError if there is none."""
+def description(content: str | Tensor, name: str) -> dict[str, Any]:
+    """The JSON object in a string, or in the bytes of a tensor. Raises FileError if there is none."""
     try:
         if isinstance(content, str):
             text: str | bytes = content
@@ -169,5 +167,5 @@ def description(content: str | Tensor, name: str, path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise FileError("it is no object")
     except ValueError as error:
-        raise CheckpointError(f"{path.name}: {name} cannot be read: {error}. Download it again.") from error
+        raise FileError(f"{name} cannot be read: {error}. Download it again.") from error
     return found

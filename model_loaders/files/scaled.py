@@ -28,7 +28,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from torch import Tensor
 from ...limits.limits import TENSORS, FileError, legal_name
 from ...models.networks.quantised import to_bits
 from .convrot import rotated, rotation_of
-from .errors import CheckpointError
 from .quantised import RELEASED, Format, LazyMatrix, description, first, looked_up, mismatch, part_of
 
 MARK = ".comfy_quant"
@@ -56,14 +54,14 @@ _DTYPES = {
 _PARTS = ("comfy_quant", "weight_scale", "weight_scale_2", "input_scale")
 
 
-def marks(metadata: Mapping[str, str], path: Path) -> dict[str, Tensor]:
+def marks(metadata: Mapping[str, str]) -> dict[str, Tensor]:
     """The layers that a file's metadata mark, as the tensors that mark them in other files."""
     if METADATA not in metadata:
         return {}
-    layers = description(metadata[METADATA], METADATA, path).get("layers")
+    layers = description(metadata[METADATA], METADATA).get("layers")
     if not isinstance(layers, dict) or len(layers) > TENSORS:
-        raise CheckpointError(
-            f"{path.name} has invalid metadata {METADATA}: it names no layers, or over {TENSORS}. Download it again."
+        raise FileError(
+            f"it has invalid metadata {METADATA}: it names no layers, or over {TENSORS}. Download it again."
         )
     written = {layer: json.dumps(about).encode() for layer, about in layers.items()}
     return {
@@ -72,21 +70,16 @@ def marks(metadata: Mapping[str, str], path: Path) -> dict[str, Tensor]:
     }
 
 
-def with_scales(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def with_scales(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors of a file, in which weight, scales and mark of every marked layer are one LazyMatrix.
 
-    Raises CheckpointError for other formats, and for weights and scales that are missing or of another kind.
+    Raises FileError for other formats, and for weights and scales that are missing or of another kind.
     """
     tensors = _marked(tensors)
     found = dict(tensors)
     for mark in [name for name in tensors if name.endswith(MARK)]:
         layer = mark.removesuffix(MARK)
-        try:
-            matrix = _matrix(layer, tensors, path)
-        except CheckpointError:
-            raise
-        except FileError as error:
-            raise CheckpointError(f"{path.name}: {mark} cannot be read: {error}. Download it again.") from error
+        matrix = _matrix(layer, tensors)
         for part in _PARTS:
             found.pop(f"{layer}.{part}", None)
         found[f"{layer}.weight"] = matrix
@@ -115,37 +108,39 @@ def scaled(numbers: Tensor, scale: Tensor) -> LazyMatrix:
     return LazyMatrix((numbers, by_row), kind)
 
 
-def _matrix(layer: str, tensors: Mapping[str, Tensor], path: Path) -> LazyMatrix:
-    numbers, about = part_of(layer, "weight", tensors, path), description(tensors[f"{layer}{MARK}"], layer + MARK, path)
+def _matrix(layer: str, tensors: Mapping[str, Tensor]) -> LazyMatrix:
+    numbers, about = part_of(layer, "weight", tensors), description(tensors[f"{layer}{MARK}"], layer + MARK)
     options = (about["params"] if isinstance(about.get("params"), dict) else {}) | about
     kind = about.get("format")
     if kind not in _DTYPES or f"{layer}.pre_quant_scale" in tensors:
         scaled_before = " with scaled inputs (pre_quant_scale)" if kind in _DTYPES else ""
-        raise CheckpointError(
-            f"{path.name}: {layer} is quantised in the format {kind!r:.50}{scaled_before}, which is not supported. "
+        raise FileError(
+            f"{layer} is quantised in the format {kind!r:.50}{scaled_before}, which is not supported. "
             f"{RELEASED}, or one of the formats {', '.join(_DTYPES)}."
         )
     if numbers.ndim != 2 or not numbers.numel() or numbers.dtype != _DTYPES[kind]:
-        raise mismatch(layer, "weight", numbers, path)
-    scale = part_of(layer, "weight_scale", tensors, path)
+        raise mismatch(layer, "weight", numbers)
+    scale = part_of(layer, "weight_scale", tensors)
     if kind in _BLOCK:
         columns = numbers.shape[1] * (2 if kind == "nvfp4" else 1)
         block, rows = _BLOCK[kind], tensors.get(f"{layer}.bias", numbers[:, 0]).numel()
-        blocks = _tiled(layer, scale, len(numbers), columns, block, path)
+        blocks = _tiled(layer, scale, len(numbers), columns, block)
         if kind == "mxfp8":
             powers = (blocks.int() << 23).view(torch.float32)
             return first(LazyMatrix((numbers, powers), Format(columns, _in_blocks, padded=block)), rows, columns)
-        whole = part_of(layer, "weight_scale_2", tensors, path)
+        whole = part_of(layer, "weight_scale_2", tensors)
         if whole.numel() != 1 or not whole.is_floating_point():
-            raise mismatch(layer, "weight_scale_2", whole, path)
+            raise mismatch(layer, "weight_scale_2", whole)
         scales = blocks.view(torch.float8_e4m3fn).float() * whole.float().reshape(())
         return first(LazyMatrix((numbers, scales), Format(columns, _e2m1, padded=block)), rows, columns)
     if not scale.is_floating_point() or scale.numel() not in (1, len(numbers)):
-        raise mismatch(layer, "weight_scale", scale, path)
+        raise mismatch(layer, "weight_scale", scale)
     plain = scaled(numbers, scale)
     if kind == "int8_tensorwise" and options.get("convrot"):
         columns = numbers.shape[1]
-        return LazyMatrix(plain.parts, Format(columns, partial(_turned, group=rotation_of(options, columns))))
+        return LazyMatrix(
+            plain.parts, Format(columns, partial(_turned, group=rotation_of(layer + MARK, options, columns)))
+        )
     return plain
 
 
@@ -166,14 +161,14 @@ def _in_blocks(numbers: Tensor, scale: Tensor) -> Tensor:
     return (numbers.float().unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
 
 
-def _tiled(layer: str, blocks: Tensor, rows: int, columns: int, block: int, path: Path) -> Tensor:
+def _tiled(layer: str, blocks: Tensor, rows: int, columns: int, block: int) -> Tensor:
     """Scales of ``block`` numbers each, as bytes [N, K / block], from those in tiles.
 
     A tile of 128 x 4 is stored as [32, 4, 4]: row r of it at [r % 32, r // 32].
     """
     down, across = -(-rows // _TILE[0]), -(-columns // (block * _TILE[1]))
     if blocks.element_size() != 1 or blocks.numel() != down * across * _TILE[0] * _TILE[1] or columns % block:
-        raise mismatch(layer, "weight_scale", blocks, path)
+        raise mismatch(layer, "weight_scale", blocks)
     tiles = "(down across row group column) -> (down group row) (across column)"
     plain = rearrange(blocks.view(torch.uint8).flatten(), tiles, across=across, row=32, group=4, column=4)
     return plain[:rows, : columns // block].contiguous()

@@ -97,15 +97,14 @@ def test_padding_is_left_out(name, kind, which, tmp_path):
         assert torch.equal(found.get_parameter(key), parameter), key
 
 
-def test_what_is_no_padding_stays_in_the_matrix(tmp_path):
+def test_what_is_no_padding_stays_in_the_matrix():
     """Rows that are not zeros, and more of them than a format adds."""
     for rows, filled, said in ((40, 0, False), (40, 1, True), (32, 0, True)):
         weight = torch.cat((torch.ones(rows, 64), torch.full((64 - rows, 64), float(filled))))
         parts, wide = comfy_quant.quantised(weight, "mxfp8")
         matrix = with_scales(
             {f"a.{part}": tensor for part, tensor in parts.items()}
-            | {"a.comfy_quant": comfy_quant.mark({"format": "mxfp8"}), "a.bias": torch.ones(rows)},
-            tmp_path,
+            | {"a.comfy_quant": comfy_quant.mark({"format": "mxfp8"}), "a.bias": torch.ones(rows)}
         )["a.weight"]
         assert matrix.shape == ((64, 64) if said else (rows, 64)) and torch.equal(matrix.float(), wide[: len(matrix)])
 
@@ -202,7 +201,7 @@ def test_parts_of_rows_are_not_widened():
         parts, wide = comfy_quant.quantised(torch.randn(320, 64), kind)
         marked = {f"a.{name}": part for name, part in parts.items()}
         marked["a.comfy_quant"] = comfy_quant.mark(comfy_quant.MARKS.get(kind, {"format": kind}))
-        matrix = with_scales(marked, Path("file"))["a.weight"]
+        matrix = with_scales(marked)["a.weight"]
         assert same(matrix.float(), wide, kind) and matrix.shape == wide.shape
         wide = matrix.float()
         assert torch.equal(matrix + 0, wide) and torch.equal(matrix.to(torch.bfloat16), wide.bfloat16())

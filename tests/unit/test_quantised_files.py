@@ -9,11 +9,8 @@ from comfyui_specar import api
 from comfyui_specar.kernels.linear import widen as in_storage
 from comfyui_specar.model_loaders.detect import count_weights, family_of, load_model, model_file, stays_narrow
 from comfyui_specar.model_loaders.files import quantised
-from comfyui_specar.model_loaders.files.bitsandbytes import with_bitsandbytes
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, with_matrices
 from comfyui_specar.model_loaders.files.convrot import rotated
-from comfyui_specar.model_loaders.files.gptq import with_gptq
-from comfyui_specar.model_loaders.files.scaled import with_scales
 from comfyui_specar.models.networks.quantised import NarrowLinear, narrow_matrix
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file
@@ -34,10 +31,7 @@ V2 = layouts.config("gptq", checkpoint_format="gptq_v2")
 
 def read(tensors, path, about=None):
     """The only tensor of a file, by every reader."""
-    found = with_gptq(
-        with_bitsandbytes(with_scales(tensors, path), path), path, lambda: (about or {}).get("quantization_config")
-    )
-    (matrix,) = found.values()
+    (matrix,) = with_matrices(tensors, path, lambda: (about or {}).get("quantization_config")).values()
     return matrix
 
 
