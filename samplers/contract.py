@@ -190,13 +190,12 @@ class SamplingParams:
 
     def check(self, vocab: int) -> None:
         """Raise ValueError naming the parameter and its legal range."""
+        Setting(0, vocab, advice=f"0 is off, and this model has {vocab} image tokens").check("top_k", self.top_k)
         check_settings(self)
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
                 f"temperature is {self.temperature}, but must be 0 (greedy) or at least {MIN_TEMPERATURE:g}."
             )
-        if self.top_k > vocab:
-            raise ValueError(f"top_k is {self.top_k}, but this model has {vocab} image tokens. Use 0 (off) to {vocab}.")
         if self.entropy is not None:
             check_entropy(*self.entropy)
 

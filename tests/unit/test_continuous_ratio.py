@@ -171,7 +171,7 @@ def test_proposals_are_made_until_one_passes(monkeypatch, mode, tries, parts, to
         asked.append(part)
         return torch.full((1, 1, 2), 1.0 + part), torch.tensor([[tries[part]]])
 
-    monkeypatch.setattr(continuous, "sample_residual", sample_residual)
+    monkeypatch.setattr(continuous, "sample_residual", residual)
     found, number = run.resample(None, None, torch.zeros(1, 1), torch.tensor([[wanted]]))
     if not wanted:
         parts, token, count = [0], token and 0, tries[0]

@@ -21,7 +21,7 @@ def test_what_it_is_fitted_to_is_met():
     took = [predict.measured("ratios", XL, method) for method in (CHAIN, NEXT)]
     assert found[0] - found[1] == pytest.approx(took[0] - took[1])
     chain = [(0,) * length for length in range(1, 6)]
-    assert predict.expected(chain, predict.accepted()) == pytest.approx(predict.tokens_of(CHAIN), rel=1e-3)
+    assert predict.tokens_per_round(chain, predict.accepted()) == pytest.approx(predict.tokens_of(CHAIN), rel=1e-3)
 
 
 def test_fixed_times_are_those_of_a_launch():
