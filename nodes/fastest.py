@@ -50,7 +50,7 @@ class Search:
     """Trials of methods for a request, the first of them the next-token sampler.
 
     layout: the part of request.layout that a run samples; began: as clock(); seconds: for all trials; captured: whether
-    steps are captured as CUDA graphs; reached: tokens sampled by the last run.
+    steps are captured as CUDA graphs; reached: positions that the last run decided.
     """
 
     request: Request
@@ -70,8 +70,7 @@ class Search:
         """Sample the tokens of ``layout``: seconds and trace. Raises GivenUpError after ``until``."""
 
         def watch(progress: Progress) -> None:
-            decided = layout.forced[:, : int(progress.committed.min())]
-            self.reached = int((decided < 0).sum(1).min())
+            self.reached = int(progress.committed.min())
             share = min(1.0, (clock() - self.began) / self.seconds)
             self.report(replace(progress, committed=torch.tensor(UNIT * share)))
             if clock() > until:
@@ -90,7 +89,8 @@ class Search:
         try:
             self.run(self.trials[0].method, self.layout, 0, clock() + self.seconds / (RUNS * len(self.trials)))
         except GivenUpError:
-            self.layout = self.layout.beginning(max(FEWEST, self.reached))
+            sampled = (self.layout.forced[:, : self.reached] < 0).sum(1).min()
+            self.layout = self.layout.beginning(max(FEWEST, int(sampled)))
 
     def measure(self, trial: Trial[ChosenMethod], until: float, longest: float) -> None:
         """A method's runs in a round, of ``longest`` seconds each, after those for warm-up; the n-th run has the same
@@ -114,15 +114,13 @@ class Search:
             if trial.method.drafter is None and 2 * trial.method.method.width(self.request) > self.layout.length:
                 trial.note = f"not tried: trials of {self.layout.sampled_tokens} tokens are too short for it"
         self.measure(plain, math.inf, math.inf)
+        longest = STOP_AFTER * plain.median * plain.tokens / len(plain.seconds)
         turn = others
         while clock() < self.until and not all(trial.note for trial in others):
             for trial in turn:
                 if not trial.note and clock() < self.until:
-                    longest = (
-                        math.inf if trial is plain else STOP_AFTER * plain.median * plain.tokens / len(plain.seconds)
-                    )
                     with self.noting(trial, budget):
-                        self.measure(trial, self.until, longest)
+                        self.measure(trial, self.until, math.inf if trial is plain else longest)
             turn = self.trials
         for trial in others:
             if len(trial.seconds) < RUNS and not trial.note:
