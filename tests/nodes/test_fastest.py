@@ -41,7 +41,7 @@ def given_costs(monkeypatch):
     """Measured ones would lead to other trees on other machines."""
     costs = PassCosts(((1, 1.0), (65, 10.0)), 0.1, ((1, 0.1), (64, 0.1)))
     monkeypatch.setitem(candidates.STRUCTURES, candidates.AUTO, Auto(costs=costs))
-    monkeypatch.setitem(candidates.PRESETS, candidates.AUTO, ADTTree(pays=True).fitted(costs))
+    monkeypatch.setitem(candidates.PRESETS, candidates.AUTO, ADTTree(pays=True).fit(costs))
 
 
 class Clock:
