@@ -76,7 +76,7 @@ def flag(dry: bool) -> Flag:
     """ComfyUI's own, with what the pack does about it; without ComfyUI a stand-in."""
     if "COMFYUI_PATH" in os.environ:
         mm = prompts.memory_management(dry)
-        waits = import_module("comfyui_specar.nodes.comfy_runtime.runs").uninterrupted
+        waits = import_module("comfyui_specar.nodes.comfy_runtime.runs").hold_interrupts
         error, ask = mm.InterruptProcessingException, mm.throw_exception_if_processing_interrupted
         return Flag("ComfyUI", error, ask, mm.interrupt_current_processing, waits)
     lock, interrupted = Lock(), [False]
