@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
@@ -95,6 +96,8 @@ def load_trace(path: str | Path) -> Trace:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The arrays of a file, in memory, as it may be replaced while the trace is shown; and its header."""
+    if not os.path.isfile(path):  # unlike Path.is_file, it accepts invalid names
+        raise FileError("it does not exist")
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     if length > HEADER:

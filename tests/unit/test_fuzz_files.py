@@ -222,7 +222,7 @@ DEFECTS = {
         "tokenizer_config.json has 3221225472 bytes",
     ),
     "ranks of gigabytes": ("Emu3's ranks", enormous("emu3.tiktoken"), "emu3.tiktoken has 3221225472 bytes"),
-    "a pipe": ("Emu3's ranks", pipe, "is missing"),
+    "a pipe": ("Emu3's ranks", pipe, "was not found"),
     "a few bytes that stand for gigabytes": ("LlamaGen of classes", bomb, "it is compressed"),
     "a tensor that repeats one number": (
         "LlamaGen of classes",
