@@ -26,7 +26,7 @@ from .settings import BACKGROUNDS, PLACES, AutoencoderSetting, Setting
 WHOLE_IMAGES_FROM = 0.4  # fraction of the time after which whole images, whose statistics differ, replace crops
 POWER, FLOOR = 0.6, 0.03  # sharpening: errors below the floor (of pixels in -1..1) are squared again
 HELD_OUT, HELD_OUT_EVERY = 48, 20  # images to measure on; one portrait in so many is held out
-SAVE_MINUTES = 10.0  # measuring takes as long as ten steps
+SAVE_MINUTES = 5.0  # measuring takes as long as ten steps
 OUTER = ("encoder.conv_in", "decoder.conv_out", "embedding")  # layers that AdamW trains
 Model = TypeVar("Model", bound="VQModel | KLModel")
 
