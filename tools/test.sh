@@ -39,7 +39,7 @@ status=0
 run() {
     echo "ComfyUI in $COMFYUI_PATH, front end $("$PYTHON" -c \
         'from importlib.metadata import version; print(version("comfyui-frontend-package"))')"
-    "$PYTHON" -m pytest -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "$1$browser" "${@:2}" || status=1
+    "$PYTHON" -m pytest -n "$(getconf _NPROCESSORS_ONLN)" --dist loadfile --no-loadscope-reorder -m "$1$browser" "${@:2}" || status=1
 }
 
 # What takes longest first, so that no process waits at the end.
