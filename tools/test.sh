@@ -42,16 +42,17 @@ run() {
     "$PYTHON" -m pytest -n "$(getconf _NPROCESSORS_ONLN)" --dist loadfile --no-loadscope-reorder -m "$1$browser" "${@:2}" || status=1
 }
 
-# What takes longest first, so that no process waits at the end.
+# What imports ComfyUI has processes of its own: it changes PyTorch's settings and the log for what follows.
 if [ "${1:-}" != --rest ]; then
-    run "not whole" tests/browser tests/e2e tests/nodes tests/unit tests/parity tests/golden
+    run "not whole" tests/nodes tests/e2e tests/browser
+    run "not whole" tests/unit tests/parity tests/golden
 fi
 if [ $# -gt 0 ]; then
-    run whole tools/tests tests/browser tests/e2e tests/nodes tests/unit tests/parity tests/golden
+    run whole tools/tests tests/unit tests/parity tests/golden
     IFS=: read -ra trees <<<"${SPECAR_COMFYUI_TREES:-}"
     for tree in "${trees[@]}"; do
         use_tree "$tree"
-        run "not once" tests/browser tests/e2e tests/nodes
+        run "not once" tests/nodes tests/e2e tests/browser
     done
 fi
 exit "$status"

@@ -15,7 +15,7 @@ import sys
 import tarfile
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # names of Python 2, which torch.save writes
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickletools import genops, markobject
@@ -84,7 +84,7 @@ def read_pickle(path: Path, mapped: bool, data: bool = True) -> Any:
         zipped = _is_zip(path)
         names = _check_zip(path) if zipped else _check_old(path)
         left = not (data or zipped)
-        with serialization.safe_globals(_stand_ins(names)), serialization.skip_data() if left else nullcontext():
+        with _only(_stand_ins(names)), serialization.skip_data() if left else nullcontext():
             return torch.load(path, map_location="meta" if left else "cpu", weights_only=True, mmap=mapped and zipped)
 
 
@@ -236,8 +236,6 @@ class _Unused:
 
 def _stand_ins(names: Iterable[str]) -> list[Any]:
     """What stands for the names that PyTorch does not know. Raises FileError for those that weights do not need."""
-    declared = serialization.get_safe_globals()  # by other programs in this process: (object, name), or the object
-    known = {each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in declared}
     found = []
     for full in sorted(names):
         module, _, name = full.rpartition(".")
@@ -253,9 +251,21 @@ def _stand_ins(names: Iterable[str]) -> list[Any]:
         a_type = package == "builtins" and isinstance(getattr(builtins, name, None), type) and name != "bytearray"
         if package == "torch" or (package in sys.stdlib_module_names - _HARMLESS and not a_type):
             raise FileError(f"it asks for {shown(full)}, which weights do not need and which is never run")
-        if full not in known:
-            found.append(type(name, (_Unused,), {"__module__": module}))
+        found.append(type(name, (_Unused,), {"__module__": module}))
     return found
+
+
+@contextmanager
+def _only(stand_ins: list[Any]) -> Iterator[None]:
+    """Of names that PyTorch does not know, it reads these alone: other programs in this process declare some, ComfyUI
+    some of numpy's, which would then need further ones."""
+    declared = serialization.get_safe_globals()
+    serialization.clear_safe_globals()
+    try:
+        with serialization.safe_globals(stand_ins):
+            yield
+    finally:
+        serialization.add_safe_globals(declared)
 
 
 def refuse_unreal(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -77,7 +77,7 @@ def sticky_refine(self, run, window, tested, p, position, exists):
     """A kept guess keeps the distribution it was sampled from, as if having been kept said nothing about it."""
     draft = self.draft(run, window, position, exists)
     confident = at(p, draft.token) > self.threshold * at(draft.q, draft.token)
-    keep = draft.exists & confident
+    keep = exists & confident
     token = torch.where(keep, draft.token, categorical(p, tested.v))
     return token, torch.where(keep.unsqueeze(-1), draft.q, p)
 

@@ -101,13 +101,14 @@ def test_on_a_gpu_the_host_reads_the_step_before(monkeypatch):
 
 @pytest.mark.parametrize("strength", [torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.arange(8.0).reshape(2, 4), None])
 def test_the_strength_of_a_rule_is_that_of_the_position_and_past_the_end_that_of_the_last(strength):
-    state, position = SimpleNamespace(strength=strength, layout=plain(2, 2)), torch.tensor([[0, 3, 4], [2, 3, 9]])
+    run = SimpleNamespace(inputs=SimpleNamespace(strength=strength, layout=plain(2, 2)))
+    position = torch.tensor([[0, 3, 4], [2, 3, 9]])
     wanted = (
         torch.ones(2, 3)
         if strength is None
         else torch.stack([strength.expand(2, -1)[b][position[b].clamp(max=3)] for b in range(2)])
     )
-    assert torch.equal(Run.strength_at(state, position), wanted)
+    assert torch.equal(Run.strength_at(run, position), wanted)
 
 
 def test_drafting_has_its_share_of_the_milliseconds(monkeypatch):
