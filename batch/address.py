@@ -61,10 +61,10 @@ def address_of(url: str, token: str = "") -> Address:
         private.append(token)
         headers["Authorization"] = f"Bearer {token}"
     base = str(given.with_user(None).with_query(None).with_fragment(None)).rstrip("/")
-    return Address(shown(url).rstrip("/"), base, headers, query, tuple(private))
+    return Address(hide_private(url).rstrip("/"), base, headers, query, tuple(private))
 
 
-def shown(url: str) -> str:
+def hide_private(url: str) -> str:
     """An address, which may be wrong, without what is private in it."""
     scheme, mark, rest = url.rpartition("://")
     return scheme + mark + re.split("[?#]", rest.rpartition("@")[2])[0]

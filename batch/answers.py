@@ -66,7 +66,7 @@ def one_line(text: str, most: int = SAID) -> str:
     return printable(" ".join(hiding.get()(text).split()), most)
 
 
-def bounded(value: Any, nested: int = NESTED) -> Any:
+def copy_bounded(value: Any, nested: int = NESTED) -> Any:
     """A copy of a JSON value for a file: its strings are for files, too, and `nested` levels are allowed."""
     if isinstance(value, str):
         return one_line(value)
@@ -75,8 +75,8 @@ def bounded(value: Any, nested: int = NESTED) -> Any:
     if not nested:
         raise UnexpectedAnswerError("totals are nested too deeply")
     if isinstance(value, list):
-        return [bounded(item, nested - 1) for item in value]
-    return {one_line(key, NAME): bounded(item, nested - 1) for key, item in value.items()}
+        return [copy_bounded(item, nested - 1) for item in value]
+    return {one_line(key, NAME): copy_bounded(item, nested - 1) for key, item in value.items()}
 
 
 def checked_name(text: str) -> str:
@@ -88,7 +88,7 @@ def checked_name(text: str) -> str:
 
 def checked_totals(found: dict[str, Any]) -> dict[str, Any]:
     """The totals of a run, for the results."""
-    totals = bounded(found)
+    totals = copy_bounded(found)
     if len(json.dumps(totals)) > TOTALS:
         raise ValueError("the totals of a run are too long")
     return totals
@@ -192,7 +192,7 @@ class Output(Answer):
     @property
     def reports(self) -> list[Report]:
         """Those of runs."""
-        return [read(Report, report) for report in self.specar if "totals" in report]
+        return [read_answer(Report, report) for report in self.specar if "totals" in report]
 
 
 class Ended(Answer):
@@ -216,7 +216,7 @@ class Run(Answer):
 A = TypeVar("A", bound=Answer)
 
 
-def read(kind: type[A], found: Any) -> A:
+def read_answer(kind: type[A], found: Any) -> A:
     """What was found, bytes of JSON or its value, as an answer of this kind. Raises UnexpectedAnswerError, which names
     the first part that is of another kind."""
     try:

@@ -19,19 +19,19 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from ..limits.printable import printable_lines
-from .address import address_of, shown, without_logins
+from .address import address_of, hide_private, without_logins
 from .copies import fetch_missing
 from .dispatch import GIVE_UP_SECONDS, NEVER_ANSWERED_SECONDS, Batch, Options
-from .jobs import Job, JobsError, RowsError, counted, listed, read_jobs
+from .jobs import Job, JobsError, RowsError, count_of, first_of, read_jobs
 from .journal import Journal, JournalError
-from .maps import check_ids, has_map, with_maps
+from .maps import check_map_names, has_map, with_maps
 from .overrides import (
     ROLES,
     OverrideError,
     Place,
     Workflow,
     fingerprint,
-    prompts_of,
+    make_prompts,
     read_workflow,
     settable,
     texts_reaching,
@@ -62,12 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
         check_options(options, arguments)
         jobs = read_jobs(options.jobs)
         if options.maps:
-            check_ids(jobs)
+            check_map_names(jobs)
         if not options.out and (options.maps or options.ray):
             raise JobsError(f"--{'maps' if options.maps else 'ray'} needs --out FOLDER, where the images go")
         return run(options, jobs)
     except (JobsError, OverrideError, JournalError) as error:
-        report(f"error: {options.jobs.name + ', ' if isinstance(error, RowsError) else ''}{error}")
+        say(f"error: {options.jobs.name + ', ' if isinstance(error, RowsError) else ''}{error}")
         return BAD_INPUT
     except KeyboardInterrupt:
         return CANCELLED
@@ -150,7 +150,7 @@ def check_address(url: str) -> None:
     try:
         address_of(url)
     except ValueError as error:
-        raise JobsError(f"--server {shown(url)} is no address ({error}): one looks like {SERVER}") from None
+        raise JobsError(f"--server {hide_private(url)} is no address ({error}): one looks like {SERVER}") from None
 
 
 def read_token() -> str:
@@ -181,10 +181,10 @@ class Reported(logging.Handler):
     """Writes a log for the user, whoever it is of."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        report(self.format(record))
+        say(self.format(record))
 
 
-def report(text: str) -> None:
+def say(text: str) -> None:
     """Writes a line for the user; with the time where it goes into a file."""
     now = "" if sys.stderr.isatty() else time.strftime("%H:%M:%S ")
     tqdm.write(now + safe(text), file=sys.stderr)
@@ -192,7 +192,7 @@ def report(text: str) -> None:
 
 def report_stop(error: Exception) -> int:
     """Reports what stopped the batch. Returns the exit code."""
-    report(f"error: {error}; the same command goes on where this stopped")
+    say(f"error: {error}; the same command goes on where this stopped")
     return UNFINISHED
 
 
@@ -204,8 +204,8 @@ def report_missing_prompts(workflow: Workflow, jobs: list[Job]) -> None:
     without = [job.id for job in jobs if names.isdisjoint(job.overrides)]
     if own and without:
         node, field = own[0]
-        report(
-            f"no prompt in {len(without)} of {counted(len(jobs), 'row')}, the first being {without[0]}: they use the "
+        say(
+            f"no prompt in {len(without)} of {count_of(len(jobs), 'row')}, the first being {without[0]}: they use the "
             f"workflow's, {workflow[node]['inputs'][field]!r}"
         )
 
@@ -215,16 +215,16 @@ def run(options: argparse.Namespace, jobs: list[Job]) -> int:
     prints, work = on_ray(options, jobs) if options.ray else on_servers(options, jobs)
     if options.dry_run:
         what = options.method if options.ray else options.workflow.name
-        report(f"{counted(len(jobs), 'job')} fit{'s' if len(jobs) == 1 else ''} {what}")
+        say(f"{count_of(len(jobs), 'job')} fit{'s' if len(jobs) == 1 else ''} {what}")
         return DONE
     if options.out:
         make_folder(options.out)
     with Journal(options.results or options.jobs.with_suffix(".results.jsonl")) as journal:
-        open_jobs = unfinished(journal, jobs, prints, options)
+        open_jobs = jobs_left(journal, jobs, prints, options)
         bare = [job.id for job in jobs if journal.done(job.id) and not has_map(journal.results[job.id])]
         if options.maps and bare:
-            report(
-                f"made without --maps, and therefore without a map: {listed(bare)}. To make these again, delete all "
+            say(
+                f"made without --maps, and therefore without a map: {first_of(bare)}. To make these again, delete all "
                 "their lines from the results"
             )
         return run_and_report(journal, jobs, open_jobs, work)
@@ -237,7 +237,7 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, 
         check_address(url)
     workflow = read_workflow(options.workflow)
     token = read_token()
-    prompts = prompts_of(workflow, jobs, asyncio.run(whole_inputs(urls, token, workflow)))
+    prompts = make_prompts(workflow, jobs, asyncio.run(whole_inputs(urls, token, workflow)))
     if options.maps:
         with_maps(workflow)  # raises OverrideError where there can be none
     report_missing_prompts(workflow, jobs)
@@ -253,16 +253,16 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, 
         files = [file for job in jobs if journal.done(job.id) for file in journal.results[job.id].get("files", [])]
         if files and not options.out:
             previews = any(file.get("type") == "temp" for file in files)
-            report(
+            say(
                 "The images are in the output folders of the servers"
                 f"{' (previews only until these end: use Save Image)' * previews}. "
                 "The same command with --out FOLDER copies them."
             )
         if without:
-            report(
-                f"{counted(len(without), 'job')} done, but without a copy: repeat the command when its server answers; "
-                "for copies that no server has any more, leave out --out. "
-                + listed([f"{job}: {why}" for job, why in without.items()])
+            say(
+                f"{count_of(len(without), 'job')} done, but without a copy: repeat the command when its server "
+                "answers; for copies that no server has any more, leave out --out. "
+                + first_of([f"{job}: {why}" for job, why in without.items()])
             )
         return CANCELLED if cancelled else UNFINISHED if without else None
 
@@ -275,7 +275,7 @@ async def whole_inputs(urls: list[str], token: str, workflow: Workflow) -> set[P
         for url in urls:
             with suppress(ServerAwayError):
                 return await Server(session, url, token).whole_inputs(workflow)
-    report("no server answers yet: which settings must be whole numbers is not checked")
+    say("no server answers yet: which settings must be whole numbers is not checked")
     return set()
 
 
@@ -298,14 +298,14 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> tuple[dict[str, str]
     prints = {job: fingerprint([asdict(model), found]) for job, found in settings.items()}
 
     def work(journal: Journal, open_jobs: list[Job], on_result: OnResult) -> int | None:
-        with handled_by(signal.default_int_handler):
+        with handle_signals(signal.default_int_handler):
             for job, made in generate_all(model, chosen, open_jobs, settings, options.maps):
                 on_result(write(journal, job, prints[job.id], made, options.out))
 
     return prints, work
 
 
-def unfinished(journal: Journal, jobs: list[Job], prints: dict[str, str], options: argparse.Namespace) -> list[Job]:
+def jobs_left(journal: Journal, jobs: list[Job], prints: dict[str, str], options: argparse.Namespace) -> list[Job]:
     """The jobs that are still to do. Raises JournalError where files would replace others."""
     journal.check(prints)
     found = [job for job in jobs if not journal.ended(job.id, prints[job.id], options.retry_failed)]
@@ -328,39 +328,39 @@ def run_and_report(journal: Journal, jobs: list[Job], open_jobs: list[Job], work
     def on_result(record: dict[str, Any]) -> None:
         ended.add(record["id"])
         bar.update()
-        progress = f" ({before + len(ended)} of {counted(len(jobs), 'job')} ended)" if bar.disable else ""
+        progress = f" ({before + len(ended)} of {count_of(len(jobs), 'job')} ended)" if bar.disable else ""
         if record["status"] != "success":
             where = "" if record["server"] in record["error"] else f" on {record['server']}"  # which some name
-            report(f"{record['id']}{where}: {record['error']}{progress}")
+            say(f"{record['id']}{where}: {record['error']}{progress}")
         elif bar.disable:
-            report(f"{record['id']}: done{progress}")
+            say(f"{record['id']}: done{progress}")
         for warning in record["warnings"]:
-            report(f"{record['id']}: warning: {warning}")
+            say(f"{record['id']}: warning: {warning}")
 
     with bar:
         failed = [job.id for job in jobs if job.id not in begun and not journal.done(job.id)]
         for job in failed:
-            report(f"{job} failed before: {journal.results[job].get('error')}")
+            say(f"{job} failed before: {journal.results[job].get('error')}")
         try:
             code = work(journal, open_jobs, on_result)
         except KeyboardInterrupt:
-            report("Cancelled")
+            say("Cancelled")
             code = CANCELLED
         except (OSError, RuntimeError) as error:
             code = report_stop(error)
     left = begun - ended  # their results, if any, are of an earlier attempt
     counts = Counter(journal.results[job.id]["status"] for job in jobs if job.id not in left)
     failures = [f"{counts[name]} {word}" for name, word in FAILURES.items() if counts[name] or name == "error"]
-    report(
-        f"{counts['success']} of {counted(len(jobs), 'job')} done, {', '.join(failures)}, {len(left)} still to do. "
+    say(
+        f"{counts['success']} of {count_of(len(jobs), 'job')} done, {', '.join(failures)}, {len(left)} still to do. "
         f"{journal.path}"
     )
     if warned := [job.id for job in jobs if job.id not in left and journal.results[job.id].get("warnings")]:
-        report(f"With warnings: {listed(warned)}")
+        say(f"With warnings: {first_of(warned)}")
     if code is not None:
         return code
     if counts["success"] < len(jobs) - len(left):
-        report(
+        say(
             "Repeat the command: it runs failed rows that you corrected, and with --retry-failed also the others that "
             "failed, were interrupted or given up."
         )
@@ -385,10 +385,10 @@ def run_batch(
             cancelled.set()
             for number in CANCEL_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            report("Cancelling: taking the jobs from the servers (Ctrl-C again: leave them there)")
+            say("Cancelling: taking the jobs from the servers (Ctrl-C again: leave them there)")
             batch.stop()
 
-        with handled_by(lambda *_signal: loop.call_soon_threadsafe(cancel)):
+        with handle_signals(lambda *_signal: loop.call_soon_threadsafe(cancel)):
             await batch.run(jobs, prompts)
         return cancelled.is_set()
 
@@ -396,7 +396,7 @@ def run_batch(
 
 
 @contextmanager
-def handled_by(handler: Callable) -> Iterator[None]:
+def handle_signals(handler: Callable) -> Iterator[None]:
     """Ctrl-C and SIGTERM call the handler, also in a script's background, where Ctrl-C was ignored."""
     before = {number: signal.signal(number, handler) for number in CANCEL_SIGNALS}
     try:

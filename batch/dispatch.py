@@ -14,10 +14,10 @@ from typing import Any
 import aiohttp
 
 from .copies import NO_FILE, copied, copies_of
-from .jobs import Job, counted
+from .jobs import Job, count_of
 from .journal import Journal
 from .maps import with_maps
-from .overrides import Workflow, fingerprint, named_after
+from .overrides import Workflow, fingerprint, name_files
 from .server import Entry, Server, ServerAwayError, open_session
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class Batch:
         worker.given[prompt_id] = queued  # also if the answer is lost: the next visit finds out
         name = job.id if queued.attempt == 1 else f"{job.id}.try{queued.attempt}"
         try:
-            refused = await server.submit(named_after(self._sent(queued), name), prompt_id, self.client)
+            refused = await server.submit(name_files(self._sent(queued), name), prompt_id, self.client)
         except ServerAwayError as error:
             queued.tries -= error.unexpected  # which is not the job's fault
             raise
@@ -341,7 +341,7 @@ class Batch:
         if queued.tries <= self.options.retries:
             self.waiting.appendleft(queued)
             return
-        error = f"given up after {counted(queued.tries, 'attempt')}: its server was lost, last {worker.server.url}"
+        error = f"given up after {count_of(queued.tries, 'attempt')}: its server was lost, last {worker.server.url}"
         self._end(worker, queued, Entry("lost", error))
 
     def _sent(self, queued: QueuedJob) -> Workflow:

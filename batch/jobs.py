@@ -43,7 +43,8 @@ class RowsError(JobsError):
         for line, problem in problems:
             lines.setdefault(problem, []).append(line)
         texts = [
-            f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {printable(problem, SHOWN_CHARACTERS)}"
+            f"line{'s' if len(found) > 1 else ''} {first_of(found, SHOWN_LINES)}: "
+            + printable(problem, SHOWN_CHARACTERS)
             for problem, found in lines.items()
         ]
         more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
@@ -75,7 +76,7 @@ def read_jobs(path: Path) -> list[Job]:
     try:
         if path.stat().st_size > TABLE:
             raise JobsError(f"{path} has more than {TABLE} bytes: split it into several tables")
-        text = decoded(path.read_bytes())
+        text = decode_text(path.read_bytes())
     except OSError as error:
         raise JobsError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeError as error:
@@ -91,7 +92,7 @@ def read_jobs(path: Path) -> list[Job]:
         raise JobsError(f"{path.name}, {error}") from None
 
 
-def decoded(content: bytes) -> str:
+def decode_text(content: bytes) -> str:
     """The text of a file. Excel begins "CSV UTF-8" and "Unicode Text", which is UTF-16, with a byte order mark. Raises
     UnicodeError for other encodings."""
     utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -104,7 +105,7 @@ def decoded(content: bytes) -> str:
 def csv_rows(text: str, delimiters: str = DELIMITERS) -> Iterator[Row]:
     """The rows of a table with a header, whatever its lines end with. Its delimiter is the one that a first line such
     as `sep=;` states, or else of these the one that gives the header most columns, the first of equal ones."""
-    delimiter = max(delimiters, key=lambda each: len(header_of(text, each)))
+    delimiter = max(delimiters, key=lambda each: len(read_header(text, each)))
     if stated := STATED.match(text):
         text = text[stated.end() :]  # the end of the line stays, so that lines are counted
         delimiter = "".join(set(stated[1]) - set('" '))  # also where a program has added empty cells
@@ -126,7 +127,7 @@ def csv_rows(text: str, delimiters: str = DELIMITERS) -> Iterator[Row]:
             elif len(cells) == len(header):
                 yield begun, {column: cell for column, cell in zip(header, cells, strict=True) if cell.strip()}
             else:
-                found = f"{counted(len(cells), 'value')} for {counted(len(header), 'column')}, {', '.join(header)}"
+                found = f"{count_of(len(cells), 'value')} for {count_of(len(header), 'column')}, {', '.join(header)}"
                 how = "(a text that contains the separator stands in quotation marks, without a space before them)"
                 yield begun, ValueError(f"{found} {how}")
     except csv.Error as error:  # where the next row begins is unknown
@@ -135,7 +136,7 @@ def csv_rows(text: str, delimiters: str = DELIMITERS) -> Iterator[Row]:
         yield begun, error
 
 
-def header_of(text: str, delimiter: str) -> list[str]:
+def read_header(text: str, delimiter: str) -> list[str]:
     """The cells of the first row that has any, if this is the delimiter."""
     with suppress(csv.Error):
         for cells in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter):
@@ -236,11 +237,11 @@ def for_each(jobs: list[Job], function: Callable[[Job], Any]) -> dict[str, Any]:
     return found
 
 
-def counted(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def listed(items: list[Any], most: int = SHOWN) -> str:
+def first_of(items: list[Any], most: int = SHOWN) -> str:
     """The first items, and how many more there are."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(map(str, items[:most])) + more

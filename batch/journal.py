@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..limits.limits import parse_json
-from .jobs import listed
+from .jobs import first_of
 
 SCHEMA = "specar.batch/1"
 HEADER = {"schema": str, "batch": str}  # the types of what is read of a line
@@ -45,7 +45,7 @@ class JsonLines:
         self.file.seek(0)
         content = self.file.read()
         *lines, last = content.split(b"\n")
-        if parsed(last) is not None:  # only its end is missing, as some editors leave it
+        if parse_line(last) is not None:  # only its end is missing, as some editors leave it
             lines.append(last)
             self._end = b"\n"
         elif lines or last.startswith(b"{"):
@@ -54,7 +54,7 @@ class JsonLines:
             lines.append(last)
         records = []
         for number, line in enumerate(lines, 1):
-            record, wanted = parsed(line), first if first and number == 1 else kinds
+            record, wanted = parse_line(line), first if first and number == 1 else kinds
             if record is None or not all(isinstance(record.get(name), kind) for name, kind in wanted.items()):
                 raise self.damaged(number)
             records.append(record)
@@ -134,8 +134,8 @@ class Journal:
         has none may be corrected under its id."""
         if others := [job for job, known in prints.items() if self.done(job) and self.changed(job, known)]:
             raise JournalError(
-                f"{listed(others)}: already in {self.path} with an image of other settings, of another workflow or of "
-                "another jobs file. Give such jobs other ids, or choose other --results"
+                f"{first_of(others)}: already in {self.path} with an image of other settings, of another workflow or "
+                "of another jobs file. Give such jobs other ids, or choose other --results"
             )
 
     def done(self, job: str) -> bool:
@@ -183,7 +183,7 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """The object that a line holds; None for any other line."""
     try:
         record = parse_json(line)

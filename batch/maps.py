@@ -67,7 +67,7 @@ def map_of(image: Path) -> Path:
     return image.with_name(f"{image.stem}{MAP}.png")
 
 
-def check_ids(jobs: list[Job]) -> None:
+def check_map_names(jobs: list[Job]) -> None:
     """Raises RowsError where a job's image would have the name of another one's map."""
     ids = {job.id.casefold() for job in jobs}
     taken = [job for job in jobs if (job.id + MAP).casefold() in ids]

@@ -20,7 +20,7 @@ from ..samplers.contract import Method, SamplingParams, chosen_params
 from ..samplers.registry import METHODS, PUBLISHED
 from ..samplers.settings import Setting, settings_of
 from .jobs import Job, JobsError, for_each
-from .overrides import OverrideError, converted
+from .overrides import OverrideError, convert
 
 EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
 SAMPLING = {"seed": "int", "cfg": "float", "temperature": "float", "top_k": "int", "top_p": "float"}
@@ -71,7 +71,7 @@ class ModelOptions:
             raise JobsError(f"there is no dtype {self.dtype}; there are {', '.join(DTYPES)}")
         for name in filter(None, (self.model, self.decoder, self.drafter)):
             try:
-                find(name)
+                find_model(name)
             except FileNotFoundError as error:
                 raise JobsError(f"there is no file or folder {name}. {error}") from error
 
@@ -92,7 +92,9 @@ class ModelOptions:
         def of(job: Job) -> dict[str, Any]:
             if unknown := ", ".join(name for name in job.overrides if name not in known):
                 raise OverrideError(f"there is no setting {unknown}; this method has {', '.join(known)}")
-            found = {name: typed(name, value, known[name], legal.get(name)) for name, value in job.overrides.items()}
+            found = {
+                name: convert_value(name, value, known[name], legal.get(name)) for name, value in job.overrides.items()
+            }
             if "prompt" not in found:
                 raise OverrideError("there is no prompt")
             check_sampling(found, getattr(recipe.settings, "continuous", False))
@@ -101,9 +103,9 @@ class ModelOptions:
         return for_each(jobs, of)
 
 
-def typed(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
+def convert_value(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
     """The value in a type of EXAMPLES. Raises ValueError for one that does not fit."""
-    found = converted(value, EXAMPLES[kind], name, kind.startswith("int"))
+    found = convert(value, EXAMPLES[kind], name, kind.startswith("int"))
     if legal:
         legal.check(name, found)
     return found
@@ -124,14 +126,14 @@ class ModelWorker:
     def __init__(self, options: ModelOptions, maps: bool = False):
         self.options, self.recipe, self.maps = options, options.recipe(), maps
         self.model = api.load_model(
-            find(options.model),
+            find_model(options.model),
             device=options.device,
             dtype=DTYPES[options.dtype],
             storage=STORAGE.get(options.dtype),
             int8_cache=options.dtype == INT8_CACHE,
         )
-        self.decoder = api.load_image_decoder(find(options.decoder or options.model), device=options.device)
-        self.drafter = api.load_drafter(find(options.drafter), self.model) if options.drafter else None
+        self.decoder = api.load_image_decoder(find_model(options.decoder or options.model), device=options.device)
+        self.drafter = api.load_drafter(find_model(options.drafter), self.model) if options.drafter else None
 
     def generate(self, settings: dict[str, Any]) -> tuple[bytes, bytes, dict[str, Any], list[str]]:
         """PNGs of the image and of its acceptance map (empty unless wanted), with what it takes to repeat the image and
@@ -168,7 +170,7 @@ class ModelWorker:
         return record | {"seconds": round(time.monotonic() - begun, 3)}, image, overlay
 
 
-def find(name: str) -> Path:
+def find_model(name: str) -> Path:
     """A file or folder, or else the bundled model of that name."""
     return Path(name) if Path(name).exists() else api.bundled(name)
 

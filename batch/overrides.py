@@ -55,7 +55,7 @@ def is_node(node: Any) -> bool:
     return named and all(value for value in node["inputs"].values() if isinstance(value, list))
 
 
-def prompts_of(workflow: Workflow, jobs: list[Job], whole: Collection[Place] = ()) -> dict[str, Workflow]:
+def make_prompts(workflow: Workflow, jobs: list[Job], whole: Collection[Place] = ()) -> dict[str, Workflow]:
     """Job id -> its workflow. Raises RowsError with the lines of all jobs that do not fit."""
     return for_each(jobs, lambda job: with_overrides(workflow, job.overrides, whole))
 
@@ -69,7 +69,7 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any], whole: Collect
     changed = copy.deepcopy(workflow)
     inputs, of_nodes = settable(workflow)
     if unknown := [name for name in overrides if name not in inputs and name not in of_nodes]:
-        nodes = ", ".join(f"{key} ({title(node)})" for key, node in workflow.items())
+        nodes = ", ".join(f"{key} ({node_title(node)})" for key, node in workflow.items())
         advice = ". For a negative prompt, connect a CLIP Text Encode to it first" if "negative" in unknown else ""
         raise OverrideError(
             f"the workflow has no {', '.join(unknown)} that can be set (what another node computes cannot); it has "
@@ -83,7 +83,7 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any], whole: Collect
                 raise OverrideError(f"{name}: {len(known[name])} nodes are called so; use one of {by_id}")
             for node, field in known[name]:
                 current = workflow[node]["inputs"][field]
-                value = converted(overrides[name], current, name, (node, field) in whole)
+                value = convert(overrides[name], current, name, (node, field) in whole)
                 other = setter.setdefault((node, field), name)
                 if other != name and changed[node]["inputs"][field] != value:
                     raise OverrideError(f"{other} and {name} set the same input ({node}.{field}) to different values")
@@ -91,7 +91,7 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any], whole: Collect
     return changed
 
 
-def named_after(prompt: Workflow, name: str) -> Workflow:
+def name_files(prompt: Workflow, name: str) -> Workflow:
     """A copy whose saved files all begin with their own prefix and `name`: no job writes over another's files, and
     ComfyUI, which would skip the saving of an image it has just made, saves it again."""
     changed = copy.deepcopy(prompt)
@@ -107,7 +107,7 @@ def fingerprint(settings: Any) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def title(node: dict) -> str:
+def node_title(node: dict) -> str:
     return node.get("_meta", {}).get("title", node["class_type"])
 
 
@@ -127,7 +127,7 @@ def settable(workflow: Workflow) -> tuple[dict[str, list[Place]], dict[str, list
     for node, content in workflow.items():
         for field in content["inputs"]:
             if place := source(workflow, node, field):
-                of_node = (by_class, content["class_type"]), (by_title, title(content)), (by_id, node)
+                of_node = (by_class, content["class_type"]), (by_title, node_title(content)), (by_id, node)
                 for names, name in ((inputs, field), *((names, f"{who}.{field}") for names, who in of_node)):
                     if place not in names.setdefault(name, []):
                         names[name].append(place)
@@ -163,7 +163,7 @@ def texts_of(workflow: Workflow, name: str) -> list[Place]:
     return own if name == "prompt" else [place for place in texts_reaching(workflow, ROLES[name]) if place not in own]
 
 
-def converted(value: Any, current: Any, name: str, whole: bool = False) -> Any:
+def convert(value: Any, current: Any, name: str, whole: bool = False) -> Any:
     """The value in the type of the current one. whole: it is known to be a whole number. Raises OverrideError."""
     if isinstance(current, bool):
         word = str(value).strip().lower()

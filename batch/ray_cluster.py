@@ -12,7 +12,7 @@ from typing import Any
 
 from ..limits.replacing import FileInUseError
 from .copies import write_whole
-from .jobs import Job, JobsError, counted
+from .jobs import Job, JobsError, count_of
 from .journal import Journal
 from .maps import map_of
 from .model_worker import Made, ModelOptions, ModelWorker
@@ -46,9 +46,9 @@ def generate_all(
     """Every job and what was made of it, as it ends. settings: by job id. Raises RayRunError."""
     if not jobs:
         return
-    ray = started(options)
+    ray = start_ray(options)
     try:
-        yield from shared_out(ray, model, options, jobs, settings, maps)
+        yield from share_out(ray, model, options, jobs, settings, maps)
     except ray.exceptions.RayError as error:
         raise RayRunError(f"Ray gave up: {str(error).strip().splitlines()[-1]}") from error
     finally:
@@ -72,7 +72,7 @@ def no_ray(address: str, why: object) -> str:
     )
 
 
-def started(options: RayOptions):
+def start_ray(options: RayOptions):
     """The ray module, connected. SIGTERM keeps its handler. Raises KeyboardInterrupt where it comes meanwhile."""
     probe(options.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports home unless told otherwise
@@ -118,7 +118,7 @@ def room(ray, options: RayOptions) -> int:
     return count
 
 
-def shared_out(
+def share_out(
     ray, model: ModelOptions, options: RayOptions, jobs: list[Job], settings: dict[str, dict[str, Any]], maps: bool
 ) -> Iterator[tuple[Job, Made]]:
     """An actor that is there gets one job at a time, so that nothing but the job that it runs dies with it."""
@@ -137,7 +137,7 @@ def shared_out(
         except ray.exceptions.RayActorError:
             if not job:  # there is no model
                 raise
-            error = f"given up after {counted(options.retries + 1, 'attempt')}: the process that ran it died"
+            error = f"given up after {count_of(options.retries + 1, 'attempt')}: the process that ran it died"
             made = {"status": "lost", "traces": [], "warnings": [], "seconds": 0.0, "error": error}, b"", b""
         if waiting:
             following = waiting.popleft()

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import aiohttp
 
 from ..limits.limits import ANSWER_BYTES, FILE_BYTES, FILES, NOTICES, REPORTS
-from .address import address_of, shown
+from .address import address_of, hide_private
 from .answers import (
     Ended,
     Event,
@@ -28,7 +28,7 @@ from .answers import (
     hiding,
     one_line,
     parse_object,
-    read,
+    read_answer,
     read_body,
 )
 from .overrides import Place, Workflow
@@ -117,7 +117,7 @@ class Server:
     async def versions(self) -> dict[str, str]:
         """The versions of ComfyUI and PyTorch, as far as the server tells them."""
         async with self._request("GET", "/system_stats") as reply:
-            return read(Versions, reply.content).model_dump(exclude_none=True) if reply.status == 200 else {}
+            return read_answer(Versions, reply.content).model_dump(exclude_none=True) if reply.status == 200 else {}
 
     async def whole_inputs(self, workflow: Workflow) -> set[Place]:
         """The inputs of its nodes that the server takes as whole numbers."""
@@ -125,7 +125,7 @@ class Server:
         for kind in {node["class_type"] for node in workflow.values()}:
             async with self._request("GET", f"/object_info/{quote(kind, safe='')}") as reply:
                 about = reply.parsed() if reply.status == 200 else {}
-                named = read(NodeInfo, about.get(kind, {})).whole
+                named = read_answer(NodeInfo, about.get(kind, {})).whole
             whole |= {(key, name) for key, node in workflow.items() if node["class_type"] == kind for name in named}
         return whole
 
@@ -135,7 +135,7 @@ class Server:
         async with self._request("POST", "/prompt", body) as reply:
             if reply.status not in (200, 400):  # an error in ComfyUI, or in front of it, maybe because of this prompt
                 return Refusal(f"ComfyUI answered {reply.status}: {excerpt(reply.content)}", [], True)
-            answer = read(Submission, reply.content)
+            answer = read_answer(Submission, reply.content)
             if unknown := answer.node_errors.keys() - prompt.keys():
                 raise UnexpectedAnswerError(f"it refuses nodes that it was not sent, such as {one_line(min(unknown))}")
             if reply.status == 400 or answer.node_errors:
@@ -149,7 +149,7 @@ class Server:
         """How a prompt ended; None where the server knows of no such prompt, or has not finished it."""
         async with self._request("GET", f"/history/{prompt_id}") as reply:
             answer = reply.parsed()
-            return entry(read(Ended, answer[prompt_id]), prompt) if prompt_id in answer else None
+            return entry(read_answer(Ended, answer[prompt_id]), prompt) if prompt_id in answer else None
 
     async def knows(self, prompt_id: str) -> bool:
         """Has it the prompt after all? A load balancer asks several servers in turn, and some keep a connection with
@@ -221,7 +221,7 @@ class Server:
         if reply.status in LOGIN_NEEDED:
             raise ServerAwayError(f"{self.url} answered {reply.status}: {self._login()}", unexpected=True)
         if reply.status // 100 == 3:
-            target = one_line(shown(reply.headers.get("Location", "nowhere")))
+            target = one_line(hide_private(reply.headers.get("Location", "nowhere")))
             raise ServerAwayError(
                 f"{self.url} refers to {target}: if ComfyUI is there, name that address. Else {self._login()}",
                 unexpected=True,
@@ -255,7 +255,7 @@ class Server:
 
 def queued_ids(reply: Reply) -> set[str]:
     """Ids of the prompts that run or wait. Raises UnexpectedAnswerError."""
-    queue = read(Queue, reply.parsed())
+    queue = read_answer(Queue, reply.parsed())
     return {*queue.queue_running, *queue.queue_pending}
 
 
@@ -308,7 +308,7 @@ def notices_of(outputs: dict[str, Output]) -> list[str]:
     sampler that ComfyUI need not run again says nothing. Raises UnexpectedAnswerError."""
     samplers = [run.encode(errors="replace") for output in outputs.values() for run in output.specar_run]
     reports = [report for output in outputs.values() for report in output.reports]
-    told = [notice for run in (*(read(Run, run) for run in samplers), *reports) for notice in run.notices]
+    told = [notice for run in (*(read_answer(Run, run) for run in samplers), *reports) for notice in run.notices]
     return list(dict.fromkeys(told))[:NOTICES]
 
 
@@ -325,7 +325,7 @@ def files_of(outputs: dict[str, Output]) -> list[dict[str, str]]:
     ]
     if len(listed) > FILES:
         raise UnexpectedAnswerError(f"{len(listed)} files of one prompt")
-    files = [read(SavedFile, file).model_dump() | {"node": one_line(node)} for node, file in listed]
+    files = [read_answer(SavedFile, file).model_dump() | {"node": one_line(node)} for node, file in listed]
     return [file for file in files if file["type"] == "output"] or files
 
 

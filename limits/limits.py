@@ -95,7 +95,7 @@ class FileError(ValueError):
         super().__init__(printable(message))
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """A value for a message. Of a container only its kind: in a pickle, a few bytes make a list with no end."""
     if isinstance(value, int) and value.bit_length() > 1000:  # Python does not write it
         return f"an integer of {value.bit_length()} bits"
@@ -105,14 +105,14 @@ def shown(value: Any) -> str:
 def bounded_int(name: str, value: Any, least: int, most: int) -> int:
     """An integer from a file. Raises FileError for other types, or out of bounds."""
     if type(value) is not int or not least <= value <= most:
-        raise FileError(f"{name} is {shown(value)}, but must be an integer from {least} to {most}")
+        raise FileError(f"{name} is {quote(value)}, but must be an integer from {least} to {most}")
     return value
 
 
 def legal_name(name: Any) -> str:
     """The name of a tensor or module. Raises FileError for what is no string, too long, or has control characters."""
     if not isinstance(name, str) or len(name) > NAME or printable(name) != name:
-        raise FileError(f"the name {shown(name)} is not a printable string of at most {NAME} characters")
+        raise FileError(f"the name {quote(name)} is not a printable string of at most {NAME} characters")
     return name
 
 
@@ -122,7 +122,7 @@ def legal_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     Raises FileError for more than DIMENSIONS, negative ones, and what are no integers.
     """
     if not isinstance(sizes, (list, tuple)) or len(sizes) > DIMENSIONS:
-        count = f"{len(sizes)} dimensions" if isinstance(sizes, (list, tuple)) else shown(sizes)
+        count = f"{len(sizes)} dimensions" if isinstance(sizes, (list, tuple)) else quote(sizes)
         raise FileError(f"{name} has {count} as its sizes, not at most {DIMENSIONS} integers")
     for size in sizes:
         bounded_int(f"a size of {name}", size, 0, LARGEST)

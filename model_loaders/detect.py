@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..device.placed import Placed
-from ..limits.limits import shown
+from ..limits.limits import quote
 from ..models.ar_model import DiscreteModel
 from ..models.continuous_model import ContinuousBase
 from ..models.drafters import ModelDrafter, as_drafter
@@ -305,7 +305,7 @@ def unknown(checkpoint: Checkpoint, wanted: str) -> str:
     architecture = checkpoint.settings.get("architectures") or checkpoint.settings.get("model_type")
     says = f"Its config.json says {architecture}; its" if architecture else "Its"
     if isinstance(checkpoint.quantisation, dict):  # by a program that gives other names to the tensors
-        says = f"It is quantised by {shown(checkpoint.quantisation.get('quant_method'))}, which may be why. {says}"
+        says = f"It is quantised by {quote(checkpoint.quantisation.get('quant_method'))}, which may be why. {says}"
     names = ", ".join(sorted(tensors)[:4])
     return f"{name} is no {wanted} of a supported model family ({NAMES}). {says} first tensors are: {names}."
 

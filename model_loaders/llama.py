@@ -13,7 +13,7 @@ from torch import Tensor
 from ..models.networks.backbone import BackboneConfig, join_gates
 from .files.checkpoint import Checkpoint
 from .files.errors import CheckpointError
-from .files.names import count, renamed, root_of
+from .files.names import count, rename, root_of
 from .files.quantised import first
 
 _ADDING = ("added_tokens.json", "tokenizer_config.json")
@@ -72,7 +72,7 @@ def other_tensors(
     read = (f"{root}layers.", f"{root}norm.", *parts)
     left = {name: tensor for name, tensor in tensors.items() if name not in (table, head) and not name.startswith(read)}
     prefix = {table.removesuffix("weight"): "backbone.tok_embeddings.", head.removesuffix("weight"): "backbone.output."}
-    return renamed(left, prefix | {root: "backbone.", "": ""})
+    return rename(left, prefix | {root: "backbone.", "": ""})
 
 
 def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[str, Tensor | tuple[Tensor, ...]]:
@@ -82,7 +82,7 @@ def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> di
     """
     layers = join_gates(layer_tensors(tensors, root, path))
     tensor_of(tensors, f"{root}norm.weight", path)
-    norm = renamed(
+    norm = rename(
         {name: tensor for name, tensor in tensors.items() if name.startswith(f"{root}norm.")}, {root: "backbone."}
     )
     return norm | {f"backbone.{name}": tensor for name, tensor in layers.items()}

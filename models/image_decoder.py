@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..limits.limits import LEVELS, bounded_int
 from ..model_loaders.files.checkpoint import Checkpoint
-from ..model_loaders.files.names import numbered
+from ..model_loaders.files.names import count_modules
 from ..model_loaders.files.weights import Weights, load_weights
 from .networks.vq import nearest_codes
 
@@ -30,9 +30,13 @@ def encoder_sizes(tensors: Mapping[str, Tensor], levels: str, blocks: str) -> tu
     """
     root = f"encoder.{levels}."
     base = len(tensors["encoder.conv_in.weight"])
-    depth = numbered(tensors, re.escape(root), LEVELS)
+    depth = count_modules(tensors, re.escape(root), LEVELS)
     widths = [len(tensors[f"{root}{level}.{blocks}.0.conv1.weight"]) for level in range(depth)]
-    return base, tuple(width // base for width in widths), numbered(tensors, rf"{re.escape(root)}0\.{blocks}\.", LEVELS)
+    return (
+        base,
+        tuple(width // base for width in widths),
+        count_modules(tensors, rf"{re.escape(root)}0\.{blocks}\.", LEVELS),
+    )
 
 
 def planar(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ..samplers.rules.lantern import LanternPP
 from ..samplers.rules.tv_budget import TVMetered
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .method import ChosenMethod
-from .samplers import METHODS, changed
+from .samplers import METHODS, replace_settings
 from .tree_samplers import AUTO, PRESETS, STRUCTURES
 
 WINDOWS = (16, 32, 8, 64)
@@ -25,7 +25,7 @@ BLOCKS = "chain, block verification"
 NEIGHBOURS, MOST_CODES = 10, 20000  # the table for more codes takes minutes
 
 
-def chosen(
+def make_candidate(
     model: LoadedModel, method: Method, drafter: LoadedDrafter | None, widgets: str, request: Request
 ) -> ChosenMethod:
     settings = method.describe(request)
@@ -34,7 +34,7 @@ def chosen(
 
 
 def next_token(model: LoadedModel, request: Request) -> ChosenMethod:
-    return chosen(model, NextToken(), None, "AR Sampler (next token)", request)
+    return make_candidate(model, NextToken(), None, "AR Sampler (next token)", request)
 
 
 def methods(
@@ -68,12 +68,12 @@ def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int, re
     rules: list[AcceptanceRule] = [TVMetered(budget), CoolSD(1.1), CoolSD(2.0)]
     if NEIGHBOURS < codes <= MOST_CODES:
         rules.append(LanternPP(NEIGHBOURS, 2.0))
-    return [relaxed(base, rule, request) for base in bases for rule in rules]
+    return [relax_candidate(base, rule, request) for base in bases for rule in rules]
 
 
 def sjd(model: LoadedModel, window: int, request: Request) -> ChosenMethod:
     widgets = f"SJD++ Sampler: window {window}, refinement coupled (exact)"
-    return chosen(model, SJD(window), None, widgets, request)
+    return make_candidate(model, SJD(window), None, widgets, request)
 
 
 def tree(model: LoadedModel, drafter: LoadedDrafter, option: str, request: Request) -> ChosenMethod:
@@ -82,16 +82,16 @@ def tree(model: LoadedModel, drafter: LoadedDrafter, option: str, request: Reque
     method = DraftTree(drafter.drafter, structure)
     depth = f", depth {structure.length}" if isinstance(structure, Chain) else ""
     widgets = f"Draft-Tree Sampler (EAGLE): structure {option}{depth}; drafter {drafter.name}"
-    return chosen(model, method, drafter, widgets, request)
+    return make_candidate(model, method, drafter, widgets, request)
 
 
 def adaptive_tree(model: LoadedModel, drafter: LoadedDrafter, request: Request) -> ChosenMethod:
     method = published.adt_tree(drafter.drafter, Exact(), **vars(PRESETS[AUTO]))
     widgets = f"ADT-Tree Sampler: preset {AUTO}; drafter {drafter.name}"
-    return chosen(model, method, drafter, widgets, request)
+    return make_candidate(model, method, drafter, widgets, request)
 
 
-def relaxed(base: ChosenMethod, rule: AcceptanceRule, request: Request) -> ChosenMethod:
+def relax_candidate(base: ChosenMethod, rule: AcceptanceRule, request: Request) -> ChosenMethod:
     """The method with another rule."""
     widgets = f"{base.widgets}; rule {rule.in_words(rule.describe())}"
-    return chosen(base.model, changed(base.method, rule=rule), base.drafter, widgets, request)
+    return make_candidate(base.model, replace_settings(base.method, rule=rule), base.drafter, widgets, request)

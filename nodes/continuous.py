@@ -13,7 +13,7 @@ from .comfy_runtime import models
 from .samplers import CommonInputs, run_method
 from .schema import schema
 from .search import CONTINUOUS, SAMPLER, WITH_DRAFTER
-from .widgets import advanced, choose, drafter_input, negative_input, option_of, prompt_inputs, sampler_outputs
+from .widgets import choose, drafter_input, fold_away, negative_input, option_of, prompt_inputs, sampler_outputs
 
 MODELS_OWN = "model's own"
 GUIDANCE = {MODELS_OWN: None, "linear": "linear", "constant": "constant"}
@@ -55,8 +55,8 @@ def continuous_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler of continuous models, first on the node."""
     return [
         *prompt_inputs(),
-        advanced(io.Combo.Input("guidance", options=list(GUIDANCE), default=MODELS_OWN)),
-        advanced(io.Combo.Input("head_sampler", options=list(HEADS), default=MODELS_OWN)),
+        fold_away(io.Combo.Input("guidance", options=list(GUIDANCE), default=MODELS_OWN)),
+        fold_away(io.Combo.Input("head_sampler", options=list(HEADS), default=MODELS_OWN)),
         io.Int.Input("head_steps", default=0, min=0, max=1000),
     ]
 
@@ -88,13 +88,13 @@ class ContinuousSampler(io.ComfyNode):
                 *continuous_inputs(),
                 drafter_input(),
                 io.Int.Input("draft_length", default=ContinuousSpeculative.length, min=1, max=256),
-                advanced(
+                fold_away(
                     io.Float.Input(
                         "prefill", default=ContinuousSpeculative.prefill, min=0, max=1, step=0.01, round=0.001
                     )
                 ),
                 io.Combo.Input("mode", options=list(MODES), default=option_of(ContinuousSpeculative.mode, MODES)),
-                advanced(
+                fold_away(
                     io.Combo.Input(
                         "target_sees", options=list(SEES), default=option_of(ContinuousSpeculative.condition, SEES)
                     )
@@ -102,10 +102,10 @@ class ContinuousSampler(io.ComfyNode):
                 io.Float.Input(
                     "tolerance", default=ContinuousSpeculative.tolerance, min=0, max=10, step=0.01, round=0.0001
                 ),
-                advanced(
+                fold_away(
                     io.Combo.Input("sigma", options=list(SIGMA), default=option_of(ContinuousSpeculative.path, SIGMA))
                 ),
-                advanced(io.Boolean.Input("alignment", default=ContinuousSpeculative.aligned)),
+                fold_away(io.Boolean.Input("alignment", default=ContinuousSpeculative.aligned)),
                 negative_input(),
             ],
             outputs=sampler_outputs(),

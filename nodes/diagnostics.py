@@ -29,7 +29,7 @@ MOST_RUNS = 8  # inputs of Compare Runs
 LEFT_OUT = "Maps of the first {number} of {total} images: those of all are too large."
 
 
-def shown(trace: Trace, **more: Any) -> dict[str, Any]:
+def ui_of(trace: Trace, **more: Any) -> dict[str, Any]:
     """UI output: text for the node and a report for programs (every value in a list, as ComfyUI requires)."""
     return {"text": [describe(trace)], "specar": [trace.report()], **more}
 
@@ -80,7 +80,7 @@ class AcceptanceMap(io.ComfyNode):
         maps = acceptance_map.draw_maps(trace, image, metric, opacity, some=True)
         overlay, colours = as_images(maps.overlay), as_images(maps.colours)
         numbers = [token_numbers(trace, i, maps.map_size, legend) for i, legend in enumerate(maps.legends)]
-        ui_output = shown(trace, **preview(overlay, cls, numbers))
+        ui_output = ui_of(trace, **preview(overlay, cls, numbers))
         if len(maps.legends) < (images := batch_size(trace)):
             ui_output["text"][0] += "\n" + LEFT_OUT.format(number=len(maps.legends), total=images)
         return io.NodeOutput(
@@ -134,9 +134,9 @@ class SaveTrace(io.ComfyNode):
             written = save_trace(trace, path)
         except OSError as error:  # not raised: the image may not be decoded and saved yet
             log.error("Save Trace: %s", error)
-            return io.NodeOutput(ui=shown(trace) | {"text": [f"NOT SAVED: {error}"], "files": []})
+            return io.NodeOutput(ui=ui_of(trace) | {"text": [f"NOT SAVED: {error}"], "files": []})
         files = [{"filename": file.name, "subfolder": subfolder, "type": "output"} for file in written]
-        return io.NodeOutput(ui=shown(trace, files=files))
+        return io.NodeOutput(ui=ui_of(trace, files=files))
 
     @classmethod
     def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:

@@ -16,7 +16,7 @@ from .comfy_runtime.progress import notify
 from .latents import Latent
 from .samplers import text_of
 from .schema import schema
-from .widgets import advanced
+from .widgets import fold_away
 
 log = logging.getLogger(__name__)
 [OWN] = FAMILY.decoders
@@ -38,7 +38,7 @@ def glm_tokens(latent: Latent, codes: int) -> Tensor:
     return tokens
 
 
-def sources_of(positive: list, codes: int) -> list[tuple[Tensor, Tensor]]:
+def source_images(positive: list, codes: int) -> list[tuple[Tensor, Tensor]]:
     """Tokens [h, w] (int64) and pixels [32 * h, 32 * w, 3] of every image that a prompt edits. Raises ValueError for
     some that do not fit each other, or the decoder, which has so many ``codes``."""
     found = []
@@ -73,8 +73,8 @@ class GLMImageDecode(io.ComfyNode):
                 io.Vae.Input("vae"),
                 io.Conditioning.Input("positive"),
                 io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True),
-                advanced(io.Int.Input("steps", default=STEPS, min=1, max=200)),
-                advanced(io.Float.Input("cfg", default=CFG, min=1, max=30, step=0.1, round=0.01)),
+                fold_away(io.Int.Input("steps", default=STEPS, min=1, max=200)),
+                fold_away(io.Float.Input("cfg", default=CFG, min=1, max=30, step=0.1, round=0.01)),
             ],
             outputs=[io.Image.Output("image")],
         )
@@ -94,7 +94,7 @@ class GLMImageDecode(io.ComfyNode):
         loaded = vae.load()
         tokens = glm_tokens(samples, loaded.decoder.dit.config.codes)
         prompt = text_of(positive) or ""
-        images = sources_of(positive, loaded.decoder.dit.config.codes)
+        images = source_images(positive, loaded.decoder.dit.config.codes)
         pixels = loaded.decode(tokens, prompt, seed, steps, cfg, images)
         for notice in (found := unread_quotations(prompt)):
             log.warning("%s", notice)

@@ -20,7 +20,7 @@ from .latents import empty_latent
 from .regions import nearest_grid
 from .schema import schema
 from .sockets import ARModel
-from .widgets import advanced
+from .widgets import fold_away
 
 
 class ImagePrompt(io.ComfyNode):
@@ -35,7 +35,7 @@ class ImagePrompt(io.ComfyNode):
                 io.Vae.Input("vae"),
                 io.Image.Input("image1"),
                 io.String.Input("text", multiline=True, dynamic_prompts=True),
-                advanced(io.String.Input("negative_text", multiline=True, dynamic_prompts=True, default="")),
+                fold_away(io.String.Input("negative_text", multiline=True, dynamic_prompts=True, default="")),
                 io.Image.Input("image2", optional=True),
                 io.Image.Input("image3", optional=True),
             ],
@@ -59,11 +59,11 @@ class ImagePrompt(io.ComfyNode):
     ) -> io.NodeOutput:
         given = {"image1": image1, "image2": image2, "image3": image3}
         try:
-            reads = readable(model)
+            reads = image_prompts_of(model)
             images = one_each(given, reads.most)
             if not text.strip():
                 raise ValueError("text is empty. Write what is to become of the image.")
-            sources = [encoded(model, vae, reads, name, image) for name, image in images.items()]
+            sources = [encode_image(model, vae, reads, name, image) for name, image in images.items()]
             tokens = [source["tokens"] for source in sources]
             positive = model.model.encode_prompt(text, tokens)
             if reads.seen:  # the decoder reads them, too
@@ -76,7 +76,7 @@ class ImagePrompt(io.ComfyNode):
         return io.NodeOutput(positive, negative_of(model, negative_text, second), size_of(model, image1, tokens[0]))
 
 
-def readable(model: LoadedModel) -> ImagePrompts:
+def image_prompts_of(model: LoadedModel) -> ImagePrompts:
     """How the model reads images. Raises ValueError if it cannot."""
     reads = None if model.model.continuous else model.model.image_prompts
     if reads is None:
@@ -103,7 +103,7 @@ def one_each(images: dict[str, Tensor | None], most: int) -> dict[str, Tensor]:
     return found
 
 
-def encoded(model: LoadedModel, vae: Any, reads: ImagePrompts, name: str, image: Tensor) -> dict[str, Tensor]:
+def encode_image(model: LoadedModel, vae: Any, reads: ImagePrompts, name: str, image: Tensor) -> dict[str, Tensor]:
     """An image [H, W, 3] as the model was trained to read it: "image", scaled [H, W, 3] (fp32, CPU, 0..1), and
     "tokens", [h, w] (int64, CPU).
 

@@ -58,8 +58,8 @@ def whole_tokens(model: Model, width: int, height: int) -> tuple[int, int]:
     return height // side, width // side
 
 
-def unused(latent: Latent, model: Model, keep: Tensor | None = None) -> list[str]:
-    """What a sampler does not use of a LATENT, or cannot use as it is, a sentence each. keep: see kept()."""
+def describe_unused(latent: Latent, model: Model, keep: Tensor | None = None) -> list[str]:
+    """What a sampler does not use of a LATENT, or cannot use as it is, a sentence each. keep: see keep_mask()."""
     samples, codebook = latent["samples"], None if model.continuous else model.codebook
     if not samples.any():
         return []
@@ -142,7 +142,7 @@ def planes(mask: Tensor, batch: int, name: str) -> Tensor:
     return mask
 
 
-def kept(noise_mask: Tensor, batch: int, rows: int, cols: int) -> Tensor:
+def keep_mask(noise_mask: Tensor, batch: int, rows: int, cols: int) -> Tensor:
     """Keep mask [B, rows, cols] (bool): tokens with less than half of their area masked (1: generate again)."""
     return (token_means(noise_mask, batch, rows, cols, "noise mask") < 0.5).expand(batch, -1, -1)
 

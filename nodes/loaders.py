@@ -18,7 +18,7 @@ from .latents import empty_latent, whole_tokens
 from .schema import schema
 from .search import FAMILIES, START
 from .sockets import ARDrafter, ARModel
-from .widgets import advanced
+from .widgets import fold_away
 
 GRIDS = ("auto", "16", "24", "32", "48", "64", "90")
 
@@ -33,7 +33,7 @@ class LoadCheckpoint(io.ComfyNode):
             inputs=[
                 io.Combo.Input("model_name", options=folders.model_choices(), default=folders.BUNDLED),
                 io.Combo.Input("dtype", options=list(models.DTYPES), default="auto"),
-                advanced(io.Combo.Input("grid", options=list(GRIDS), default="auto")),
+                fold_away(io.Combo.Input("grid", options=list(GRIDS), default="auto")),
             ],
             outputs=[ARModel.Output("ar_model"), io.Clip.Output("clip"), io.Vae.Output("vae")],
         )

@@ -11,7 +11,7 @@ from ..reports.quality import Quality, quality_of
 from ..reports.run_report import drafting, judgement
 from ..samplers.contract import Method
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
-from .samplers import Inputs, changed, run_method
+from .samplers import Inputs, replace_settings, run_method
 from .schema import schema
 from .search import SAMPLER
 from .sockets import ARMethod
@@ -70,7 +70,7 @@ class ChosenMethod:
         if self.drafter is None:
             return self.method
         self.drafter.follow(model)
-        return changed(self.method, drafter=self.drafter.drafter)
+        return replace_settings(self.method, drafter=self.drafter.drafter)
 
 
 class AutoSampler(io.ComfyNode):

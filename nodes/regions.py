@@ -31,7 +31,7 @@ def nearest_grid(model: Model, height: int, width: int) -> tuple[int, int]:
     return min(model.grids, key=distance)
 
 
-def fitted(image: Tensor, height: int, width: int, place: tuple[float, float]) -> Tensor:
+def crop_to_fit(image: Tensor, height: int, width: int, place: tuple[float, float]) -> Tensor:
     """Images [B, H, W, 3] scaled to cover height x width pixels, and cropped.
 
     place (down, across): position of the crop, 0 the start, 1/2 the middle, 1 the end.
@@ -79,7 +79,7 @@ class ContinueImage(io.ComfyNode):
         rows, cols = nearest_grid(model.model, *image.shape[1:3])
         place = (end, 0.5) if axis == 0 else (0.5, end)
         patch = model.model.pixels_per_token
-        samples = vae.encode(fitted(image[..., :3].float(), rows * patch, cols * patch, place))
+        samples = vae.encode(crop_to_fit(image[..., :3].float(), rows * patch, cols * patch, place))
         if samples.ndim != 4 or samples.shape[2:] != (rows, cols):
             raise ValueError(
                 f"The VAE encodes the image to a latent of shape {list(samples.shape)}, but this model needs "

@@ -18,7 +18,7 @@ from ..samplers.settings import settings_of
 from .schema import schema
 from .search import RELAXED, RULE
 from .sockets import ARRule
-from .widgets import advanced, choose, option_of
+from .widgets import choose, fold_away, option_of
 
 REDRAW = {  # option -> NeighbourRule.redraw
     "optimal (recommended)": "optimal",
@@ -61,7 +61,7 @@ def setting_input(
     else:
         bounds = {"min": legal.low, "max": min(legal.high, most), "round": 0.01 if legal.low >= 1 else 0.001}
         widget = io.Float.Input(name, default=field.default, step=step, **bounds)
-    return advanced(widget) if folded else widget
+    return fold_away(widget) if folded else widget
 
 
 def setting_inputs(rule: type[AcceptanceRule], looks: dict[str, dict[str, Any]]) -> list[io.Input]:

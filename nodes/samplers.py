@@ -26,24 +26,24 @@ from .comfy_runtime.memory import to_output_device
 from .comfy_runtime.progress import finished_run, notify
 from .latents import (
     Latent,
+    describe_unused,
     first_image,
     grid_of,
     image_samples,
-    kept,
+    keep_mask,
     skippable,
     strength,
     tokens_of,
-    unused,
     with_output,
 )
 from .rules import EXACT, ChosenRule
 from .schema import schema
 from .search import FAMILIES, SAMPLER, START
 from .widgets import (
-    advanced,
     choose,
+    collect_given,
     common_inputs,
-    given,
+    fold_away,
     negative_input,
     option_of,
     removed,
@@ -84,7 +84,7 @@ class CommonInputs:
 
     def params(self) -> dict[str, Any]:
         """Sampling parameters, without those whose widgets are set to the model's default."""
-        return given(self, "cfg", "temperature")
+        return collect_given(self, "cfg", "temperature")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Inputs(CommonInputs):
     top_p: float
 
     def params(self) -> dict[str, Any]:
-        return super().params() | given(self, "top_k", "top_p")
+        return super().params() | collect_given(self, "top_k", "top_p")
 
 
 def text_of(conditioning: Conditioning) -> str | None:
@@ -137,7 +137,7 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
     batch, grid = latent["samples"].shape[0], checked_grid(inputs)
     tokens = keep = None
     if latent.get("noise_mask") is not None:
-        tokens, keep = tokens_of(latent, model), kept(latent["noise_mask"], batch, *grid)
+        tokens, keep = tokens_of(latent, model), keep_mask(latent["noise_mask"], batch, *grid)
     request = model.request(
         positive,
         negative,
@@ -151,10 +151,10 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
         **inputs.model.sampling,
         **inputs.params(),
     )
-    return replace(request, notices=(*request.notices, *unused(latent, model, keep)))
+    return replace(request, notices=(*request.notices, *describe_unused(latent, model, keep)))
 
 
-def changed(method: Method, **settings: Any) -> Method:
+def replace_settings(method: Method, **settings: Any) -> Method:
     """The method with other values of these settings."""
     return replace(method, **settings)  # type: ignore[type-var]  # every method is a dataclass, as Method says
 
@@ -172,7 +172,7 @@ def run_method(
     inputs.model.check_kind(method.continuous)
     if drafter is not None:
         drafter.follow(inputs.model)
-        method = changed(method, drafter=drafter.drafter)
+        method = replace_settings(method, drafter=drafter.drafter)
     request = request_of(inputs, where, skip)
     notify(request.notices)
     output = generate(method, request, partial(runs.sampling, inputs.model, drafter))
@@ -252,14 +252,14 @@ class SJDSampler(io.ComfyNode):
                 *common_inputs(),
                 io.Int.Input("window", default=SJD.window or 0, min=0, max=4096),
                 io.Combo.Input("refinement", options=list(REFINEMENTS), default=option_of(SJD.reuse, REFINEMENTS)),
-                advanced(io.Float.Input("threshold", default=SJD.threshold, min=0.01, max=10, step=0.01, round=0.001)),
-                advanced(
+                fold_away(io.Float.Input("threshold", default=SJD.threshold, min=0.01, max=10, step=0.01, round=0.001)),
+                fold_away(
                     io.Combo.Input("initialisation", options=list(INITIAL), default=option_of(SJD.initial, INITIAL))
                 ),
                 negative_input(),
                 rule_input(),
                 removed(io.Int.Input("front_drafts", default=1, min=1, max=16, optional=True)),
-                advanced(
+                fold_away(
                     io.Float.Input("settling", default=SJD.settle, min=0, max=1, step=0.01, round=0.001, optional=True)
                 ),
             ],

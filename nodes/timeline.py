@@ -16,7 +16,7 @@ from ..samplers.trace import Trace
 from .schema import schema
 from .search import REPORT
 from .sockets import ARTrace
-from .widgets import advanced
+from .widgets import fold_away
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class DecodingTimeline(io.ComfyNode):
                 ARTrace.Input("trace"),
                 io.Image.Input("image"),
                 io.Int.Input("frames", default=0, min=0, max=1000),
-                advanced(io.Float.Input("tint", default=0.5, min=0, max=1, step=0.05, round=0.01)),
-                advanced(io.Int.Input("hold", default=12, min=0, max=1000)),
+                fold_away(io.Float.Input("tint", default=0.5, min=0, max=1, step=0.05, round=0.01)),
+                fold_away(io.Int.Input("hold", default=12, min=0, max=1000)),
                 io.Int.Input("picture", default=0, min=0, max=4095),
             ],
             outputs=[io.Image.Output("film"), io.Float.Output("fps")],

@@ -11,7 +11,7 @@ from .sockets import ARDrafter, ARModel, ARRule, ARTrace
 MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p for the model's default
 
 
-def advanced(widget: io.WidgetInput) -> io.WidgetInput:
+def fold_away(widget: io.WidgetInput) -> io.WidgetInput:
     """A widget that few touch: ComfyUI's new renderer folds it away until asked."""
     widget.extra_dict["advanced"] = True
     return widget
@@ -40,12 +40,12 @@ def common_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler of token ids, first on the node."""
     return [
         *prompt_inputs(),
-        advanced(io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536)),
-        advanced(io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001)),
+        fold_away(io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536)),
+        fold_away(io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001)),
     ]
 
 
-def given(inputs: Any, *names: str) -> dict[str, Any]:
+def collect_given(inputs: Any, *names: str) -> dict[str, Any]:
     """The widgets that are not set to the model's default. Raises ValueError for numbers that are too low."""
     values = {name: getattr(inputs, name) for name in names}
     for name, value in values.items():

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from comfyui_specar.batch.answers import Answer, Mapped, UnexpectedAnswerError, excerpt, parse_object, read, read_body
+from comfyui_specar.batch.answers import (
+    Answer,
+    Mapped,
+    UnexpectedAnswerError,
+    excerpt,
+    parse_object,
+    read_answer,
+    read_body,
+)
 from comfyui_specar.limits.limits import ANSWER_BYTES
 
 PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded image
@@ -90,7 +98,7 @@ async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Fol
             content = await read_body(reply, ANSWER_BYTES)
             if reply.status not in (200, 400):
                 raise UnexpectedAnswerError(f"/prompt answered {reply.status}: {excerpt(content)}")
-            answer = read(Submitted, content)
+            answer = read_answer(Submitted, content)
             run.node_errors = answer.node_errors
             if reply.status == 400:
                 run.error = answer.error
@@ -98,7 +106,7 @@ async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Fol
         await _follow_to_the_end(socket, run, follow)
         async with session.get(f"{url}/history/{run.prompt_id}") as reply:
             answer = parse_object(await read_body(reply, ANSWER_BYTES))
-            run.outputs = read(History, answer.get(run.prompt_id)).outputs
+            run.outputs = read_answer(History, answer.get(run.prompt_id)).outputs
     return run
 
 
@@ -112,7 +120,7 @@ async def _follow_to_the_end(socket: aiohttp.ClientWebSocketResponse, run: Run, 
             continue
         if message.type != aiohttp.WSMsgType.TEXT:
             raise aiohttp.ClientConnectionError("ComfyUI closed the connection before the prompt ended")
-        content = read(Message, message.data.encode())
+        content = read_answer(Message, message.data.encode())
         event, data = content.type, content.data
         if not isinstance(data, dict) or data.get("prompt_id") != run.prompt_id:
             continue

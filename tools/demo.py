@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 from comfy_client import Run, run_prompt
 from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError, free_port
-from comfyui_specar.batch.answers import Ended, Submission, read
+from comfyui_specar.batch.answers import Ended, Submission, read_answer
 from comfyui_specar.batch.maps import SAMPLER
 from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
 from comfyui_specar.batch.server import files_of, notices_of, refusal
@@ -95,7 +95,7 @@ def make(server: ComfyServer, prompt: dict, workflow: Path) -> None:
     if run.outcome != "success":
         raise DemoError(f"{failure(run)}; see {server.log}")
     print(f"Done in {time.monotonic() - start:.0f} s. In {OUTPUT}:")
-    outputs = read(Ended, {"outputs": run.outputs}).outputs
+    outputs = read_answer(Ended, {"outputs": run.outputs}).outputs
     for file in sorted(Path(file["subfolder"], file["filename"]) for file in files_of(outputs)):
         print(f"  {file}")
     for method, totals in sorted(costs(run).items()):
@@ -115,7 +115,7 @@ def costs(run: Run) -> dict[str, dict]:
 
 def failure(run: Run) -> str:
     if run.outcome == "rejected":
-        return refusal(read(Submission, {"node_errors": run.node_errors, "error": run.error}))
+        return refusal(read_answer(Submission, {"node_errors": run.node_errors, "error": run.error}))
     if run.outcome == "interrupted":
         return "the run was interrupted"
     return f"{run.error['node_type']}: {' '.join(run.error['exception_message'].split())}"

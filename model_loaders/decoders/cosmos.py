@@ -17,7 +17,7 @@ from ...models.networks.cosmos import Cosmos, CosmosConfig
 from ..declarations import DecoderKind
 from ..files.checkpoint import SAFETENSORS, TORCHSCRIPT, Checkpoint, open_checkpoint
 from ..files.errors import CheckpointError
-from ..files.names import numbered
+from ..files.names import count_modules
 
 _LEVELS = CosmosConfig.levels
 _CODES = 2**24  # at most
@@ -50,8 +50,8 @@ def flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def config_of(weights: Mapping[str, Tensor], levels: tuple[int, ...]) -> CosmosConfig:
     """Sizes of a tokenizer from its tensor shapes. Raises KeyError or ValueError for missing tensors."""
-    depth = numbered(weights, r"decoder\.up\.", LEVELS)
-    blocks = numbered(weights, r"decoder\.up\.0\.block\.", LEVELS)
+    depth = count_modules(weights, r"decoder\.up\.", LEVELS)
+    blocks = count_modules(weights, r"decoder\.up\.0\.block\.", LEVELS)
     stem = weights.get("encoder.conv_in.0.weight")
     return CosmosConfig(
         levels,

@@ -23,7 +23,7 @@ from ...models.networks.vq import nearest_codes
 from ..declarations import DecoderKind
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError, incomplete_without
-from ..files.names import numbered, root_of
+from ..files.names import count_modules, root_of
 
 _ROOTS = ("model.vqmodel.", "vqmodel.", "")  # in a transformers model, in one of older versions, in a separate file
 _ORIGINAL = (  # (pattern, replacement) from the names of BAAI/Emu3-VisionTokenizer
@@ -81,7 +81,7 @@ def config_settings(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "num_res_blocks": blocks,
         "attn_resolutions": sorted(levels),
         "hidden_size": len(tensors["encoder.middle_block.attn_1.q_proj.weight"]),
-        "temporal_downsample_factor": 2 ** (0 if is_still(tensors) else numbered(tensors, _TIME, LEVELS)),
+        "temporal_downsample_factor": 2 ** (0 if is_still(tensors) else count_modules(tensors, _TIME, LEVELS)),
     }
 
 

@@ -19,7 +19,7 @@ from ...models.networks.vq import VQConfig, VQModel
 from ..declarations import DecoderKind
 from ..files.checkpoint import Checkpoint
 from ..files.errors import incomplete_without
-from ..files.names import numbered, root_of
+from ..files.names import count_modules, root_of
 
 _ROOTS = ("", "gen_vision_model.", "model.vqmodel.", "vqmodel.")  # prefixes of the names, in files and in models
 _COMPVIS = (  # (pattern, replacement) from CompVis's names, which transformers uses too
@@ -59,7 +59,7 @@ def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 name = re.sub(pattern, replacement, name)
             named[name] = tensor
     if is_mirrored(tensors, root):
-        deepest = numbered(named, r"decoder\.conv_blocks\.", LEVELS) - 1
+        deepest = count_modules(named, r"decoder\.conv_blocks\.", LEVELS) - 1
         named = {
             re.sub(_LEVEL, lambda m: f"decoder.conv_blocks.{deepest - int(m[1])}.", name): tensor
             for name, tensor in named.items()

@@ -22,7 +22,7 @@ from ...models.networks.kl_vae import Decoder, Encoder, KLConfig
 from ...models.text.prompt_encoders import left_out
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint, open_checkpoint, read_settings, weight_file
 from ..files.errors import CheckpointError, as_released, incomplete_without
-from ..files.names import numbered
+from ..files.names import count_modules
 from ..files.weights import load_weights
 from ..llama import positive
 from ..text.t5 import T5, load_t5
@@ -252,7 +252,7 @@ def load_dit(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> DiT:
         dim, patch = tensors["image_projector.proj.weight"].shape
         config = DiTConfig(
             dim,
-            numbered(tensors, r"transformer_blocks\.", LAYERS),
+            count_modules(tensors, r"transformer_blocks\.", LAYERS),
             heads,
             patch // side**2,
             side,
@@ -299,13 +299,13 @@ def vae_config(checkpoint: Checkpoint) -> tuple[KLConfig, dict[str, Tensor]]:
     settings = read_settings(checkpoint.path.parent / "config.json")
     with incomplete_without("the decoder, and the latents' mean and std in config.json,", checkpoint.path):
         tensors = vae_names(checkpoint.tensors, "decoder")
-        levels = numbered(tensors, r"decoder\.up\.", LEVELS)
+        levels = count_modules(tensors, r"decoder\.up\.", LEVELS)
         widths = [len(tensors[f"decoder.up.{i}.block.0.conv1.weight"]) for i in range(levels)]
         config = KLConfig(
             tensors["decoder.conv_in.weight"].shape[1],
             tuple(width // widths[0] for width in widths),
             widths[0],
-            numbered(tensors, r"decoder\.up\.0\.block\.", LEVELS) - 1,
+            count_modules(tensors, r"decoder\.up\.0\.block\.", LEVELS) - 1,
         )
         mean, std = (torch.tensor(settings[f"latents_{name}"], dtype=torch.float32) for name in ("mean", "std"))
     if not len(mean) == len(std) == config.channels or not (std > 0).all():
@@ -319,7 +319,7 @@ def vae_config(checkpoint: Checkpoint) -> tuple[KLConfig, dict[str, Tensor]]:
 def vae_names(tensors: Mapping[str, Tensor], half: Literal["encoder", "decoder"]) -> dict[str, Tensor]:
     """The tensors of the VAE's encoder or decoder under the names of models/networks/kl_vae.py."""
     found = {name.removeprefix(f"{half}."): t for name, t in tensors.items() if name.startswith(f"{half}.")}
-    last = numbered(found, r"(?:up|down)_blocks\.", LEVELS) - 1
+    last = count_modules(found, r"(?:up|down)_blocks\.", LEVELS) - 1
     return {f"{half}.{latent_diffusion_name(name, last)}": tensor for name, tensor in found.items()}
 
 

@@ -18,7 +18,7 @@ from ...models.sizes import Grid
 from ...models.text.tokenizer import find_tokenizer
 from ..files.checkpoint import Checkpoint, read_settings, title
 from ..files.errors import CheckpointError, as_released
-from ..files.names import count, renamed
+from ..files.names import count, rename
 from ..files.weights import load_weights
 from ..llama import matrix
 
@@ -108,7 +108,7 @@ def load_encoder(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[
     without it, and for tensors that are missing, unknown, misshapen or not finite."""
     path, scaling = checkpoint.path, open_scaling(checkpoint.path, search)
     own = {n: t for n, t in checkpoint.tensors.items() if n.startswith(tuple(_NAMES))}
-    tensors = renamed(own, _NAMES)
+    tensors = rename(own, _NAMES)
     if not {"patch_embed.weight", "pos_embed", "quant_conv.weight", "codebook"} <= tensors.keys():
         raise CheckpointError(
             f"{title(path)} was saved without its vision encoder (model.visual, model.vqmodel), so it reads no images. "

@@ -26,7 +26,7 @@ from ..declarations import Family
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
-from ..files.names import count, renamed
+from ..files.names import count, rename
 from ..files.weights import load_weights
 from ..text.qwen2 import HEADS, Qwen2
 from . import mar
@@ -148,7 +148,7 @@ def load(
     encoder = prompt_encoder(open_tokenizer(path, llm.vocab, search), grid)
     model = HarmonModel(backbone, head, _NAME, meta.get("scale", mar.SCALE), defaults, encoder)
     model.grid = grid
-    weights = renamed(tensors, {"mar.diffloss.": "head.", "": "backbone."})
+    weights = rename(tensors, {"mar.diffloss.": "head.", "": "backbone."})
     model.dtype = dtype
     return load_weights(model, weights, checkpoint, dtype, precise=mar.PRECISE)
 

@@ -27,7 +27,7 @@ from ...samplers.contract import SamplingParams
 from ..declarations import Download, Family, ReleasedDecoder
 from ..files.checkpoint import Checkpoint, read_settings, title
 from ..files.errors import CheckpointError
-from ..files.names import meaning, renamed
+from ..files.names import meaning, rename
 from ..files.weights import load_weights
 from ..llama import backbone_config, backbone_tensors, positive, rope_theta, text_settings, unpad
 from .janus_reading import BEGIN, IMAGE, PLACEHOLDER, load_patch_reader
@@ -150,7 +150,7 @@ def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor,
     for name, tensor in tensors.items():
         if not name.startswith((f"{root}layers.", f"{root}norm.", *_SKIPPED)):
             part, _, kind = name.rpartition(".")
-            named |= {f"{names[part]}.{kind}": tensor} if part in names else renamed({name: tensor}, _AROUND | {"": ""})
+            named |= {f"{names[part]}.{kind}": tensor} if part in names else rename({name: tensor}, _AROUND | {"": ""})
     return named, root
 
 

@@ -25,7 +25,7 @@ from ...samplers.contract import SamplingParams
 from ..declarations import Download, Family, ReleasedDecoder
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
-from ..files.names import count, meaning, renamed
+from ..files.names import count, meaning, rename
 from ..files.weights import Weights, load_weights
 from ..llama import layer_tensors, positive
 from ..text import t5
@@ -67,7 +67,7 @@ def official_names(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Weights]:
     layers = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{root}layers.")}
     outside = {name: tensor for name, tensor in tensors.items() if name not in layers}
     if root:
-        return renamed(outside, _HUGGING_FACE), layer_tensors(tensors, root, checkpoint.path)
+        return rename(outside, _HUGGING_FACE), layer_tensors(tensors, root, checkpoint.path)
     return outside, layers
 
 
@@ -142,7 +142,7 @@ def load(
     params = SamplingParams(**meta.get("defaults", defaults))
     model = DiscreteModel(backbone, prefix, family, grid, params, encoder, meta.get("pixels_per_token", 16))
     model.dtype = dtype
-    return load_weights(model, join_gates(renamed(outside | {**layers}, PARTS)), checkpoint, dtype)
+    return load_weights(model, join_gates(rename(outside | {**layers}, PARTS)), checkpoint, dtype)
 
 
 def caption_encoder(path: Path, meta: dict, slots: int, width: int, search: Sequence[Path]) -> PromptEncoder:
@@ -150,7 +150,7 @@ def caption_encoder(path: Path, meta: dict, slots: int, width: int, search: Sequ
     words = path.parent / "text_encoder.safetensors"
     if "caption_slots" in meta and words.is_file():
         return WordEncoder.open(words, slots)
-    return t5.find(path, slots, width, search) or MissingEncoder(
+    return t5.find_t5(path, slots, width, search) or MissingEncoder(
         f"{path.name} reads prompts through flan-t5-xl, which was not found. Put the folder flan-t5-xl (config.json, "
         "tokenizer.json, the weights) or its encoder as one file with that name into models/text_encoders."
     )

@@ -26,7 +26,7 @@ from ..declarations import Family
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
-from ..files.names import count, renamed
+from ..files.names import count, rename
 from ..files.weights import load_weights
 from .llamagen import class_names
 
@@ -120,7 +120,7 @@ def load(
         backbone, head, _NAME, meta.get("scale", SCALE), defaults, encoder, meta.get("pixels_per_token", 16)
     )
     model.dtype = dtype
-    return load_weights(model, renamed(tensors, PARTS), checkpoint, dtype, precise=PRECISE)
+    return load_weights(model, rename(tensors, PARTS), checkpoint, dtype, precise=PRECISE)
 
 
 def first_step(meta: dict[str, Any]) -> int:

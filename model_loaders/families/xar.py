@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...device.captured import Graphs
-from ...limits.limits import bounded_int, shown
+from ...limits.limits import bounded_int, quote
 from ...models.ar_model import Conditioning
 from ...models.continuous_model import ContinuousBase
 from ...models.networks.prefix import check_class
@@ -182,7 +182,7 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, side: int, path: Pa
         raise CheckpointError(f"{path.name}: {heads} heads do not fit its width {dim}.")
     classes, channels = tensors["class_emb.weight"].shape[0] - 1, tensors["pred.weight"].shape[0]
     if type(side) is not int or side not in SIDES:
-        raise CheckpointError(f"{path.name} has cells {shown(side)} tokens wide; use {', '.join(map(str, SIDES))}.")
+        raise CheckpointError(f"{path.name} has cells {quote(side)} tokens wide; use {', '.join(map(str, SIDES))}.")
     return XARConfig(dim, encoder, decoder, heads, hidden, channels, classes, side)
 
 

@@ -17,7 +17,7 @@ def members_of(path: Path) -> dict[str, zipfile.ZipInfo]:
 
     Raises FileError for a list of members that is too long, ambiguous or not where it should be, and for stored
     members that are larger than the file together. Compressed ones (the code of a TorchScript archive) are listed, but
-    are not in this sum: see ``stored``.
+    are not in this sum: see ``get_stored``.
     """
     with path.open("rb") as file:
         # zipfile makes an object of half a kilobyte for every member, so the length of the list is looked at before.
@@ -39,7 +39,7 @@ def members_of(path: Path) -> dict[str, zipfile.ZipInfo]:
     return found
 
 
-def stored(members: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
+def get_stored(members: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
     """The member ``name``.
 
     Raises FileError if it is missing, or compressed, which PyTorch's data is not: a few bytes could stand for more
@@ -55,9 +55,9 @@ def stored(members: Mapping[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo
 def pickle_in(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo]) -> io.BytesIO:
     """The pickle ``data.pkl`` of an archive. Raises FileError if it is missing, compressed or too long, or was written
     by a machine of the other byte order."""
-    if "byteorder" in members and archive.read(stored(members, "byteorder")) != b"little":
+    if "byteorder" in members and archive.read(get_stored(members, "byteorder")) != b"little":
         raise FileError("it has the other byte order")
-    member = stored(members, "data.pkl")
+    member = get_stored(members, "data.pkl")
     if member.file_size > PICKLE:
         raise FileError(f"its {member.filename} has {member.file_size} bytes; {PICKLE} is the limit")
     return io.BytesIO(archive.read(member))

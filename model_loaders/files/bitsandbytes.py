@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...limits.limits import FileError, bounded_int, legal_sizes, shown
-from .quantised import DESCRIPTIONS, RELEASED, Format, LazyMatrix, description, looked_up, mismatch, part_of
-from .scaled import scaled
+from ...limits.limits import FileError, bounded_int, legal_sizes, quote
+from .quantised import DESCRIPTIONS, RELEASED, Format, LazyMatrix, description, look_up, mismatch, part_of
+from .scaled import scale_matrix
 
 _STATES = DESCRIPTIONS[1:]
 _SCALES = ".SCB"
@@ -80,7 +80,7 @@ def _four_bits(name: str, state: str, tensors: Mapping[str, Tensor]) -> LazyMatr
         step = bounded_int("nested_blocksize", about.get("nested_blocksize"), 1, _LARGEST_BLOCK) if nested else 1
         offset = about.get("nested_offset") if nested else 0.0
         if type(offset) is not float or not abs(offset) < torch.finfo(torch.float32).max:
-            raise FileError(f"nested_offset is {shown(offset)}, not a finite number")
+            raise FileError(f"nested_offset is {quote(offset)}, not a finite number")
     except FileError as error:
         raise FileError(f"{name}{state} cannot be read: {error}. Download it again.") from error
     rows, columns = shape
@@ -127,7 +127,7 @@ def _widened(
         blocks = absmax.shape[1]
         place = (row[:, None] * blocks + torch.arange(blocks, device=row.device)) // step
         absmax = levels.float().flatten()[absmax.int()] * outer.float().flatten()[place] + offset
-    values = looked_up(table, packed, upper_first=True)
+    values = look_up(table, packed, upper_first=True)
     values = F.pad(values, (0, absmax.shape[1] * block - values.shape[1]))
     values = (values.unflatten(1, (-1, block)) * absmax[..., None]).flatten(1)
     return values if shape is None else values[0, : shape[0] * shape[1]].view(shape)
@@ -145,4 +145,4 @@ def _eight_bits(layer: str, tensors: Mapping[str, Tensor]) -> LazyMatrix:
         raise mismatch(layer, "weight", numbers)
     if scales.numel() != len(numbers) or not scales.is_floating_point():
         raise mismatch(layer, "SCB", scales)
-    return scaled(numbers, scales.float() / 127)
+    return scale_matrix(numbers, scales.float() / 127)

@@ -25,12 +25,12 @@ from ...limits.limits import (
     legal_name,
     legal_sizes,
     parse_json,
-    shown,
+    quote,
 )
 from .bitsandbytes import with_bitsandbytes
 from .errors import CheckpointError, raise_if_out_of_memory
 from .gptq import with_gptq
-from .names import unwrapped
+from .names import unwrap_names
 from .pickles import read_pickle, refuse_unreal
 from .quantised import DESCRIPTIONS
 from .safetensors_files import header_of, read
@@ -213,7 +213,7 @@ def with_matrices(tensors: dict[str, Tensor], path: Path, about: Callable[[], An
 
 
 def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {own: tensors[name] for name, own in unwrapped(tensors).items()}
+    return {own: tensors[name] for name, own in unwrap_names(tensors).items()}
 
 
 Data = Literal["map", "read", "outline"]  # the data: memory-mapped, read into memory, or left in the file
@@ -345,7 +345,7 @@ def _open_pickle(path: Path, data: Data) -> Checkpoint:
     if not tensors:
         parts = content if isinstance(content, dict) else {}
         refuse_unsupported([f"{a}.{b}" for a, part in parts.items() if isinstance(part, dict) for b in part], path)
-        found = ", ".join(shown(part) for part in [*parts][:6])
+        found = ", ".join(quote(part) for part in [*parts][:6])
         raise CheckpointError(
             f"{path.name} contains no named tensors{f', but {found}' if found else ''}. Weights are looked for at its "
             f"top and in its entries {', '.join(_CONTAINERS)}: save them so, or choose the file of the model."
@@ -391,5 +391,5 @@ def tensor_names(path: Path) -> set[str]:
     """Names of the tensors in a file or in the shards of an index, without reading their data; empty for TorchScript.
     Raises CheckpointError as open_checkpoint does."""
     if path.name.endswith(INDEX):
-        return set(unwrapped(shard_of(path)).values())
+        return set(unwrap_names(shard_of(path)).values())
     return set() if path.suffix.lower() in TORCHSCRIPT else set(outline(path).tensors)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...limits.limits import FileError, shown
+from ...limits.limits import FileError, quote
 
 GROUP = 256  # numbers that are rotated together, if a file does not tell
 
 
-def rotated(weight: Tensor, group: int) -> Tensor:
+def rotate_groups(weight: Tensor, group: int) -> Tensor:
     """A matrix [N, K] (fp32) times the rotation of every ``group`` (see ``rotation_of``) along K, which undoes itself.
 
     Each of the n steps adds four numbers and halves, so an error of n x 2^-22 of the largest number is possible.
@@ -38,7 +38,7 @@ def rotation_of(name: str, options: dict[str, Any], columns: int) -> int:
     fits = type(group) is int and 4 <= group <= columns and columns % group == 0
     if not fits or group & (group - 1) or group.bit_length() % 2 == 0:
         raise FileError(
-            f"{name} cannot be read: convrot_groupsize is {shown(group)}, not a power of 4 that divides {columns} "
+            f"{name} cannot be read: convrot_groupsize is {quote(group)}, not a power of 4 that divides {columns} "
             "columns. Download it again."
         )
     return group

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...limits.limits import FileError, shown
+from ...limits.limits import FileError, quote
 from ...models.networks.quantised import fits_groups, join_groups
 from .quantised import RELEASED, Format, LazyMatrix, mismatch, part_of
 
@@ -84,9 +84,9 @@ def _stated(about: Any) -> _Stated:
     entries, values = next(((entries, known) for (name, entries), known in _STORED.items() if name == method), ((), {}))
     layout = _entry(about, entries)
     if layout not in [*values]:
-        named = f" in the layout {shown(layout)}" if layout is not None else ""
+        named = f" in the layout {quote(layout)}" if layout is not None else ""
         raise FileError(
-            f"it is quantised by {shown(method)}{named}, which is not supported. {RELEASED}, or in GPTQ's "
+            f"it is quantised by {quote(method)}{named}, which is not supported. {RELEASED}, or in GPTQ's "
             "layout (gptq, gptq_v2, auto_round:auto_gptq)."
         )
     mixed = any(about.get(entry) for entry in ("dynamic", "extra_config"))
@@ -105,7 +105,7 @@ def _entry(about: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     if any(each != stated[0] for each in stated):
         raise FileError(
             f"the description beside it contradicts itself: {' and '.join(names)} are "
-            f"{' and '.join(map(shown, stated))}. Remove the wrong one, or use the description that was released."
+            f"{' and '.join(map(quote, stated))}. Remove the wrong one, or use the description that was released."
         )
     return stated[0] if stated else None
 

@@ -21,7 +21,7 @@ _WITHIN = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoin
 _SQUARE = re.compile(r"(?<![^\W_])(\d+)(?:x\1|px)(?![^\W_])")  # a size in pixels
 
 
-def unwrapped(names: Iterable[str]) -> dict[str, str]:
+def unwrap_names(names: Iterable[str]) -> dict[str, str]:
     """Names of tensors -> the same without those of wrappers around the model, however nested. Other names pass
     unchanged, and all do if two would become one."""
     given = list(names)
@@ -59,7 +59,7 @@ def root_of(names: Collection[str], roots: Sequence[str], *marks: str) -> str | 
     return next((root for root in roots if all(f"{root}{mark}" in names for mark in marks)), None)
 
 
-def numbered(names: Collection[str], before: str, most: int) -> int:
+def count_modules(names: Collection[str], before: str, most: int) -> int:
     """Number of modules whose numbers, starting at 0, follow the regular expression ``before``.
 
     Raises ValueError if there are none, or more than ``most``.
@@ -75,7 +75,7 @@ def count(names: Collection[str], before: str) -> int:
     return bounded_int(f"the number of modules {before}", len({match[1] for match in matches if match}), 0, LAYERS)
 
 
-def renamed(tensors: Mapping[str, T], beginnings: Mapping[str, str]) -> dict[str, T]:
+def rename(tensors: Mapping[str, T], beginnings: Mapping[str, str]) -> dict[str, T]:
     """The tensors with other prefixes of their names: theirs -> ours, the first that matches ("": any)."""
     found = {}
     for name, tensor in tensors.items():

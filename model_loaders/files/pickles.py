@@ -34,7 +34,7 @@ from ...limits.limits import (
     bounded_int,
     legal_name,
     legal_sizes,
-    shown,
+    quote,
 )
 from .archives import members_of, pickle_in
 
@@ -162,7 +162,7 @@ def check_pickle(file: io.BytesIO) -> tuple[set[str], dict[str, int]]:
         if kind not in _INSTRUCTIONS or (
             isinstance(argument, int) and abs(argument) >= 2**64 and argument != serialization.MAGIC_NUMBER
         ):
-            raise FileError(f"its description has the instruction {kind} {shown(argument)}, which weights do not need")
+            raise FileError(f"its description has the instruction {kind} {quote(argument)}, which weights do not need")
         if kind == "MARK":
             marks.append(len(stack))
         elif "PUT" in kind:
@@ -198,7 +198,7 @@ def _value(kind: str, argument: Any, taken: list[Any]) -> Any:
     if kind in ("REDUCE", "NEWOBJ"):
         function, given = taken
         if not isinstance(function, _Name) or not _CALLED.match(function):
-            raise FileError(f"it calls {shown(function)}, which weights do not need and which is never run")
+            raise FileError(f"it calls {quote(function)}, which weights do not need and which is never run")
         if function == "_codecs.encode" and given[1:] not in (("latin1",), ("latin-1",)):  # others take any time
             raise FileError("it encodes other texts than bytes")
         return _Made(function)
@@ -218,7 +218,7 @@ def _storage(pid: Any) -> tuple[str, int]:
     if kind != "storage" or not isinstance(name, _Name) or not isinstance(key, str):
         raise FileError("it refers to something that is not a storage")
     if name not in DTYPES:
-        raise FileError(f"it has numbers of the kind {shown(name)}")
+        raise FileError(f"it has numbers of the kind {quote(name)}")
     return legal_name(key), bounded_int("the size of a storage", count, 0, LARGEST) * DTYPES[name].itemsize
 
 
@@ -250,7 +250,7 @@ def _stand_ins(names: Iterable[str]) -> list[Any]:
             raise FileError(f"one of its tensors is not a plain tensor ({name})")
         a_type = package == "builtins" and isinstance(getattr(builtins, name, None), type) and name != "bytearray"
         if package == "torch" or (package in sys.stdlib_module_names - _HARMLESS and not a_type):
-            raise FileError(f"it asks for {shown(full)}, which weights do not need and which is never run")
+            raise FileError(f"it asks for {quote(full)}, which weights do not need and which is never run")
         found.append(type(name, (_Unused,), {"__module__": module}))
     return found
 

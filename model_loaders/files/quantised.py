@@ -130,7 +130,7 @@ def pairs(numbers: Tensor, upper_first: bool = False) -> Tensor:
     return torch.stack(halves[::-1] if upper_first else halves, dim=-1).flatten(1)
 
 
-def looked_up(table: Tensor, packed: Tensor, upper_first: bool = False) -> Tensor:
+def look_up(table: Tensor, packed: Tensor, upper_first: bool = False) -> Tensor:
     """The numbers (fp32) of a ``table`` [16] that the ``pairs`` of [n, m] bytes stand for: [n, 2 m]."""
     every = torch.arange(256, device=packed.device).byte()[:, None]
     both = table.float().flatten()[pairs(every, upper_first).int()]  # a table of pairs is read half as often

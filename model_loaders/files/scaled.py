@@ -36,8 +36,8 @@ from torch import Tensor
 
 from ...limits.limits import TENSORS, FileError, legal_name
 from ...models.networks.quantised import to_bits
-from .convrot import rotated, rotation_of
-from .quantised import RELEASED, Format, LazyMatrix, description, first, looked_up, mismatch, part_of
+from .convrot import rotate_groups, rotation_of
+from .quantised import RELEASED, Format, LazyMatrix, description, first, look_up, mismatch, part_of
 
 MARK = ".comfy_quant"
 METADATA = "_quantization_metadata"
@@ -101,7 +101,7 @@ def _marked(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def scaled(numbers: Tensor, scale: Tensor) -> LazyMatrix:
+def scale_matrix(numbers: Tensor, scale: Tensor) -> LazyMatrix:
     """Numbers [N, K] (int8 or fp8) times a scale for all, or for every row. Both stay what they are if kept."""
     by_row = scale.float().reshape(-1, 1).expand(len(numbers), 1)
     kind = Format(numbers.shape[1], _times, storage=numbers.dtype, kept=lambda rows, each: (to_bits(rows), each[:, 0]))
@@ -135,7 +135,7 @@ def _matrix(layer: str, tensors: Mapping[str, Tensor]) -> LazyMatrix:
         return first(LazyMatrix((numbers, scales), Format(columns, _e2m1, padded=block)), rows, columns)
     if not scale.is_floating_point() or scale.numel() not in (1, len(numbers)):
         raise mismatch(layer, "weight_scale", scale)
-    plain = scaled(numbers, scale)
+    plain = scale_matrix(numbers, scale)
     if kind == "int8_tensorwise" and options.get("convrot"):
         columns = numbers.shape[1]
         return LazyMatrix(
@@ -149,12 +149,12 @@ def _times(numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 def _turned(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
-    return rotated(numbers.float() * scale, group)
+    return rotate_groups(numbers.float() * scale, group)
 
 
 def _e2m1(numbers: Tensor, scale: Tensor) -> Tensor:
     values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device=numbers.device)
-    return _in_blocks(looked_up(values, numbers, upper_first=True), scale)
+    return _in_blocks(look_up(values, numbers, upper_first=True), scale)
 
 
 def _in_blocks(numbers: Tensor, scale: Tensor) -> Tensor:

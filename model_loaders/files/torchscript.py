@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...limits.limits import LARGEST, MODULES, TENSORS, FileError, bounded_int, legal_name, legal_sizes, shown
-from .archives import members_of, pickle_in, stored
+from ...limits.limits import LARGEST, MODULES, TENSORS, FileError, bounded_int, legal_name, legal_sizes, quote
+from .archives import get_stored, members_of, pickle_in
 from .pickles import DTYPES, check_pickle, file_errors
 
 _LISTS = ("build_intlist", "build_doublelist", "build_boollist", "build_tensorlist", "restore_type_tag")
@@ -92,13 +92,13 @@ class _Unpickler(pickle.Unpickler):
             return _view
         if f"{module}.{name}" in DTYPES:
             return DTYPES[f"{module}.{name}"]
-        raise FileError(f"it asks for {shown(f'{module}.{name}')}, which weights do not need and which is never run")
+        raise FileError(f"it asks for {quote(f'{module}.{name}')}, which weights do not need and which is never run")
 
     def persistent_load(self, pid: Any) -> Tensor:
         """A storage as a flat tensor. Raises FileError if the archive does not hold it."""
         _, dtype, key, _, count = pid
         if key not in self.storages:
-            content = self.archive.read(stored(self.members, f"data/{key}"))
+            content = self.archive.read(get_stored(self.members, f"data/{key}"))
             if len(content) != count * dtype.itemsize:
                 raise FileError(f"its data/{key} has {len(content)} bytes, not {count} elements of {dtype}")
             self.storages[key] = torch.frombuffer(bytearray(content or b"\0" * 16), dtype=dtype)[:count]

@@ -119,7 +119,7 @@ class T5Encoder(PromptEncoder):
         return module(torch.tensor([ids], device=module.device)).float().cpu()
 
 
-def find(path: Path, slots: int, width: int, search: Sequence[Path]) -> T5Encoder | None:
+def find_t5(path: Path, slots: int, width: int, search: Sequence[Path]) -> T5Encoder | None:
     """The encoder of a model at ``path``: a folder or file with flan-t5-xl in its name, beside the model, in the
     search folders or one level below; None if there is none."""
     folders = [path.parent, *search]

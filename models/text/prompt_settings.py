@@ -35,14 +35,14 @@ WORDS = {  # entry of ComfyUI's nodes -> in words
 }
 
 
-def ignored(entries: Mapping[str, Any], pixels: tuple[int, int]) -> list[str]:
+def describe_ignored(entries: Mapping[str, Any], pixels: tuple[int, int]) -> list[str]:
     """The settings of a prompt that change nothing for an image of ``pixels`` (height, width), in words. Those that
     restrict nothing (a strength of 1, an area of the whole image) are left out."""
     found = [name for name, value in entries.items() if name != OWN and not neutral(name, value, pixels)]
     return list(dict.fromkeys(WORDS.get(name, repr(name)) for name in found))
 
 
-def refused(entries: Mapping[str, Any]) -> str:
+def describe_refused(entries: Mapping[str, Any]) -> str:
     """The first picture or model that comes with a prompt, in words; "" if there is none."""
     return next(
         (

@@ -145,7 +145,7 @@ class Prompted(Placed):
                     f"The {name} prompt has {count} words or tokens, as after Conditioning (Concat), but the "
                     f"model learned to read {self.prompt_encoder.slots} at most. Use a shorter prompt."
                 )
-            if settings := prompt_settings.ignored(prompt[0][1] if isinstance(prompt, list) else {}, pixels):
+            if settings := prompt_settings.describe_ignored(prompt[0][1] if isinstance(prompt, list) else {}, pixels):
                 found.append(f"AR models do not use what is set on the {name} prompt: {', '.join(settings)}.")
         if negative is not None and not guided:
             found.append("The negative prompt is not used, because cfg is 1. Set cfg above 1 to use it.")
@@ -201,7 +201,7 @@ class Prompted(Placed):
         if family != self.family:
             origin = f"was encoded for {family}" if family else "does not come from this pack's CLIP"
             raise ValueError(f"{name} {origin}, but the model is {self.family}. Encode it with this model's CLIP.")
-        if brought := prompt_settings.refused(extra):
+        if brought := prompt_settings.describe_refused(extra):
             raise ValueError(
                 f"{name} comes with {brought}, which AR models cannot use. Connect CLIP Text Encode "
                 "directly, without the node that adds it."

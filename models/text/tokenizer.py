@@ -29,7 +29,7 @@ def find_tokenizer(
 
 
 @contextmanager
-def readable(path: Path, wanted: str = "") -> Iterator[None]:
+def convert_errors(path: Path, wanted: str = "") -> Iterator[None]:
     """Convert errors of the tokenizer library to CheckpointError: plain exceptions, and Rust panics, which do not
     derive from Exception and would end the thread."""
     try:
@@ -85,7 +85,7 @@ class Tokenizer:
     def _open(self) -> Any:
         path = self._path
         if self._opened is None:
-            with readable(path):
+            with convert_errors(path):
                 opened = self.read(path)
                 refuse_growth(opened.normalizer)
             opened.no_truncation()
@@ -104,14 +104,14 @@ class Tokenizer:
     def ids(self, text: str) -> list[int]:
         """Ids of a string, which may contain special tokens; none are added."""
         opened = self._open()
-        with readable(self._path):
+        with convert_errors(self._path):
             return opened.encode(text, add_special_tokens=False).ids
 
     def specials_in(self, text: str) -> list[str]:
         """The special tokens in a string, each once. Some files also list plain letters among the tokens that were
         added."""
         ids = dict.fromkeys(self.ids(text))
-        with readable(self._path):
+        with convert_errors(self._path):
             added = self._open().get_added_tokens_decoder()
         tokens = (added[id] for id in ids if id in added)
         marked = [token.content for token in tokens if token.special or token.content.startswith("<")]
@@ -120,20 +120,20 @@ class Tokenizer:
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens and ids that stand for nothing."""
         opened = self._open()
-        with readable(self._path):
+        with convert_errors(self._path):
             return opened.decode(list(ids), skip_special_tokens=True)
 
     def beyond(self, text: str, count: int) -> str:
         """The part of a string that lies beyond its first ``count`` tokens."""
         opened = self._open()
-        with readable(self._path):
+        with convert_errors(self._path):
             ends = [end for _, end in opened.encode(text, add_special_tokens=False).offsets]
         return text[ends[count - 1] :].strip() if len(ends) > count else ""
 
     def id(self, token: str) -> int:
         """Id of one token. Raises CheckpointError if the tokenizer does not have it."""
         opened = self._open()
-        with readable(self._path):
+        with convert_errors(self._path):
             found = opened.token_to_id(token)
         if found is None:
             raise CheckpointError(
@@ -194,5 +194,5 @@ def _read_tokenizer(file: Path):
 
     for each in (*file.parent.glob("*.json"), *file.parent.glob("*.txt"), *file.parent.glob("*.jinja")):
         refuse_large(each, ADDED if each.name in _ADDING else TOKENIZER)
-    with readable(file, " as Qwen2's tokenizer, to which merges.txt and tokenizer_config.json belong"):
+    with convert_errors(file, " as Qwen2's tokenizer, to which merges.txt and tokenizer_config.json belong"):
         return Qwen2TokenizerFast.from_pretrained(file.parent, local_files_only=True).backend_tokenizer

@@ -78,15 +78,15 @@ def test_a_continuous_model_goes_on_from_any_side(nodes, run, continuous, draw_v
 )
 def test_an_image_that_fills_the_size_is_only_cut(size, place, rows, cols):
     image = torch.rand(1, *size, 3)
-    assert torch.equal(regions.fitted(image, 32, 32, place), image[:, slice(*rows), slice(*cols)])
+    assert torch.equal(regions.crop_to_fit(image, 32, 32, place), image[:, slice(*rows), slice(*cols)])
 
 
 def test_an_image_of_another_size_is_scaled_and_stays_in_range():
     image = (torch.arange(100)[None, :, None, None] > 49).float().expand(2, 100, 300, 3)
-    out = regions.fitted(image, 32, 32, (0.0, 0.5))
+    out = regions.crop_to_fit(image, 32, 32, (0.0, 0.5))
     assert out.shape == (2, 32, 32, 3) and float(out.min()) >= 0 and float(out.max()) <= 1
     assert not out[:, :14].round().any() and out[:, 18:].round().all()
-    assert regions.fitted(torch.rand(1, 7, 5, 3), 32, 48, (0.5, 0.5)).shape == (1, 32, 48, 3)
+    assert regions.crop_to_fit(torch.rand(1, 7, 5, 3), 32, 48, (0.5, 0.5)).shape == (1, 32, 48, 3)
 
 
 def test_a_strip_is_cut_before_it_is_scaled(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_strip_is_cut_before_it_is_scaled(monkeypatch):
     monkeypatch.setattr(regions.F, "interpolate", lambda x, size, **more: sizes.append(size) or scale(x, size, **more))
     ramp = torch.linspace(0, 1, 800)[None, None, :, None].expand(1, 1, -1, 3)
     for place, around in (((0.0, 0.5), 0.5), ((0.5, 1.0), 1.0), ((0.5, 0.0), 0.0)):
-        out = regions.fitted(ramp, 64, 64, place)
+        out = regions.crop_to_fit(ramp, 64, 64, place)
         assert out.shape == (1, 64, 64, 3) and (out - around).abs().max() < 2 / 800
     assert max(max(size) for size in sizes) <= 12 * 64
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_specar.limits.limits import CODES, LAYERS, PARTS, FileError
 from comfyui_specar.model_loaders.files import archives, checkpoint, names, pickles, torchscript
-from comfyui_specar.model_loaders.files.archives import members_of, stored
+from comfyui_specar.model_loaders.files.archives import get_stored, members_of
 from comfyui_specar.model_loaders.files.pickles import check_pickle
 
 from ..support.mapped_files import maps
@@ -95,11 +95,11 @@ def archive(path, members, compress=()):
 
 def test_members_are_named_without_their_folder_and_data_is_stored(tmp_path):
     found = members_of(archive(tmp_path / "a.zip", {"data.pkl": b"x", "code/a.py": b"y" * 10**6}, ["code/a.py"]))
-    assert list(found) == ["data.pkl", "code/a.py"] and stored(found, "data.pkl").file_size == 1
+    assert list(found) == ["data.pkl", "code/a.py"] and get_stored(found, "data.pkl").file_size == 1
     with pytest.raises(FileError, match="compressed"):
-        stored(found, "code/a.py")
+        get_stored(found, "code/a.py")
     with pytest.raises(FileError, match="no data/0"):
-        stored(found, "data/0")
+        get_stored(found, "data/0")
 
 
 def test_a_list_of_members_has_a_limit(tmp_path, monkeypatch):
@@ -185,10 +185,10 @@ def test_a_torchscript_archive_whose_tensors_are_not_in_it_is_refused(tmp_path, 
 def test_modules_are_counted_by_their_numbers():
     found = ["a.0.weight", "a.0.bias", "a.2.weight", "b.7.weight", "xa.9.weight", "a.b.weight"]
     assert names.count(found, "a.") == 2 and names.count(found, "c.") == 0
-    assert names.numbered(found, r"a\.", 3) == 3 and names.numbered(found, r"b\.", 8) == 8
+    assert names.count_modules(found, r"a\.", 3) == 3 and names.count_modules(found, r"b\.", 8) == 8
     for before, most in ((r"a\.", 2), (r"c\.", 9)):
         with pytest.raises(ValueError):
-            names.numbered(found, before, most)
+            names.count_modules(found, before, most)
     assert names.count([f"a.{n}.w" for n in range(LAYERS)], "a.") == LAYERS
     with pytest.raises(FileError, match="number of modules a"):
         names.count([f"a.{n}.w" for n in range(LAYERS + 1)], "a.")

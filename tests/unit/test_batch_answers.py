@@ -34,7 +34,7 @@ def unexpected(function, *arguments, match=None, **more):
         (answers.one_line, [" so \n it \t is\x1b "], "so it is\\x1b"),
         (answers.one_line, ["x" * 2001], "x" * 2000 + "... (2001 characters)"),
         (answers.checked_name, ["x" * 1000], "x" * 1000),
-        (answers.bounded, [{"a\x1b": ["b\x1b", True, None, 2.5]}], {"a\\x1b": ["b\\x1b", True, None, 2.5]}),
+        (answers.copy_bounded, [{"a\x1b": ["b\x1b", True, None, 2.5]}], {"a\\x1b": ["b\\x1b", True, None, 2.5]}),
     ],
 )
 def test_what_is_read_of_an_answer(function, arguments, answer):
@@ -46,18 +46,21 @@ def test_what_is_read_of_an_answer(function, arguments, answer):
     [
         (answers.parse_object, [b"[1]"], "not an object"),
         *((answers.parse_object, [body], "not JSON") for body in (b"{", b"", b"[" * 100_000)),
-        (answers.read, [answers.Queue, b"[1]"], "not an object"),
-        (answers.read, [answers.Queue, {"queue_running": []}], "^queue_pending is missing"),
+        (answers.read_answer, [answers.Queue, b"[1]"], "not an object"),
+        (answers.read_answer, [answers.Queue, {"queue_running": []}], "^queue_pending is missing"),
         (
-            answers.read,
+            answers.read_answer,
             [answers.Queue, {"queue_running": [[1, 2]], "queue_pending": []}],
             r"queue_running\.0: .*string",
         ),
-        (answers.read, [answers.Problem, {"message": 1}], "^message: .*string"),
-        (answers.read, [answers.Submission, {"node_errors": [5]}], "^node_errors: .*dictionary"),
-        (answers.read, [answers.Ended, {"outputs": {"\x1b": 5}}], r"^outputs\.\\x1b: "),
-        (answers.read, [answers.Report, {"totals": [1]}], "^totals: "),
-        *((answers.read, [answers.SavedFile, {"filename": text}], "^filename is x") for text in ("x" * 1001, "x\x1b")),
+        (answers.read_answer, [answers.Problem, {"message": 1}], "^message: .*string"),
+        (answers.read_answer, [answers.Submission, {"node_errors": [5]}], "^node_errors: .*dictionary"),
+        (answers.read_answer, [answers.Ended, {"outputs": {"\x1b": 5}}], r"^outputs\.\\x1b: "),
+        (answers.read_answer, [answers.Report, {"totals": [1]}], "^totals: "),
+        *(
+            (answers.read_answer, [answers.SavedFile, {"filename": text}], "^filename is x")
+            for text in ("x" * 1001, "x\x1b")
+        ),
     ],
 )
 def test_what_is_no_answer_of_comfyui(function, arguments, why):
@@ -68,12 +71,12 @@ def test_totals_are_as_deep_and_as_long_as_ours():
     value: object = 1
     for _ in range(answers.NESTED):
         value = [value]
-        assert answers.bounded(value) == value
-    unexpected(answers.bounded, [value], match="nested")
+        assert answers.copy_bounded(value) == value
+    unexpected(answers.copy_bounded, [value], match="nested")
     lines = ["x" * 1996] * (answers.TOTALS // 2000 - 1)
     room = answers.TOTALS - len(json.dumps({"a": [*lines, ""]}))
-    assert answers.read(answers.Report, {"totals": {"a": [*lines, "x" * room]}})
-    unexpected(answers.read, answers.Report, {"totals": {"a": [*lines, "x" * (room + 1)]}}, match="too long")
+    assert answers.read_answer(answers.Report, {"totals": {"a": [*lines, "x" * room]}})
+    unexpected(answers.read_answer, answers.Report, {"totals": {"a": [*lines, "x" * (room + 1)]}}, match="too long")
 
 
 @pytest.mark.parametrize(
@@ -161,11 +164,11 @@ def test_a_file_that_is_not_given_says_why(status, name, words):
 
 def ended(*messages, outputs=None, prompt=None, **status):
     found = {"status": {"messages": list(messages), **status}, "outputs": outputs or {}}
-    return entry(answers.read(answers.Ended, found), prompt or {})
+    return entry(answers.read_answer(answers.Ended, found), prompt or {})
 
 
 def outputs(**shown):
-    return {node: answers.read(answers.Output, output) for node, output in shown.items()}
+    return {node: answers.read_answer(answers.Output, output) for node, output in shown.items()}
 
 
 def test_an_entry_says_how_a_prompt_ended_and_when():
@@ -198,9 +201,9 @@ def test_reports_of_a_prompt_are_bounded_and_a_refusal_has_a_reason():
     reports = [{"totals": {}, "settings": {}}]
     assert len(ended(outputs={"1": {"specar": REPORTS * reports}}).traces) == 1
     unexpected(ended, match="1001 reports", outputs={"1": {"specar": (REPORTS + 1) * reports}})
-    said = answers.read(answers.Submission, {"error": "no"})
+    said = answers.read_answer(answers.Submission, {"error": "no"})
     assert server.refusal(said) == "ComfyUI refused the workflow: no"
-    unexpected(server.refusal, answers.read(answers.Submission, {"node_errors": []}), match="no reason")
+    unexpected(server.refusal, answers.read_answer(answers.Submission, {"node_errors": []}), match="no reason")
 
 
 def test_reports_belong_to_the_nodes_whose_traces_they_are_of():

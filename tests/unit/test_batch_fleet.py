@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_specar.batch import model_worker, ray_cluster
 from comfyui_specar.batch.jobs import Job
-from comfyui_specar.batch.ray_cluster import RayOptions, generate_all, shared_out
+from comfyui_specar.batch.ray_cluster import RayOptions, generate_all, share_out
 from PIL import Image
 
 JOBS = [Job(name, {"seed": 1}, 2) for name in "abcd"]
@@ -86,14 +86,14 @@ def test_a_ray_of_its_own_has_the_processors_that_the_actors_need_and_listens_to
         init(**given)
 
     ray.init = with_a_handler_of_its_own
-    assert ray_cluster.started(RayOptions(actors=500, cpus=3)) is ray
+    assert ray_cluster.start_ray(RayOptions(actors=500, cpus=3)) is ray
     given = ray.asked["init"]
     assert given["num_cpus"] == 1500 and given["_node_ip_address"] == "127.0.0.1" and given["address"] == "local"
     assert given["object_store_memory"] == 2**28 and given["include_dashboard"] is False
     assert signal.getsignal(signal.SIGTERM) == handler
-    ray_cluster.started(RayOptions())
+    ray_cluster.start_ray(RayOptions())
     assert ray.asked["init"]["num_cpus"] == os.cpu_count()
-    ray_cluster.started(RayOptions(address="auto"))
+    ray_cluster.start_ray(RayOptions(address="auto"))
     assert ray.asked["init"] == {"log_to_driver": False, "logging_level": "ERROR", "address": "auto"}
 
 
@@ -104,14 +104,14 @@ def test_a_ray_that_is_not_there_is_named(ray, error):
 
     ray.init = init
     with pytest.raises(ray_cluster.RayRunError, match=r"no Ray at auto \(nobody\): start one"):
-        ray_cluster.started(RayOptions(address="auto"))
+        ray_cluster.start_ray(RayOptions(address="auto"))
 
 
 @pytest.mark.parametrize("here", [1, 2, 9])
 def test_an_actor_that_is_there_has_one_job_at_a_time_and_one_that_dies_of_it_gets_the_next(here):
     ray = FakeRay(here, deadly="b")
     options = RayOptions(actors=3, cpus=2, gpus=0.5, retries=4)
-    found = {job.id: made for job, made in shared_out(ray, "model", options, JOBS, SETTINGS, True)}
+    found = {job.id: made for job, made in share_out(ray, "model", options, JOBS, SETTINGS, True)}
     assert ray.asked["actor"] == {"num_cpus": 2, "num_gpus": 0.5, "max_restarts": -1, "max_task_retries": 4}
     assert ray.asked["actors"] == 3 * [("model", True)] and not ray.jobs_at
     assert {job: record["status"] for job, (record, *_) in found.items()} == {
@@ -122,7 +122,7 @@ def test_an_actor_that_is_there_has_one_job_at_a_time_and_one_that_dies_of_it_ge
     }
     assert found["b"][0]["error"].startswith("given up after 5 attempts:") and found["b"][1:] == (b"", b"")
     assert all(record["id"] == job for job, (record, image, _) in found.items() if image)
-    assert len(list(shared_out(one := FakeRay(), "model", RayOptions(actors=8), JOBS[:1], SETTINGS, False))) == 1
+    assert len(list(share_out(one := FakeRay(), "model", RayOptions(actors=8), JOBS[:1], SETTINGS, False))) == 1
     assert len(one.asked["actors"]) == 1, "no more than there are jobs"
 
 
@@ -138,7 +138,7 @@ def test_an_actor_that_is_there_has_one_job_at_a_time_and_one_that_dies_of_it_ge
 )
 def test_there_are_as_many_actors_as_the_cluster_can_hold(caplog, gpus, free, options, actors, said):
     ray = FakeRay(gpus=gpus, free=free)
-    assert len(list(shared_out(ray, "model", options, JOBS, SETTINGS, False))) == 4
+    assert len(list(share_out(ray, "model", options, JOBS, SETTINGS, False))) == 4
     assert len(ray.asked["actors"]) == actors and caplog.messages == [said] * bool(said)
 
 
@@ -153,7 +153,7 @@ def test_a_cluster_that_never_has_room_for_an_actor_is_an_error(options, said):
     """Ray would wait in silence."""
     ray = FakeRay(gpus=0, free=0)
     with pytest.raises(ray_cluster.RayRunError, match=said):
-        next(shared_out(ray, "model", options, JOBS, SETTINGS, False))
+        next(share_out(ray, "model", options, JOBS, SETTINGS, False))
     assert "actors" not in ray.asked
 
 

@@ -10,10 +10,10 @@ import pytest
 from comfyui_specar.batch.jobs import JobsError, RowsError, automatic_id, read_jobs
 from comfyui_specar.batch.overrides import (
     OverrideError,
-    converted,
+    convert,
     fingerprint,
-    named_after,
-    prompts_of,
+    make_prompts,
+    name_files,
     read_workflow,
     with_overrides,
 )
@@ -283,7 +283,7 @@ def test_a_setting_that_does_not_fit_says_what_does(workflow, name, value, messa
     ],
 )
 def test_fractions_may_be_in_scientific_notation_and_long_seeds_in_full(tmp_path, workflow, row, place, value):
-    [found] = prompts_of(workflow, jobs_in(tmp_path, "a.jsonl", row), WHOLE).values()
+    [found] = make_prompts(workflow, jobs_in(tmp_path, "a.jsonl", row), WHOLE).values()
     node, field = place.split(".")
     assert found[node]["inputs"][field] == value and type(found[node]["inputs"][field]) is type(value)
 
@@ -315,14 +315,14 @@ def test_a_number_that_a_spreadsheet_rounded_is_refused_with_line_column_and_rem
         contents += [content.replace(json.dumps(cell), cell.strip())]  # a number, not a text
     for content in contents:
         with pytest.raises(RowsError, match=f"^line 3: {column} .*format the column as text"):
-            prompts_of(workflow, jobs_in(tmp_path_factory.mktemp("jobs"), name, content), WHOLE)
+            make_prompts(workflow, jobs_in(tmp_path_factory.mktemp("jobs"), name, content), WHOLE)
 
 
 @QUIET
 @given(value=st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=False, allow_infinity=False)))
 def test_numbers_survive_the_way_through_a_table(value):
     for form in (value, str(value), f" {value} "):
-        found = converted(form, 0, "n")
+        found = convert(form, 0, "n")
         assert found == value and isinstance(found, int | float)
         assert isinstance(found, int) == (found == int(found))
 
@@ -339,13 +339,13 @@ def test_numbers_survive_the_way_through_a_table(value):
 )
 def test_all_bad_jobs_are_named_at_once_and_what_is_wrong_with_every_row_once(tmp_path, workflow, table, begins, ends):
     with pytest.raises(RowsError) as caught:
-        prompts_of(workflow, jobs_in(tmp_path, "a.csv", table))
+        make_prompts(workflow, jobs_in(tmp_path, "a.csv", table))
     assert re.match(begins, str(caught.value)) and re.search(f"{ends}$", str(caught.value))
     assert str(caught.value).count("\n") == (10 if "more" in ends else 0) and len(str(caught.value)) < 3000
 
 
 def test_every_file_of_a_job_has_its_name(workflow):
-    prefixes = [named_after(workflow, "cat.try2")[node]["inputs"]["filename_prefix"] for node in "89"]
+    prefixes = [name_files(workflow, "cat.try2")[node]["inputs"]["filename_prefix"] for node in "89"]
     assert prefixes == ["specar/p_cat.try2", "specar/t_cat.try2"]
     assert fingerprint(workflow) == fingerprint(json.loads(json.dumps(workflow)))
     assert fingerprint(workflow) != fingerprint(with_overrides(workflow, {"seed": 2}))
@@ -355,7 +355,7 @@ def test_the_example_fits_every_shipped_text_workflow():
     jobs = read_jobs(ROOT / "docs/jobs.csv")
     workflows = map(read_workflow, sorted((ROOT / "workflows/api").glob("*.json")))
     fitting = [each for each in workflows if any("latent_image" in node["inputs"] for node in each.values())]
-    assert len(fitting) > 15 and all(len(prompts_of(workflow, jobs)) == 20 for workflow in fitting)
+    assert len(fitting) > 15 and all(len(make_prompts(workflow, jobs)) == 20 for workflow in fitting)
 
 
 CHANGED = [{"class_type": 5}, {"_meta": ["title"]}, {"inputs": {"positive": []}}, {"inputs": [1]}]

@@ -374,7 +374,7 @@ ONE = "seed\n1\n"
 def test_bad_input_begins_nothing_and_is_shown_without_what_is_private(
     table, capsys, monkeypatch, jobs, arguments, message
 ):
-    monkeypatch.setattr(ray_cluster, "started", lambda _options: pytest.fail("Ray was started"))
+    monkeypatch.setattr(ray_cluster, "start_ray", lambda _options: pytest.fail("Ray was started"))
     (table / "jobs.csv").write_text(jobs, encoding="utf-8")
     (table / "full").mkdir()
     (table / "full/a.png").write_text("somebody's", encoding="utf-8")

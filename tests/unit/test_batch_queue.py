@@ -124,7 +124,7 @@ def test_copies_are_named_after_the_job_in_the_order_of_the_workflow_whatever_ra
     image = {"subfolder": "", "type": "output"}
     outputs = {node: {"images": [{**image, "filename": f"{node}.png"}]} for node in ("5.0.1", "7", "3", "20")}
     outputs["9"] = {"images": [{"filename": "preview.png", "type": "temp"}]}
-    files = server.entry(answers.read(answers.Ended, {"outputs": outputs}), prompt).files
+    files = server.entry(answers.read_answer(answers.Ended, {"outputs": outputs}), prompt).files
     assert [file["node"] for file in files] == ["20", "3", "7", "5.0.1"]
     names = [{"filename": name} for name in ("a.png", "b.json", "c.png", "d.PNG", "e.png", "f")]
     found = [path.name for path in copies_of(names, Path("x/job"))]

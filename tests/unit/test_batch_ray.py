@@ -61,7 +61,7 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     [trace] = records["star"]["traces"]
     assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
     assert sorted(path.name for path in Path("out").iterdir()) == ["late.png", "star.png"]
-    monkeypatch.setattr(ray_cluster, "started", lambda _fleet: pytest.fail("there is nothing left to draw"))
+    monkeypatch.setattr(ray_cluster, "start_ray", lambda _fleet: pytest.fail("there is nothing left to draw"))
     assert cli.main(COMMAND) == cli.FAILED
 
     model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
@@ -117,8 +117,8 @@ def test_a_job_that_ray_never_ended_is_no_job_of_the_batch(table, monkeypatch, c
         raise ConnectionError("the cluster went away")
 
     ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=ConnectionError), shutdown=lambda: None)
-    monkeypatch.setattr(ray_cluster, "started", lambda _fleet: ray)
-    monkeypatch.setattr(ray_cluster, "shared_out", dies)
+    monkeypatch.setattr(ray_cluster, "start_ray", lambda _fleet: ray)
+    monkeypatch.setattr(ray_cluster, "share_out", dies)
     assert cli.main(COMMAND) == cli.UNFINISHED and "went away" in capsys.readouterr().err
     with Journal(table / "jobs.results.jsonl") as journal:
         assert journal.submitted == {} == journal.results

@@ -12,7 +12,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 from aiohttp import web
 from comfyui_specar.batch import answers, cli, dispatch
-from comfyui_specar.batch.address import address_of, shown, without_logins
+from comfyui_specar.batch.address import address_of, hide_private, without_logins
 from comfyui_specar.batch.dispatch import Options
 from comfyui_specar.limits import limits
 from comfyui_specar.tests.support.fake_comfy import (
@@ -324,7 +324,7 @@ def test_addresses_are_told_apart_and_shown_by_what_is_public():
     names = {"http://a:b@h:1/x/?t=1#f": "http://h:1/x", "a:b@h:1": "h:1", "https://h/": "https://h", "h:9": "h:9"}
     assert {url: address_of(url).name for url in names} == names
     address = address_of("https://a%20b:c%3A@h/p?t=1&u=")
-    assert address.base == "https://h/p" and address.query == {"t": "1", "u": ""} and shown("ray") == "ray"
+    assert address.base == "https://h/p" and address.query == {"t": "1", "u": ""} and hide_private("ray") == "ray"
     assert address.headers == {"Authorization": "Basic YSBiOmM6"} and "YSB" not in repr(address)  # "a b:c:"
     assert without_logins("at http://a:b@h/x, https://c@d:e@i and me@j") == "at http://h/x, https://i and me@j"
 
@@ -337,7 +337,7 @@ def test_what_is_private_is_hidden_however_an_answer_writes_it_and_before_it_is_
     address = address_of(f"http://user:{quote(secret, safe='')}@host/?token={quote(secret, safe='')}")
     hiding = answers.hiding.set(address.hide)
     shown = [answers.one_line(f"see {write(secret)}.", most) for most in (6, 10, 100)]
-    shown += [json.dumps(answers.bounded({"a": [f"{write(secret)}!"], f"at {write(secret)}": None}))]
+    shown += [json.dumps(answers.copy_bounded({"a": [f"{write(secret)}!"], f"at {write(secret)}": None}))]
     answers.hiding.reset(hiding)
     assert shown[2] in ("see ***.", 'see "***".')
     assert all("*" in text and not any(part in text for part in ("Zz9", "Qq7", "ss>", "to")) for text in shown)

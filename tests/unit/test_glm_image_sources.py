@@ -9,7 +9,7 @@ from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_encoder
 from comfyui_specar.model_loaders.families.glm_image_sources import _NAMES, Scaling, config_of
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
-from comfyui_specar.model_loaders.files.names import renamed
+from comfyui_specar.model_loaders.files.names import rename
 from comfyui_specar.models.networks.glm_image_vision import SourceEncoder, VisionConfig
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -127,7 +127,7 @@ def test_sizes_of_the_release():
         whole = transformers.GlmImageModel(transformers.GlmImageConfig(text_config={"num_hidden_layers": 1}))
         ours = SourceEncoder(VisionConfig(), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)).state_dict()
     named = {f"model.{name}": tensor for name, tensor in whole.state_dict().items()}
-    found = renamed({n: t for n, t in named.items() if n.startswith(tuple(_NAMES))}, _NAMES)
+    found = rename({n: t for n, t in named.items() if n.startswith(tuple(_NAMES))}, _NAMES)
     settings = {"vision_config": whole.config.vision_config.to_dict()}
     assert config_of(Checkpoint(found, settings, Path("model.safetensors")), found) == VisionConfig()
     assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in ours.items()}

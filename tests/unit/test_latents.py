@@ -37,10 +37,10 @@ def half_covered(value: float) -> torch.Tensor:
 
 def test_a_token_is_kept_if_less_than_half_of_it_is_masked():
     mask = half_covered(1.0)
-    assert latents.kept(mask, 1, 1, 2).tolist() == [[[False, False]]], "half is generated again"
+    assert latents.keep_mask(mask, 1, 1, 2).tolist() == [[[False, False]]], "half is generated again"
     mask[0, 0, 0] = 0
-    assert latents.kept(mask, 1, 1, 2).tolist() == [[[True, False]]]
-    assert latents.kept(1 - mask, 3, 1, 2).tolist() == [[[False, True]]] * 3
+    assert latents.keep_mask(mask, 1, 1, 2).tolist() == [[[True, False]]]
+    assert latents.keep_mask(1 - mask, 3, 1, 2).tolist() == [[[False, True]]] * 3
 
 
 @pytest.mark.parametrize("grey, skipped", [(0.5, True), (0.4921875, False), (0.5078125, True), (1.0, True)])
@@ -65,7 +65,7 @@ def test_masks_come_with_or_without_channel_one_or_as_many_as_images():
         assert plane.dtype == torch.float32 and torch.equal(plane.flatten(), mask.flatten())
         assert plane.shape[1:] == (1, 5, 7) and len(plane) in (1, 3)
     with pytest.raises(ValueError, match="noise mask.* 2 masks.* 3"):
-        latents.kept(torch.rand(2, 5, 7), 3, 5, 7)
+        latents.keep_mask(torch.rand(2, 5, 7), 3, 5, 7)
 
 
 def test_the_size_of_an_empty_latent_is_that_of_the_pixels_it_asks_for():
@@ -126,7 +126,7 @@ def test_an_image_that_is_not_masked_is_not_used():
     image, mask = codes().dequantize(torch.tensor([[[0, 1], [2, 1]]])), torch.ones(1, 2, 2)
     empty = torch.zeros_like(image)
     assert [
-        len(latents.unused(latent, codes()))
+        len(latents.describe_unused(latent, codes()))
         for latent in (
             {"samples": image},
             {"samples": image, "noise_mask": None},
@@ -135,7 +135,9 @@ def test_an_image_that_is_not_masked_is_not_used():
             {"samples": empty, "noise_mask": mask},
         )
     ] == [1, 1, 0, 0, 0]
-    assert len(latents.unused({"samples": image + 0.5, "noise_mask": mask}, codes())) == 1, "no vectors of the codebook"
+    assert len(latents.describe_unused({"samples": image + 0.5, "noise_mask": mask}, codes())) == 1, (
+        "no vectors of the codebook"
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfyui_specar.batch.jobs import JobsError, read_jobs
 from comfyui_specar.limits import limits
-from comfyui_specar.limits.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
+from comfyui_specar.limits.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, quote
 from comfyui_specar.limits.printable import printable
 from comfyui_specar.model_loaders import llama as language_model
 from comfyui_specar.model_loaders.detect import load_image_decoder
@@ -122,9 +122,9 @@ def test_a_value_in_a_message_is_short_whatever_it_is():
     endless: list = []
     for _ in range(100):
         endless = [endless, endless]
-    assert shown(endless) == "a list" and shown("x" * 1000) == "'" + "x" * 99
-    assert shown(2**100_000) == "an integer of 100001 bits"
-    assert shown(2**64) == str(2**64)
+    assert quote(endless) == "a list" and quote("x" * 1000) == "'" + "x" * 99
+    assert quote(2**100_000) == "an integer of 100001 bits"
+    assert quote(2**64) == str(2**64)
     with pytest.raises(FileError, match="n is a list.*1 to 3"):
         bounded_int("n", endless, 1, 3)
 

@@ -13,7 +13,7 @@ from comfyui_specar.model_loaders.decoders import cosmos
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
 from comfyui_specar.model_loaders.families import chameleon, emu3, llamagen
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint, weight_file
-from comfyui_specar.model_loaders.files.names import meaning, unwrapped
+from comfyui_specar.model_loaders.files.names import meaning, unwrap_names
 from comfyui_specar.model_loaders.text.t5 import _is_encoder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,8 +60,8 @@ def test_wrappers_are_stripped_from_files_of_every_kind(tmp_path, wrapper):
 def test_the_names_of_every_family_are_found_in_any_wrappers(sound):
     plain = load_file(weight_file(sound)).keys()
     for wrapper in map("".join, product(WRAPPERS, repeat=2)):
-        found = unwrapped([f"{wrapper}{name}" for name in plain])
-        assert {*found.values()} == {*unwrapped([*plain]).values()}, wrapper
+        found = unwrap_names([f"{wrapper}{name}" for name in plain])
+        assert {*found.values()} == {*unwrap_names([*plain]).values()}, wrapper
 
 
 def test_a_wrapped_model_is_the_model(sound, tmp_path):
@@ -96,17 +96,17 @@ names = st.lists(st.sampled_from(["layers.0.a.weight", "module_b.c", "model.norm
 def test_only_what_is_around_all_names_is_stripped(plain, wrappers, averaged):
     around = "".join(wrappers)
     given = [f"{around}{name}" for name in plain]
-    assert unwrapped([*given, "n_averaged"] if averaged else given) == dict(zip(given, plain, strict=True))
+    assert unwrap_names([*given, "n_averaged"] if averaged else given) == dict(zip(given, plain, strict=True))
     if wrappers and len(plain) > 1 and not around.startswith("_"):
-        assert unwrapped([*given, "other.weight"])["other.weight"] == "other.weight"
+        assert unwrap_names([*given, "other.weight"])["other.weight"] == "other.weight"
 
 
 def test_wrappers_of_single_layers_are_stripped_and_no_name_is_lost():
-    assert unwrapped(["layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.w.weight"]) == {
+    assert unwrap_names(["layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.w.weight"]) == {
         "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.w.weight": "layers.0.w.weight"
     }
-    assert unwrapped(["a._orig_mod.w", "a.w"]) == {"a._orig_mod.w": "a._orig_mod.w", "a.w": "a.w"}
-    assert unwrapped(["module.a", "b"]) == {"module.a": "module.a", "b": "b"} and unwrapped([]) == {}
+    assert unwrap_names(["a._orig_mod.w", "a.w"]) == {"a._orig_mod.w": "a._orig_mod.w", "a.w": "a.w"}
+    assert unwrap_names(["module.a", "b"]) == {"module.a": "module.a", "b": "b"} and unwrap_names([]) == {}
 
 
 # Sizes in names

@@ -131,7 +131,7 @@ WHOLE = ("percentage", 1.0, 1.0, 0, 0)
     ],
 )
 def test_settings_of_a_prompt_are_named_unless_they_restrict_nothing(entries, words, model):
-    assert prompt_settings.ignored({"ar": {}} | entries, PIXELS) == words
+    assert prompt_settings.describe_ignored({"ar": {}} | entries, PIXELS) == words
     [[features, own]] = model.encode_prompt("a cat")
     notices = sample(model, [[features, own | entries]]).notices
     assert [notice.split(": ")[1] for notice in notices] == [f"{', '.join(words)}."] * bool(words)

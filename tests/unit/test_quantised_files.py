@@ -10,7 +10,7 @@ from comfyui_specar.kernels.linear import widen as in_storage
 from comfyui_specar.model_loaders.detect import count_weights, family_of, load_model, model_file, stays_narrow
 from comfyui_specar.model_loaders.files import quantised
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, with_matrices
-from comfyui_specar.model_loaders.files.convrot import rotated
+from comfyui_specar.model_loaders.files.convrot import rotate_groups
 from comfyui_specar.models.networks.quantised import NarrowLinear, narrow_matrix
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file
@@ -187,8 +187,8 @@ def test_odd_shapes_of_bitsandbytes(tmp_path):
 def test_a_rotation_undoes_itself(size):
     weight = torch.randn(5, 512)
     wanted = (weight.double().unflatten(1, (-1, size)) @ comfy_quant.rotation(size).T).flatten(1)
-    assert_as_exact(lambda: rotated(weight, size), wanted)
-    assert_as_exact(lambda: rotated(rotated(weight, size), size), weight)
+    assert_as_exact(lambda: rotate_groups(weight, size), wanted)
+    assert_as_exact(lambda: rotate_groups(rotate_groups(weight, size), size), weight)
 
 
 # What rounding costs: the figures in files/quantised.py

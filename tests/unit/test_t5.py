@@ -81,7 +81,7 @@ def test_a_file_of_the_encoder_alone(tmp_path, reference, root):
 
 def test_the_larger_t5_is_left_alone(tmp_path):
     (tmp_path / "flan-t5-xxl.safetensors").touch(), (tmp_path / "t5xxl_fp16.safetensors").touch()
-    assert t5.find(tmp_path / "model.safetensors", 5, CAPTION, [tmp_path]) is None
+    assert t5.find_t5(tmp_path / "model.safetensors", 5, CAPTION, [tmp_path]) is None
 
 
 def test_weights_are_read_with_the_first_prompt_and_put_in_place(folder):

@@ -117,7 +117,7 @@ def test_the_description_of_a_layer_is_a_short_object_in_bytes():
 @pytest.mark.parametrize(("scale", "top"), [(600.0, 127), (-600.0, 127), (511.0, 128)])
 def test_stored_numbers_fit_with_their_scales(scale, top):
     """128 times a scale of 511 is the last that fp16 holds, whatever its sign."""
-    matrix = scaled.scaled(torch.tensor([[top - 128]], dtype=torch.int8), torch.tensor([[scale]]))
+    matrix = scaled.scale_matrix(torch.tensor([[top - 128]], dtype=torch.int8), torch.tensor([[scale]]))
     if abs(scale) < 512:
         assert weights._as_stored(matrix, torch.float16, "w", PATH)[1].tolist() == [scale]
     else:
@@ -125,7 +125,7 @@ def test_stored_numbers_fit_with_their_scales(scale, top):
             weights._as_stored(matrix, torch.float16, "w", PATH)
     assert weights._as_stored(matrix, torch.bfloat16, "w", PATH)[1].tolist() == [scale]
     for bad in (torch.nan, torch.inf):
-        matrix = scaled.scaled(torch.ones(1, 1, dtype=torch.int8), torch.tensor([[bad]]))
+        matrix = scaled.scale_matrix(torch.ones(1, 1, dtype=torch.int8), torch.tensor([[bad]]))
         with pytest.raises(CheckpointError, match="NaN or infinite"):
             weights._as_stored(matrix, torch.bfloat16, "w", PATH)
 
