@@ -26,7 +26,7 @@ WANTED = {  # package -> what is not run without it
 }
 _IMPORTED = {  # module -> functions that the pack imports from it
     "safetensors": ("safe_open",),
-    "safetensors.torch": ("load_file", "save_file", "save"),
+    "safetensors.torch": ("load", "load_file", "save", "save_file"),
     "einops": ("rearrange", "repeat"),
 }
 
