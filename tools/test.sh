@@ -49,6 +49,7 @@ if [ "${1:-}" != --rest ]; then
 fi
 if [ $# -gt 0 ]; then
     run whole tools/tests tests/unit tests/parity tests/golden
+    run whole tests/nodes tests/e2e tests/browser
     IFS=: read -ra trees <<<"${SPECAR_COMFYUI_TREES:-}"
     for tree in "${trees[@]}"; do
         use_tree "$tree"

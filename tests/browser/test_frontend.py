@@ -298,6 +298,7 @@ def open_in_chinese(browser: Browser, comfy, without: str | None = None) -> tupl
     return opened
 
 
+@pytest.mark.whole
 def test_runs_charts_maps_and_notices_are_told_in_chinese(browser, comfy):
     page, problems = open_in_chinese(browser, comfy)
     load(page, ROOT / "workflows/20 Compare four methods.json")

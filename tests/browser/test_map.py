@@ -9,7 +9,7 @@ from playwright.sync_api import Page
 
 from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot, set_batch, still
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.whole]
 
 MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "07 Acceptance map", "18 Continuous tokens"
 NAMES = {  # record of the trace -> what the map calls it

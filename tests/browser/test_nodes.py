@@ -7,7 +7,7 @@ from playwright.sync_api import Page
 
 from .pages import BY_CHOICE, FINISHED, READY, RENDERERS, ROOT, load, open_page, run, screenshot
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.whole]
 
 START, SJD = "01 Text to image", "07 Acceptance map"
 REPORTS = """type => app.graph._nodes.filter(node => node.type === type).map(node =>

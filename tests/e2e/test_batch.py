@@ -21,6 +21,8 @@ from tests.conftest import Comfy
 from tests.support.patience import PATIENCE
 from tools.comfy_server import PACK, ComfyServer
 
+pytestmark = pytest.mark.whole
+
 COLOURS = {"red": 0, "green": 1, "blue": 2}
 THINGS = ("heart-green", "apple-blue", "panda-red", "star-blue", "heart-blue", "penguin-red")
 JOBS = [(name, "{}, 3d, on a {} background".format(*name.split("-")), seed) for seed, name in enumerate(THINGS)]

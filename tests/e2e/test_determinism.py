@@ -7,6 +7,8 @@ import aiohttp
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.whole
+
 
 def unload(comfy) -> None:
     """As the buttons "Unload Models" and "Free model and node cache" do; it happens before the next prompt."""

@@ -9,6 +9,8 @@ from tools.benchmarks.gpu import prompts
 from tools.benchmarks.gpu.findings import Findings
 from tools.comfy_server import PACK
 
+pytestmark = pytest.mark.whole
+
 FROM_AN_IMAGE = (prompts.IMAGE, prompts.LOADING[0])
 
 

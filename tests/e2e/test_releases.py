@@ -7,6 +7,8 @@ import pytest
 from tests.conftest import Comfy
 from tools.comfy_server import ComfyServer
 
+pytestmark = pytest.mark.whole
+
 WORKFLOWS = ("01 Text to image", "12 Method - EAGLE draft tree", "18 Continuous tokens")
 
 

@@ -5,8 +5,12 @@ import itertools
 import random
 import statistics
 
+import pytest
+
 from tests.support import prompts
 from tests.support.patience import many
+
+pytestmark = pytest.mark.whole
 
 QUICK = ("01 Text to image", "07 Acceptance map", "18 Continuous tokens")
 SEEDS = (11, 12, 13)

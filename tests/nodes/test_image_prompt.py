@@ -91,7 +91,7 @@ def test_auto_is_the_authors_choice_for_images(ask, nodes, run, emu35, sampler):
 def test_find_fastest_measures_it(ask, nodes, run, emu35):
     positive, _negative, latent = ask()
     node = nodes["SpecARFindFastest"]
-    inputs = {"model": emu35[0], "positive": positive, "latent_image": latent}
+    inputs = {"model": emu35[0], "positive": positive, "latent_image": latent, "seconds": 5}
     method, *_ = run(node, **defaults(node) | inputs).result
     assert method is not None
 

@@ -24,6 +24,8 @@ from comfyui_specar.tests.support.mortal import MortalWorker
 from comfyui_specar.tests.support.patience import PATIENCE
 from PIL import Image
 
+pytestmark = pytest.mark.whole
+
 TABLE = """id,prompt,seed,window,top_k
 before,"star, 3d, on a blue background",1,,
 star,"star, 3d, on a blue background",1,16,

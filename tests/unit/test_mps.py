@@ -22,6 +22,8 @@ from ..support.mps import DEVICE, MetalTensor, metal
 from ..support.tiny_mar import write_mar
 from ..support.tiny_xar import HEADS, xar_weights
 
+pytestmark = pytest.mark.whole
+
 BOTH = ("llamagen-c2i", "emu3")  # without and with tokens between rows: every method runs on one of them
 FEW = ("sjd coupled", "static")  # those that run on the others
 PROMPT = "heart, 3d, on a blue background"
