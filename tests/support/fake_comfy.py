@@ -135,7 +135,7 @@ class FakeComfy:
                 web.get("/view", self._view),
             ]
         )
-        self._runner = web.AppRunner(app, shutdown_timeout=0)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01)  # aiohttp takes 0 for no limit
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
         self._worker = asyncio.ensure_future(self._work())

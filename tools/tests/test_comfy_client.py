@@ -43,7 +43,7 @@ async def run(
         return web.json_response({request.match_info["id"]: {"outputs": {"9": {"images": [1]}, "8": {"images": [2]}}}})
 
     app.add_routes([web.get("/ws", events), web.post("/prompt", prompt), web.get("/history/{id}", history)])
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    runner = web.AppRunner(app, shutdown_timeout=0.01)  # aiohttp takes 0 for no limit
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
