@@ -308,8 +308,8 @@ def notices_of(outputs: dict[str, Output]) -> list[str]:
     sampler that ComfyUI need not run again says nothing. Raises UnexpectedAnswerError."""
     samplers = [run.encode(errors="replace") for output in outputs.values() for run in output.specar_run]
     reports = [report for output in outputs.values() for report in output.reports]
-    told = [notice for run in (*(read_answer(Run, run) for run in samplers), *reports) for notice in run.notices]
-    return list(dict.fromkeys(told))[:NOTICES]
+    runs = [*(read_answer(Run, run) for run in samplers), *reports]
+    return list(dict.fromkeys(notice for run in runs for notice in run.notices))[:NOTICES]
 
 
 def files_of(outputs: dict[str, Output]) -> list[dict[str, str]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .graphs import leaves, shapes_and_dtypes
 
 T = TypeVar("T")
-Graphs = Callable[[Hashable, Callable[[Any], Any], Any], Any]  # kernels.graphs.Graphs of a run that captures
+Graphs = Callable[[Hashable, Callable[[Any], Any], Any], Any]  # graphs.Graphs of a run that captures
 ROWS = 16
 PARTS = 8  # of an image
 

@@ -307,7 +307,7 @@ def block(p: Tensor, draft_probs: Tensor, token: Tensor, exists: Tensor, u: Tens
 
 
 def _untested(batch: int, device: torch.device) -> Tensor:
-    """The record of a column without a test: source, rank, q, ratio and TV bound [B, 5] (fp32)."""
+    """The record of a column without a test: source, rank, q, ratio and drift bound [B, 5] (fp32)."""
     values = torch.zeros((batch, 5), device=device)
     values[:, 0] = BONUS
     return values
@@ -323,7 +323,7 @@ def _recorded(
     ratio: Tensor,
     drift_bound: Tensor,
 ) -> Tensor:
-    """The record [B, 5] of a column after one more test, of the images ``testing`` [B]. TV bounds add up."""
+    """The record [B, 5] of a column after one more test, of the images ``testing`` [B]. Drift bounds add up."""
     source = torch.where(accepted, torch.where(relaxed, float(RELAXED), float(ACCEPTED)), float(RESIDUAL))
     now = torch.stack((source, rank.float(), q, ratio, before[:, 4] + drift_bound), dim=1)
     return torch.where(testing.unsqueeze(1), now, before)

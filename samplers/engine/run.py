@@ -146,7 +146,7 @@ class DiscreteMethod(Method):
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What every run gives its steps anew.
+    """What a run gives its steps.
 
     end [B] (int64): see TokenLayout; strength [1 or B, S] (fp32), skippable [B, S] (bool): see Request.
     """

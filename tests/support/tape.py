@@ -3,7 +3,7 @@
 What a graph cannot do fails here too. Reading a value on the host raises. Whatever Python did while the step was
 recorded does not happen again. Results are in memory of a pool, as torch's caching allocator hands it out: a block that
 one capture gives back serves the next, and replays write to these addresses. Nothing in a pool outlives a replay: it is
-overwritten before the next one. Used in place of kernels.graphs.Graphs and samplers.engine.session.Poll.
+overwritten before the next one. Used in place of device.graphs.Graphs and samplers.engine.session.Poll.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_blocks_accept_no_less_than_tokens():
 @pytest.mark.parametrize("rule", RELAXED, ids=str)
 @pytest.mark.parametrize("structure", [Chain(3), TWO_LEVELS, Dynamic(2, 2, 4)], ids=str)
 def test_relaxed_rules_keep_their_bound_and_accept_more(structure, rule):
-    """The distance from the distribution is at most the mean of the trace's TV bounds."""
+    """The distance from the distribution is at most the mean of the trace's drift bounds."""
     relaxed, exact = draw(structure, "row", rule=rule), draw(structure, "row")
     noise = distance(exact.tokens, "row").tv
     drift_bound = relaxed.trace.positions["drift_bound"].sum(1)

@@ -43,8 +43,8 @@ def test_a_draft_is_tested_as_the_rule_says():
     p, q = torch.rand(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).softmax(-1)
     assert torch.allclose(kernel(Floor(), p, q, 0.0), p) and torch.allclose(kernel(Floor(0), p, q, 1.0), p)
     moved = (kernel(Floor(0.9), p, q, 1.0) - p).clamp(min=0).sum()
-    told = Floor(0.9).drift_bound(p[None], q[None], torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
-    assert moved > 0.01 and torch.allclose(moved, told[0])
+    limit = Floor(0.9).drift_bound(p[None], q[None], torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
+    assert moved > 0.01 and torch.allclose(moved, limit[0])
 
 
 def test_it_is_checked_before_a_run():

@@ -278,7 +278,7 @@ def test_special_tokens_resemble_nothing(rule):
 
 def sampled_group(rule, p, q, children, forget=False, vanilla=False):
     """The distribution of ``children`` siblings sampled from q without replacement, tested in turn, and the expected
-    TV bound.
+    drift bound.
 
     forget: the residual uses q as it was at first (wrong). vanilla: the residual is [p - q]+ whatever f (wrong).
     """

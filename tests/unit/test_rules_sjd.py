@@ -57,7 +57,7 @@ def many(rule, name="plain"):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "line_ends"])
 def test_images_drift_no_further_than_the_recorded_drift_bound(rule, name):
-    """The mean over runs of the TV bounds summed along an image bounds the total variation of the distributions."""
+    """The mean over runs of the drift bounds summed along an image bounds the total variation of the distributions."""
     decoded, distribution = many(rule, name), MODELS[name].distribution(LAYOUTS[name][0], SamplingParams())
     found = chi_square(decoded.tokens, distribution)
     drift_bound = float(decoded.trace.positions["drift_bound"].sum(-1).mean())
