@@ -14,7 +14,7 @@ from comfyui_specar.models.networks.vq import VQModel
 from comfyui_specar.models.text.prompt_encoders import WordEncoder
 from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images
 from comfyui_specar.tools.training import autoregressive, contact_sheet, tokenizer
-from comfyui_specar.tools.training.autoencoder import Sampler
+from comfyui_specar.tools.training.autoencoder import HELD_OUT_EVERY, Sampler
 from comfyui_specar.tools.training.autoregressive import Batches, Stored
 from comfyui_specar.tools.training.captions import MOST_PORTRAIT_WORDS, Captions
 from comfyui_specar.tools.training.contact_sheet import portrait_prompts
@@ -45,7 +45,7 @@ def encoder() -> WordEncoder:
 def drawn(tmp_path):
     """Images with 360 portraits, of one colour each."""
     files, words = [], []
-    for i, (said, _) in enumerate(some(40)):
+    for i, (said, _) in enumerate(some(72)):
         file = io.BytesIO()
         Image.new("RGBA", (256, 256), (i // 2, 0, 0, 255)).save(file, "WEBP", lossless=True)
         files.append(file.getvalue())
@@ -122,7 +122,8 @@ def test_batches_have_portraits_in_their_share(drawn):
     sampler = Sampler(DRAWN, DRAWN.tokenizer, drawn, 0)
     assert sampler.whole(6).shape == (6, 3, 256, 256)
     held_out = sampler._portraits(100, held_out=True)[:, 0, 0, 0]
-    assert set(held_out.tolist()) == {*range(0, 180, 10)}, "every twentieth"
+    assert set(held_out.tolist()) == {number // 2 for number in range(0, 357, HELD_OUT_EVERY)}
+    assert {drawn.portraits.words[number][0] for number in range(0, 357, HELD_OUT_EVERY)} == PORTRAIT_STYLES.keys()
     vq = VQModel(DRAWN.tokenizer.config).eval()
     source = Batches(DRAWN, drawn, Captions(DRAWN, CONCEPTS), vq, 0)
     scenes = source.scenes(400)
@@ -170,7 +171,7 @@ def test_a_tokenizer_is_measured_by_style(drawn, tmp_path):
     setting = replace(SETTING, portraits=0.5)
     found = tokenizer.measure_styles(setting, drawn, vq, tmp_path / "sheet.png", count=2)
     assert found.keys() == {"emoji", *PORTRAIT_STYLES} and all(0 < psnr < 30 for psnr in found.values())
-    assert Image.open(tmp_path / "sheet.png").size == (1024, 2560)
+    assert Image.open(tmp_path / "sheet.png").size == (1024, 256 * (1 + len(PORTRAIT_STYLES)))
 
 
 def test_prompts_of_equal_length_are_a_batch_and_stand_in_their_place(encoder, tmp_path, monkeypatch):

@@ -25,7 +25,8 @@ from .settings import BACKGROUNDS, PLACES, AutoencoderSetting, Setting
 
 WHOLE_IMAGES_FROM = 0.4  # fraction of the time after which whole images, whose statistics differ, replace crops
 POWER, FLOOR = 0.6, 0.03  # sharpening: errors below the floor (of pixels in -1..1) are squared again
-HELD_OUT, HELD_OUT_EVERY = 48, 20  # images to measure on; one portrait in so many is held out
+HELD_OUT = 48  # images to measure on
+HELD_OUT_EVERY = 21  # one portrait in so many is held out: no multiple of the number of styles, which take turns
 SAVE_MINUTES = 5.0  # measuring takes as long as ten steps
 OUTER = ("encoder.conv_in", "decoder.conv_out", "embedding")  # layers that AdamW trains
 Model = TypeVar("Model", bound="VQModel | KLModel")
@@ -78,7 +79,7 @@ class Sampler:
         return augment(rgba, backgrounds, self.cfg.augmentation, self.generator, places)
 
     def _portraits(self, count: int, held_out: bool) -> Tensor:
-        """Random portraits, uint8 [count, 4, 256, 256]: every twentieth of them is held out."""
+        """Random portraits, uint8 [count, 4, 256, 256]: one in HELD_OUT_EVERY is held out."""
         if not self.portraits or not count:
             return self.chosen[:0]
         numbers = HELD_OUT_EVERY * self._integers(len(self.portraits) // HELD_OUT_EVERY, count)

@@ -83,9 +83,7 @@ SYNONYMS = _by_synonym(
 PORTRAIT_SYNONYMS = _by_synonym(
     {
         "person": "people human portrait avatar somebody someone",
-        "adventurer": "comic",
         "avataaars": "avataaar avataars",
-        "open-peeps": "peeps peep",
         "personas": "persona",
         "pixel-art": "pixel pixelart pixelated 8-bit",
         "bottts": "botts",
@@ -100,7 +98,6 @@ PORTRAIT_SYNONYMS = _by_synonym(
         "dreadlocks": "dreads locs",
         "beard": "bearded",
         "moustache": "mustache",
-        "stubble": "stubbly unshaven",
         "glasses": "spectacles eyeglasses",
         "sunglasses": "shades",
         "beanie": "bobble-hat",
@@ -117,7 +114,6 @@ PORTRAIT_SYNONYMS = _by_synonym(
         "winking": "wink winks",
         "neutral": "serious calm expressionless",
         "sleepy": "sleeping asleep tired drowsy",
-        "kissing": "kiss kisses pouting",
         "loving": "in-love lovestruck",
         "shirt": "tshirt t-shirt tee blouse",
         "sweater": "jumper pullover",

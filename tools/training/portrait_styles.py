@@ -1,4 +1,4 @@
-"""What portraits can look like, in words: the options of nine DiceBear styles by the words that describe them.
+"""What portraits can look like, in words: the options of five DiceBear styles by the words that describe them.
 
 Every variant was looked at. Words say what is drawn, in every style alike; variants that no word describes, and details
 too small for 16 x 16 tokens, are left out. "@hair" stands for a random colour of the hair, as ``hair_red``; a colour
@@ -50,7 +50,7 @@ FIGMA = "https://www.figma.com/community/file/"
 NOUNS = {
     "background": "bg",
     "hair": "hair",
-    **dict.fromkeys("short long curly fringe bob bun buns pigtails ponytail braids mohawk spiky afro".split(), "hair"),
+    **dict.fromkeys("short long curly fringe bob bun buns pigtails braids mohawk spiky afro".split(), "hair"),
     **dict.fromkeys("dreadlocks beard moustache goatee".split(), "hair"),
     "skin": "skin",
     **dict.fromkeys("clothes shirt sweater jacket hoodie overalls collar checkered".split(), "clothes"),
@@ -62,51 +62,6 @@ EYES = {"winking", "sleepy", "loving", "dizzy", "crying"}
 DARK = {"sunglasses", "eyepatch"}
 
 PORTRAIT_STYLES = {
-    "adventurer": Style(
-        "Adventurer",
-        "Lisa Wischofsky",
-        CC_BY,
-        FIGMA + "1184595184137881796",
-        "skinColor=@skin; hairColor=@hair; eyes=variant01 variant24 variant26; eyebrows=variant10 variant12 variant13",
-        (
-            {
-                "short @hair": "hair=short01 short02 short04 short10 short11 short14",
-                "short curly @hair": "hair=short03 short08 short17 short18",
-                "mohawk @hair": "hair=short15",
-                "spiky short @hair": "hair=short16",
-                "bald": "hair=short19",
-                "bob @hair": "hair=long01 long21",
-                "bob fringe @hair": "hair=long26",
-                "long @hair": "hair=long05 long09",
-                "long fringe @hair": "hair=long07",
-                "long fringe flowers @hair": "hair=long08",
-                "long curly @hair": "hair=long06 long17 long22",
-                "long curly flowers @hair": "hair=long18",
-                "bun @hair": "hair=long10 long11",
-                "buns @hair": "hair=long13 long23",
-                "pigtails @hair": "hair=long14 long15",
-                "ponytail @hair": "hair=long19",
-                "braids @hair": "hair=long16",
-            },
-            {
-                "smiling": "mouth=variant22 variant23 variant29",
-                "laughing": "mouth=variant25 variant26 variant30; eyes=variant01 variant19",
-                "sad": "mouth=variant04; eyebrows=variant07",
-                "surprised": "mouth=variant15 variant18; eyebrows=variant11",
-                "angry": "mouth=variant09 variant11; eyebrows=variant01 variant02",
-                "winking": "mouth=variant02 variant22; eyes=variant21",
-                "neutral": "mouth=variant09",
-                "tongue": "mouth=variant12 variant16",
-                "sleepy": "mouth=variant02; eyes=variant20",
-                "kissing": "mouth=variant17",
-            },
-            {"@skin": ""},
-        ),
-        (
-            (0.25, {"glasses": "glasses=variant02 variant04", "sunglasses": "glasses=variant01"}),
-            (0.08, {"moustache": "features=mustache"}),
-        ),
-    ),
     "avataaars": Style(
         "Avataaars",
         "Pablo Stanley",
@@ -235,143 +190,6 @@ PORTRAIT_STYLES = {
                 "neutral": "mouth=square01 square02 grill02",
                 "teeth": "mouth=bite grill03",
             },
-        ),
-    ),
-    "lorelei": Style(
-        "Lorelei",
-        "Lisa Wischofsky",
-        CC0,
-        FIGMA + "1198749693280469639",
-        "skinColor=@skin; hairColor=@hair; head=variant01 variant03; nose=variant01 variant02; "
-        "eyes=variant04 variant09 variant10 variant24; eyebrows=variant02 variant05 variant10; "
-        "hairAccessoriesColor=ffffff",
-        (
-            {
-                "short @hair": "hair=variant01 variant02 variant03 variant04 variant07 variant08 variant12 variant47",
-                "short curly @hair": "hair=variant05 variant09 variant22 variant39 variant44",
-                "short fringe @hair": "hair=variant06 variant11",
-                "mohawk @hair": "hair=variant27",
-                "bob @hair": "hair=variant13 variant17",
-                "bob fringe @hair": "hair=variant19",
-                "bob curly @hair": "hair=variant18 variant32",
-                "long @hair": "hair=variant15 variant21 variant40",
-                "long fringe @hair": "hair=variant16 variant23",
-                "long curly @hair": "hair=variant24 variant35",
-                "bun @hair": "hair=variant38 variant45 variant46",
-                "buns @hair": "hair=variant26",
-                "ponytail @hair": "hair=variant31 variant33 variant42",
-            },
-            {
-                "smiling": "mouth=happy01 happy02 happy04",
-                "laughing": "mouth=happy05 happy06; eyes=variant01 variant22 variant04",
-                "sad": "mouth=sad05 sad03; eyebrows=variant01",
-                "surprised": "mouth=sad01 sad02; eyes=variant09 variant21",
-                "angry": "mouth=sad05 sad06; eyebrows=variant13",
-                "winking": "mouth=happy02; eyes=variant15",
-                "neutral": "mouth=happy14",
-                "tongue": "mouth=happy09",
-                "sleepy": "mouth=happy14; eyes=variant19",
-            },
-            {"@skin": ""},
-        ),
-        (
-            (0.25, {"glasses": "glasses=variant01 variant03 variant04", "sunglasses": "glasses=variant02"}),
-            (0.12, {"beard @hair": "beard=variant01 variant02"}),
-            (0.06, {"flowers": "hairAccessories=flowers"}),
-        ),
-    ),
-    "micah": Style(
-        "Avatar Illustration System (Micah)",
-        "Micah Lanier",
-        CC_BY,
-        FIGMA + "829741575478342595",
-        "base=standard; baseColor=@skin; hairColor=@hair; facialHairColor=@hair; shirtColor=@clothes; "
-        "glassesColor=000000; earringColor=f4d150; ears=attached; nose=curve pointed tound; eyes=eyes round; "
-        "eyebrows=up",
-        (
-            {
-                "short @hair": "hair=fonze",
-                "short fringe @hair": "hair=dannyPhantom",
-                "long curly @hair": "hair=full",
-                "bald": "hair=mrClean",
-                "mohawk @hair": "hair=mrT",
-                "bob @hair": "hair=pixie",
-                "turban @hat": "hair=turban; hairColor=@hat",
-            },
-            {
-                "smiling": "mouth=smile smirk",
-                "laughing": "mouth=laughing; eyes=eyes smiling",
-                "sad": "mouth=frown sad; eyebrows=down",
-                "surprised": "mouth=surprised",
-                "kissing": "mouth=pucker",
-            },
-            {"shirt @clothes": "shirt=open crew", "shirt collar @clothes": "shirt=collared"},
-            {"@skin": ""},
-        ),
-        (
-            (0.25, {"glasses": "glasses=round square"}),
-            (0.2, {"beard @hair": "facialHair=beard", "stubble": "facialHair=scruff"}),
-            (0.15, {"earrings": "earrings=hoop"}),
-        ),
-    ),
-    "open-peeps": Style(
-        "Open Peeps",
-        "Pablo Stanley",
-        CC0,
-        "https://www.openpeeps.com",
-        "skinColor=@skin; clothingColor=@clothes; headContrastColor=@hair",
-        (
-            {
-                "afro hair_black": "head=afro",
-                "bob fringe @hair": "head=bangs",
-                "bob fringe hair_black": "head=bangs2",
-                "bob hair_black": "head=medium1",
-                "bob @hair": "head=grayMedium",
-                "bun @hair": "head=grayBun",
-                "buns hair_black": "head=buns",
-                "braids hair_black": "head=cornrows2",
-                "curly short hair_black": "head=dreads1 dreads2",
-                "curly long hair_black": "head=longCurly",
-                "short hair_black": "head=flatTop short1 short2 short5 shaved2 pomp",
-                "short @hair": "head=grayShort short4",
-                "long hair_black": "head=long mediumStraight medium3",
-                "long fringe hair_black": "head=longBangs mediumBangs",
-                "mohawk @hair": "head=mohawk mohawk2",
-                "bald": "head=noHair1",
-                "hat hat_black": "head=hatHip",
-                "headscarf hat_black": "head=hijab",
-            },
-            {
-                "smiling": "face=smile calm",
-                "laughing": "face=smileBig smileTeethGap",
-                "crying laughing": "face=smileLOL",
-                "sad": "face=solemn tired",
-                "surprised": "face=awe",
-                "scared": "face=fear hectic concernedFear",
-                "angry": "face=rage veryAngry angryWithFang",
-                "neutral": "face=serious blank",
-                "loving": "face=lovingGrin1 lovingGrin2",
-                "sleepy": "face=eyesClosed",
-            },
-            {"shirt @clothes @skin": ""},
-        ),
-        (
-            (
-                0.25,
-                {
-                    "glasses": "accessories=glasses glasses2 glasses3 glasses5",
-                    "sunglasses": "accessories=sunglasses sunglasses2",
-                    "eyepatch": "accessories=eyepatch",
-                },
-            ),
-            (
-                0.15,
-                {
-                    "beard": "facialHair=full full2 full3",
-                    "moustache": "facialHair=moustache5 moustache6 moustache7",
-                    "goatee": "facialHair=goatee1 goatee2",
-                },
-            ),
         ),
     ),
     "personas": Style(

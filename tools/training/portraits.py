@@ -1,4 +1,4 @@
-"""Portraits in nine freely licensed drawing styles of DiceBear (npm ``@dicebear/...``), in any number, with captions.
+"""Portraits in five freely licensed drawing styles of DiceBear (npm ``@dicebear/...``), in any number, with captions.
 
 Their licences are in :data:`~.portrait_styles.PORTRAIT_STYLES`; the packages' code is MIT, Copyright (c) 2024 Florian
 Körner. The packages are fetched once with ``npm install``; neither they nor the images are shipped.
