@@ -75,7 +75,7 @@ def sampler(workflow: str, kind: str) -> Scene:
 def rule(
     kind: str,
     metric: str = "accepted by relaxation",
-    workflow: str = "12 Method - EAGLE draft tree",
+    workflow: str = "11 Method - EAGLE draft tree",
     target: str = TREE,
     **values: object,
 ) -> Scene:
@@ -114,7 +114,7 @@ SCENES = {
         run=False,
     ),
     DRAFTER: Scene(
-        "12 Method - EAGLE draft tree", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False
+        "11 Method - EAGLE draft tree", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False
     ),
     LORA: Scene(
         "01 Text to image",
@@ -138,7 +138,7 @@ SCENES = {
         {"LoadImage": (0, 0, 300, 330), "SpecARContinuePicture": (COLUMN, 0, 300), SAVE: (COLUMN, None, 300, 300)},
     ),
     "SpecARDecodeGLMImage": Scene(
-        "33 GLM-Image (download)",
+        "28 GLM-Image (download)",
         {
             CHECKPOINT: (0, 0, 320),
             TEXT: (370, 0, 300, 110),
@@ -149,7 +149,7 @@ SCENES = {
         run=False,
     ),
     "SpecARImagePrompt": Scene(
-        "35 Emu3.5-Image, edit with references (download)",
+        "30 Emu3.5-Image, edit with references (download)",
         {
             CHECKPOINT: (0, 0, 320, 270),
             "LoadImage": (0, None, 320, 250),
@@ -159,7 +159,7 @@ SCENES = {
         run=False,
     ),
     "SpecARCaption": Scene(
-        "34 Describe an image (download)",
+        "29 Describe an image (download)",
         {
             CHECKPOINT: (0, 0, 300, 250),
             "LoadImage": (0, None, 300, 260),
@@ -196,24 +196,24 @@ SCENES = {
         ),
     ),
     SJD: sampler("07 Acceptance map", SJD),
-    TREE: sampler("12 Method - EAGLE draft tree", TREE),
-    "SpecARLanternSampler": sampler("14 Method - LANTERN", "SpecARLanternSampler"),
-    "SpecARCoolSDSampler": sampler("15 Method - Cool-SD", "SpecARCoolSDSampler"),
-    "SpecARADTTreeSampler": sampler("16 Method - ADT-Tree", "SpecARADTTreeSampler"),
-    "SpecARVVSSampler": sampler("17 Method - VVS", "SpecARVVSSampler"),
+    TREE: sampler("11 Method - EAGLE draft tree", TREE),
+    "SpecARLanternSampler": sampler("13 Method - LANTERN", "SpecARLanternSampler"),
+    "SpecARCoolSDSampler": sampler("14 Method - Cool-SD", "SpecARCoolSDSampler"),
+    "SpecARADTTreeSampler": sampler("15 Method - ADT-Tree", "SpecARADTTreeSampler"),
+    "SpecARVVSSampler": sampler("16 Method - VVS", "SpecARVVSSampler"),
     "SpecARContinuousNextTokenSampler": Scene(
-        "22 Compare continuous methods", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}
+        "35 Compare continuous methods", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}
     ),
-    "SpecARContinuousSampler": sampler("18 Continuous tokens", "SpecARContinuousSampler"),
+    "SpecARContinuousSampler": sampler("17 Continuous tokens", "SpecARContinuousSampler"),
     "SpecARMethodSampler": Scene(
-        "09 Find the fastest method",
+        "08 Find the fastest method",
         {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, 60, 330), SAVE: (COLUMN, 0, 270, 240)},
     ),
     "SpecARRuleExact": rule("SpecARRuleExact", "source"),
     "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
     "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
     "SpecARRuleCoolSD": Scene(
-        "10 Exact inside a mask",
+        "32 Exact inside a mask",
         {"SpecARRuleCoolSD": (0, 0, 300), TREE: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 700)},
     ),
     "SpecAREntropyTemperature": Scene(
@@ -227,18 +227,18 @@ SCENES = {
     ),
     MAP: Scene("07 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
     "SpecARTimeline": Scene(
-        "08 Watch it being decoded",
+        "36 Watch it being decoded",
         {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
         added={PREVIEW: {}},
         values={"SpecARTimeline": {"frames": 12, "hold": 0}},
         wires=(("SpecARTimeline", "frames", PREVIEW, "images"),),
     ),
     "SpecARFindFastest": Scene(
-        "09 Find the fastest method",
+        "08 Find the fastest method",
         {"SpecARFindFastest": (0, 0, 480, 900)},
         values={"SpecARFindFastest": {"seconds": 120}},
     ),
-    "SpecARCompareTraces": Scene("21 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
+    "SpecARCompareTraces": Scene("34 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
     "SpecARSaveTrace": Scene("07 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
     "SpecARLoadTrace": Scene(
         "07 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)}, prepare=read_saved_trace

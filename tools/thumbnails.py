@@ -23,7 +23,7 @@ INPUTS = {  # of templates that begin with Load Image: subject that is given, pl
     "03 Inpaint your image": ("red heart", WHOLE, (32, 32, 224, 224), "blue heart"),
     "04 Outpaint": ("smiley", (32, 32, 224, 224), (0, 0, 0, 0), "smiley"),
     "05 Continue an image": ("cat", WHOLE, (0, 128, 256, 256), "cat"),
-    "19 Continuous tokens, inpaint": ("smiley", WHOLE, (128, 0, 256, 256), "skull"),
+    "18 Continuous tokens, inpaint": ("smiley", WHOLE, (128, 0, 256, 256), "skull"),
 }
 
 

@@ -147,7 +147,7 @@ def place_and_run(page: Page, blueprint: Path) -> None:
     screenshot(page, f"blueprint-{blueprint.stem}")
 
 
-ALL = "21 Compare all methods"
+ALL = "34 Compare all methods"
 SET_ON_SUBGRAPH = """values => {
     const node = app.graph._nodes.find(node => node.subgraph);
     for (const [label, value] of Object.entries(values)) {
@@ -301,7 +301,7 @@ def open_in_chinese(browser: Browser, comfy, without: str | None = None) -> tupl
 @pytest.mark.whole
 def test_runs_charts_maps_and_notices_are_told_in_chinese(browser, comfy):
     page, problems = open_in_chinese(browser, comfy)
-    load(page, ROOT / "workflows/20 Compare four methods.json")
+    load(page, ROOT / "workflows/19 Compare four methods.json")
     page.evaluate(ADD_TO_PROMPTS, " xyz")
     page.evaluate(FIT)
     run(page)
@@ -321,14 +321,14 @@ def test_runs_charts_maps_and_notices_are_told_in_chinese(browser, comfy):
 
 def test_a_template_opens_in_chinese(browser, comfy):
     page, problems = open_in_chinese(browser, comfy)
-    load(page, ROOT / "workflows/25 SimpleAR (download).json")
+    load(page, ROOT / "workflows/20 SimpleAR (download).json")
     note = "() => app.graph._nodes.find(node => node.type === 'MarkdownNote').widgets[0].value"
     assert "按 bf16 计算：GPU 上权重 0.8 GB" in page.evaluate(note)
     titles = page.evaluate("() => app.graph.serialize().nodes.map(node => node.title)")
     assert {"提示词", "请先下载"} <= {*titles} and not {"Prompt", "Download first"} & {*titles}
     assert any("的全部文件，放入 models/ar_models/SimpleAR" in text for text in page.evaluate(REPORTS))
     assert not page.evaluate("() => app.extensionManager.workflow.activeWorkflow.isModified")
-    load(page, ROOT / "workflows/21 Compare all methods.json")
+    load(page, ROOT / "workflows/34 Compare all methods.json")
     inside = "() => [...app.graph.subgraphs.values()].flatMap(each => each.nodes.map(node => node.title))"
     assert "EAGLE 草稿树" in page.evaluate(inside)
     assert not problems

@@ -11,7 +11,7 @@ from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot, set_batc
 
 pytestmark = [pytest.mark.browser, pytest.mark.whole]
 
-MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "07 Acceptance map", "18 Continuous tokens"
+MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "07 Acceptance map", "17 Continuous tokens"
 NAMES = {  # record of the trace -> what the map calls it
     "finalised_at": "decided in pass",
     "depth": "position in the draft",
@@ -183,7 +183,7 @@ def test_the_map_comes_back_with_its_workflow_unless_the_server_has_lost_it(page
         if maps:
             come_near(page)
 
-    load(page, ROOT / "workflows/27 LlamaGen, classes (download).json", name="other")
+    load(page, ROOT / "workflows/22 LlamaGen, classes (download).json", name="other")
     switch("Previous", maps=1)
     page.wait_for_function(IS_SHOWN)
     assert text(page) == report

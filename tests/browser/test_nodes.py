@@ -154,7 +154,7 @@ def test_while_a_run_goes_on_its_numbers_stand_in_one_line(page, renderer):
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 def test_compare_runs_shows_its_chart_instead_of_the_picture(page, renderer):
-    open_template(page, "20 Compare four methods")
+    open_template(page, "19 Compare four methods")
     run(page)
     page.wait_for_function("() => document.querySelectorAll('.specar-chart tbody tr').length === 4")
     texts = page.locator(".specar-chart tbody tr").all_inner_texts()

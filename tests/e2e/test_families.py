@@ -16,9 +16,9 @@ from ..support.families import WORKFLOWS as ASKED
 from ..support.lora import linear_layers, write_lora
 
 WORKFLOWS = PACK / "workflows"
-JANUS, ANOLE = "23 Janus-Pro (download)", "30 Anole (download)"
-LLAMAGEN, LUMINA = "26 LlamaGen, text (download)", "28 Lumina-mGPT (download)"
-GLM_IMAGE = "33 GLM-Image (download)"
+JANUS, ANOLE = "09 Janus-Pro (download)", "25 Anole (download)"
+LLAMAGEN, LUMINA = "21 LlamaGen, text (download)", "23 Lumina-mGPT (download)"
+GLM_IMAGE = "28 GLM-Image (download)"
 
 
 def workflow(comfy, name: str, **inputs) -> dict:

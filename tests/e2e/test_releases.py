@@ -9,7 +9,7 @@ from tools.comfy_server import ComfyServer
 
 pytestmark = pytest.mark.whole
 
-WORKFLOWS = ("01 Text to image", "12 Method - EAGLE draft tree", "18 Continuous tokens")
+WORKFLOWS = ("01 Text to image", "11 Method - EAGLE draft tree", "17 Continuous tokens")
 
 
 @pytest.mark.releases

@@ -9,8 +9,8 @@ from tools.comfy_client import interrupt
 
 SAMPLERS = {
     "01 Text to image": "SpecARSampler",
-    "12 Method - EAGLE draft tree": "SpecARDraftTreeSampler",
-    "18 Continuous tokens": "SpecARContinuousSampler",
+    "11 Method - EAGLE draft tree": "SpecARDraftTreeSampler",
+    "17 Continuous tokens": "SpecARContinuousSampler",
 }
 
 

@@ -118,7 +118,7 @@ def the_film_ends_with_the_image(comfy, run):
 
 def what_is_found_is_drawn_with(comfy, run):
     """Another image with another prompt is generated without another search."""
-    prompt = comfy.workflow("09 Find the fastest method")
+    prompt = comfy.workflow("08 Find the fastest method")
     node, sampler = (comfy.node_id(prompt, kind) for kind in ("SpecARFindFastest", "SpecARMethodSampler"))
     [found] = run.outputs[node]["specar"]
     [drawn] = [report for report in run.collect("specar") if report["schema"] == "specar.trace/3"]
@@ -137,13 +137,13 @@ def what_is_found_is_drawn_with(comfy, run):
 MORE = {  # what else is to be seen of a workflow's run
     "03 Inpaint your image": all_is_kept_without_a_mask,
     "06 Same image, fewer passes": fewer_passes_make_the_same_image,
-    "19 Continuous tokens, inpaint": only_what_is_masked_is_drawn,
-    "10 Exact inside a mask": the_face_is_exact,
-    "11 Unverified outside a mask": the_face_is_judged,
+    "18 Continuous tokens, inpaint": only_what_is_masked_is_drawn,
+    "32 Exact inside a mask": the_face_is_exact,
+    "33 Unverified outside a mask": the_face_is_judged,
     "05 Continue an image": the_upper_half_is_given,
     "04 Outpaint": the_middle_is_kept,
-    "08 Watch it being decoded": the_film_ends_with_the_image,
-    "09 Find the fastest method": what_is_found_is_drawn_with,
+    "36 Watch it being decoded": the_film_ends_with_the_image,
+    "08 Find the fastest method": what_is_found_is_drawn_with,
 }
 
 

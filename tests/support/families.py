@@ -8,8 +8,8 @@ from pathlib import Path
 from .tiny_family import declared
 
 SMALL = {"width": 0, "height": 0, "top_k": 0, "window": 8}  # instead of the real models' sizes: 0 is the tiny one's own
-REFINED = "24 Janus-Pro, refined with SDXL (download)"  # with models of core nodes, too
-CAPTIONED = "34 Describe an image (download)"  # generates no image
+REFINED = "10 Janus-Pro, refined with SDXL (download)"  # with models of core nodes, too
+CAPTIONED = "29 Describe an image (download)"  # generates no image
 WORKFLOWS = declared("WORKFLOWS")
 FAMILIES = {name: workflow.write for name, workflow in WORKFLOWS.items()}
 CHANGES = {name: workflow.changes for name, workflow in WORKFLOWS.items()}

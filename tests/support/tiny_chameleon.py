@@ -260,7 +260,7 @@ FILES = {
     "Anole": Files(partial(write, kind="anole", shards=3), "Anole-tiny-hf"),
 }
 WORKFLOWS = {
-    "28 Lumina-mGPT (download)": Workflow("Lumina-mGPT 7B", install_lumina),
-    "29 Lumina-mGPT 2 (download)": Workflow("Lumina-mGPT 2.0, 7.9B", install_lumina2),
-    "30 Anole (download)": Workflow("Anole 7B with a drafter", install_anole),
+    "23 Lumina-mGPT (download)": Workflow("Lumina-mGPT 7B", install_lumina),
+    "24 Lumina-mGPT 2 (download)": Workflow("Lumina-mGPT 2.0, 7.9B", install_lumina2),
+    "25 Anole (download)": Workflow("Anole 7B with a drafter", install_anole),
 }

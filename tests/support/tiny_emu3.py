@@ -202,4 +202,4 @@ LANGUAGE = {
     )
 }
 FILES = {"Emu3": Files(write)}
-WORKFLOWS = {"31 Emu3 (download)": Workflow("Emu3 8B", lambda models: write(models / "ar_models/Emu3-Gen", shards=7))}
+WORKFLOWS = {"26 Emu3 (download)": Workflow("Emu3 8B", lambda models: write(models / "ar_models/Emu3-Gen", shards=7))}

@@ -119,6 +119,6 @@ LANGUAGE = {
 }
 FILES = {"Emu3.5-Image": Files(write)}
 WORKFLOWS = {
-    "32 Emu3.5-Image (download)": Workflow("Emu3.5-Image 34B", install),
-    "35 Emu3.5-Image, edit with references (download)": Workflow("Emu3.5-Image 34B edits", with_image(install)),
+    "27 Emu3.5-Image (download)": Workflow("Emu3.5-Image 34B", install),
+    "30 Emu3.5-Image, edit with references (download)": Workflow("Emu3.5-Image 34B edits", with_image(install)),
 }

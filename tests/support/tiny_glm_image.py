@@ -257,8 +257,8 @@ LANGUAGE = {
 }
 FILES = {"GLM-Image": Files(write, "vision_language_encoder")}
 WORKFLOWS = {
-    "33 GLM-Image (download)": Workflow("GLM-Image 8.9B + 7B", install, {"steps": 2}, tokens=20),
-    "36 GLM-Image, edit with references (download)": Workflow(
+    "28 GLM-Image (download)": Workflow("GLM-Image 8.9B + 7B", install, {"steps": 2}, tokens=20),
+    "31 GLM-Image, edit with references (download)": Workflow(
         "GLM-Image 8.9B + 7B edits", with_image(install), {"steps": 2}
     ),
 }

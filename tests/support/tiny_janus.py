@@ -272,5 +272,5 @@ FILES = {
     "Janus-Pro in int8": Files(write, storage=torch.int8),
 }
 WORKFLOWS = {
-    "23 Janus-Pro (download)": Workflow("Janus-Pro 1B, 7B", lambda models: write(models / "ar_models/Janus-Pro-1B"))
+    "09 Janus-Pro (download)": Workflow("Janus-Pro 1B, 7B", lambda models: write(models / "ar_models/Janus-Pro-1B"))
 }

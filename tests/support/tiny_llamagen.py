@@ -65,12 +65,12 @@ FILES = {
     "LlamaGen of classes": Files(write_converted, prompt="3"),
 }
 WORKFLOWS = {
-    "27 LlamaGen, classes (download)": Workflow(
+    "22 LlamaGen, classes (download)": Workflow(
         "LlamaGen, classes",
         partial(install, name="c2i_L_384", decoder="vq_ds16_c2i.pt", text=False),
         {"model_name": "c2i_L_384.safetensors", "text": "7"},  # of ten classes
     ),
-    "26 LlamaGen, text (download)": Workflow(
+    "21 LlamaGen, text (download)": Workflow(
         "LlamaGen, text",
         partial(install, name="t2i_XL_stage2_512", decoder="vq_ds16_t2i.pt", text=True),
         {"model_name": "t2i_XL_stage2_512.safetensors", "text": "a red cat"},

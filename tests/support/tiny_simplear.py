@@ -205,4 +205,4 @@ FILES = {
     "SimpleAR quantised": Files(write_quantised),
     "SimpleAR packed": Files(write_packed),
 }
-WORKFLOWS = {"25 SimpleAR (download)": Workflow("SimpleAR 0.5B, 1.5B", install)}
+WORKFLOWS = {"20 SimpleAR (download)": Workflow("SimpleAR 0.5B, 1.5B", install)}

@@ -22,9 +22,9 @@ from PIL import Image
 ROOT = Path(specar.__file__).resolve().parent
 SHIPPED = sorted((ROOT / "workflows/api").glob("*.json"))
 SAVE_NO_IMAGE_ALONE = (
-    "08 Watch it being decoded.json",
-    "21 Compare all methods.json",
-    "34 Describe an image (download).json",
+    "36 Watch it being decoded.json",
+    "34 Compare all methods.json",
+    "29 Describe an image (download).json",
 )
 
 

@@ -16,27 +16,27 @@ from typing import Any
 from . import packages
 from .findings import Findings, NotRun
 
-FIRST, OTHER = "12 Method - EAGLE draft tree", "18 Continuous tokens"
+FIRST, OTHER = "11 Method - EAGLE draft tree", "17 Continuous tokens"
 SEED = 11
 AGAIN, IMAGE, CANCELLED = "again, unloaded before", "loads an image", "cancelled"
 LOADING = (
     "03 Inpaint your image",
     "04 Outpaint",
     "05 Continue an image",
-    "19 Continuous tokens, inpaint",
-    "32 Emu3.5-Image (download)",
-    "33 GLM-Image (download)",
-    "34 Describe an image (download)",
-    "35 Emu3.5-Image, edit with references (download)",
-    "36 GLM-Image, edit with references (download)",
+    "18 Continuous tokens, inpaint",
+    "27 Emu3.5-Image (download)",
+    "28 GLM-Image (download)",
+    "29 Describe an image (download)",
+    "30 Emu3.5-Image, edit with references (download)",
+    "31 GLM-Image, edit with references (download)",
 )
 SAMPLERS = (  # a workflow of each sampler
     "01 Text to image",
     FIRST,
-    "14 Method - LANTERN",
-    "15 Method - Cool-SD",
-    "16 Method - ADT-Tree",
-    "17 Method - VVS",
+    "13 Method - LANTERN",
+    "14 Method - Cool-SD",
+    "15 Method - ADT-Tree",
+    "16 Method - VVS",
     OTHER,
 )
 STEPS = (
