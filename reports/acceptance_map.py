@@ -92,11 +92,12 @@ def acceptance_map(
     """What happened to every token, laid over the images of a run: [B, H', W', 3] (uint8).
 
     image: all images of the run, [B, H, W, 3] (floating point in 0..1 as an image decoder returns, or uint8; Tensor or
-    numpy; a run of one image also takes [H, W, 3]); None draws the map alone. metric: one of METRICS. opacity: from 0
-    (the image in grey) to 1 (the map). The shorter side has at least SHORTEST pixels, unless the longer one would
-    exceed LONGEST_MAP, or all maps together ENLARGED (W' and what is above the legend are the same multiple of W and
-    H); the legend is below. A metric that the run has no numbers of gives a grey map that says so. Raises ValueError
-    where the images are not of this run, for an unknown metric, and for more than PIXELS pixels in all.
+    numpy; a run of one image also takes [H, W, 3]); None draws the map alone. metric: one of METRICS. opacity: how
+    much of a token's width and height the map covers, from 0 (the image) to 1 (the map). The shorter side has at least
+    SHORTEST pixels, unless the longer one would exceed LONGEST_MAP, or all maps together ENLARGED (W' and what is above
+    the legend are the same multiple of W and H); the legend is below. A metric that the run has no numbers of gives a
+    grey map that says so. Raises ValueError where the images are not of this run, for an unknown metric, and for more
+    than PIXELS pixels in all.
     """
     return draw_maps(trace, image, metric, opacity).overlay
 
@@ -119,7 +120,7 @@ def draw_maps(trace: Trace, image: Images | None, metric: str, opacity: float, s
     for each, below, layer in zip(maps, images, drawn, strict=False):
         layer[: above + legend_height(each)] = overlay(each, below, opacity, factor)
     return Maps(
-        [legend_records(each, 1.0 if image is None else opacity) for each in maps],
+        [legend_records(each) for each in maps],
         drawn,
         (across, above),
         np.stack([enlarge(each.colours, height, width) for each in maps]),
@@ -379,17 +380,22 @@ def enlarge(grid: np.ndarray, height: int, width: int) -> np.ndarray:
 def overlay(token_map: TokenMap, image: np.ndarray | None, opacity: float, factor: int) -> np.ndarray:
     """Map over image [H, W, 3] (uint8; None: map alone), ``factor`` times as large, above its legend.
 
-    The image turns grey, so that every colour is the map's.
+    The map covers the middle of each token, so that its colours are those of the legend and the image keeps its own.
     """
     rows, cols = token_map.colours.shape[:2]
     height, width = image.shape[:2] if image is not None else (rows, cols)
     height, width = height * factor, width * factor
-    canvas = enlarge(token_map.colours, height, width).astype(np.float64)
+    canvas = enlarge(token_map.colours, height, width)
     if image is not None:
-        grey = image @ [0.299, 0.587, 0.114]
-        canvas = opacity * canvas + (1 - opacity) * enlarge(grey, height, width)[..., None]
-    legend = draw_legend(token_map, width, 1.0 if image is None else opacity)
-    return np.concatenate((canvas.round().astype(np.uint8), legend))
+        covered = middles(height, rows, opacity)[:, None] & middles(width, cols, opacity)
+        canvas = np.where(covered[..., None], canvas, enlarge(image, height, width))
+    return np.concatenate((canvas, draw_legend(token_map, width)))
+
+
+def middles(pixels: int, tokens: int, share: float) -> np.ndarray:
+    """Which pixels of a side lie in the middle of their token, a ``share`` of it (0..1) wide."""
+    place = (np.arange(pixels) + 0.5) * tokens / pixels % 1  # in its token
+    return np.abs(place - 0.5) < share / 2
 
 
 def legend_height(token_map: TokenMap) -> int:
@@ -397,7 +403,7 @@ def legend_height(token_map: TokenMap) -> int:
     return (1 + len(token_map.legend)) * LINE + 2 * MARGIN
 
 
-def draw_legend(token_map: TokenMap, width: int, opacity: float = 1.0) -> np.ndarray:
+def draw_legend(token_map: TokenMap, width: int) -> np.ndarray:
     """A dark strip [n, width, 3] (uint8): title, then one line per swatch, or a colour bar with its ends."""
     strip = Image.new("RGB", (width, legend_height(token_map)), (PAPER,) * 3)
     draw, bold, font = ImageDraw.Draw(strip), ImageFont.load_default(TITLE), ImageFont.load_default(TEXT)
@@ -405,8 +411,7 @@ def draw_legend(token_map: TokenMap, width: int, opacity: float = 1.0) -> np.nda
     for i, item in enumerate(token_map.legend):
         top = MARGIN + (i + 1) * LINE + 2
         if isinstance(item, Swatch):
-            strip.paste(_bar(shades(item.colour, opacity), SWATCH_WIDTH), (MARGIN, top))
-            draw.rectangle((MARGIN, top, MARGIN + SWATCH_WIDTH - 1, top + SWATCH - 1), outline=GREY)
+            draw.rectangle((MARGIN, top, MARGIN + SWATCH_WIDTH - 1, top + SWATCH - 1), item.colour, GREY)
             draw.text((MARGIN + 34, top - 1), item.text, INK, font)
         else:
             end = width - MARGIN - int(draw.textlength(item.high, font)) - 8
@@ -417,24 +422,16 @@ def draw_legend(token_map: TokenMap, width: int, opacity: float = 1.0) -> np.nda
     return np.asarray(strip)
 
 
-def shades(colour: tuple[int, int, int], opacity: float) -> tuple[tuple[int, int, int], ...]:
-    """The colours that a map's colour has over an image: over black, and over white."""
-    return tuple(
-        tuple(round(opacity * channel + (1 - opacity) * below) for channel in colour)  # type: ignore[misc]
-        for below in (0, 255)
-    )
-
-
 def _bar(colours: tuple[tuple[int, int, int], ...], width: int) -> Image.Image:
     bar = gradient(np.linspace(0, 1, width)[None].repeat(SWATCH, 0), colours)
     return Image.fromarray(bar.round().astype(np.uint8))
 
 
-def legend_records(token_map: TokenMap, opacity: float) -> dict[str, Any]:
+def legend_records(token_map: TokenMap) -> dict[str, Any]:
     """Title and lines of the legend, JSON-ready: the page draws it in its own colours and language. A line has the
     colours of its swatch or scale, from left to right, and its texts."""
     lines = [
-        {"colours": shades(item.colour, opacity), "texts": [item.text]}
+        {"colours": (item.colour, item.colour), "texts": [item.text]}
         if isinstance(item, Swatch)
         else {"colours": item.colours, "texts": [item.low, item.high]}
         for item in token_map.legend

@@ -46,14 +46,19 @@ def test_the_documents_example_saves_its_image_and_a_map_as_large_as_it_says(exa
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_map_contains_its_image(example, kind):
     trace, pixels = example[kind]["out"].trace, example[kind]["pixels"]
-    grey = (pixels[0].numpy() * 255).round() @ [0.299, 0.587, 0.114]
-    height, width = grey.shape
+    image = as_bytes(pixels)[0]
+    height, width = image.shape[:2]
     factor = -(-SHORTEST // min(height, width))
     clear = specar.acceptance_map(trace, pixels, opacity=0.0)[0, : factor * height]
     assert clear.shape == (factor * height, factor * width, 3)
-    assert np.array_equal(clear, enlarge(grey, *clear.shape[:2]).round().astype(np.uint8)[..., None].repeat(3, -1))
+    assert np.array_equal(clear, enlarge(image, *clear.shape[:2]))
     covered = specar.acceptance_map(trace, pixels, opacity=1.0)[0, : factor * height]
     assert np.array_equal(covered, enlarge(draw_maps(trace, None, "source", 1.0).colours[0], *covered.shape[:2]))
+    half = specar.acceptance_map(trace, pixels, opacity=0.5)[0, : factor * height]
+    mapped, rows, cols = (half == covered).all(-1), trace.rows, trace.cols
+    assert np.array_equal(half, np.where(mapped[..., None], covered, clear))
+    tokens = (half != clear).any(-1).reshape(rows, len(half) // rows, cols, half.shape[1] // cols).mean((1, 3))
+    assert tokens.max() == 0.25, "the middle of a token, half as wide and high"
 
 
 @pytest.mark.parametrize("kind", KINDS)
