@@ -1,4 +1,4 @@
-"""Decoding Timeline: exact pixels of small films, films of real runs, and what it refuses."""
+"""Decoding Timeline: exact pixels of small films, films of real runs, races, and what it refuses."""
 
 import comfy.model_management as mm
 import folder_paths
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_specar.nodes import timeline
-from comfyui_specar.reports import timeline_frames
+from comfyui_specar.reports import race, timeline_frames
 from comfyui_specar.reports.acceptance_map import SOURCES, enlarge
 from comfyui_specar.reports.timeline_frames import UNDRAWN
 from comfyui_specar.samplers.trace import Source, Trace
@@ -90,6 +90,29 @@ def test_tokens_have_the_same_areas_as_in_maps(size, count):
     areas = enlarge(np.arange(count)[None], 1, size)
     assert len(drawn) == count
     assert all(np.array_equal(drawn[token, ..., 0] == 1, areas <= token) for token in range(count))
+
+
+def racing(finished: list, seconds: float, passes: int) -> Trace:
+    totals = {"seconds": seconds, "target_passes": passes}
+    trace = trace_of(finished, [Source.ACCEPTED] * 4)
+    return Trace(2, 2, 2, trace.positions, {}, totals, {"method": "next_token"})
+
+
+def test_a_race_has_one_clock():
+    slow, fast = racing([0, 1, 2, 3], 4.0, 4), racing([0, 0, 1, 1], 1.0, 2)
+    pictures = [np.full((4, 4, 3), level, np.float32) for level in (0.2, 0.8)]
+    frames = list(race.race_frames([slow, fast], 0, pictures, 8, tint=0.0))
+    across, down = race.panel_size(4, 4)
+    assert len(frames) == 8 and frames[0].shape == (*race.film_size(4, 4), 3) == (down + race.HEAD + race.FOOT, 768, 3)
+    assert down % 2 == 0 and frames[0].shape[0] % 2 == 0, "video codecs want even sides"
+    for number, frame in enumerate(frames):
+        drawn = []
+        for place, level in enumerate((51, 204)):
+            left = race.MARGIN + place * (across + race.MARGIN)
+            panel = frame[race.HEAD : race.HEAD + down, left : left + across]
+            drawn.append(float((panel == level).all(-1).mean()))
+        seconds = (number + 1) / 2
+        assert drawn == pytest.approx([int(seconds) / 4, min(int(2 * seconds), 2) / 2], abs=1e-3)
 
 
 # The node
@@ -183,3 +206,15 @@ def test_interruption_stops_the_run(timeline_of, monkeypatch, unthrottled):
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
     with pytest.raises(mm.InterruptProcessingException):
         timeline_of(long_run(100), torch.rand(1, 20, 20, 3))
+
+
+def test_the_node_makes_a_race_of_two_runs(sample, timeline_of):
+    (_, first), (_, second) = sample("NextToken"), sample("SJD")
+    image = torch.rand(1, 32, 32, 3)
+    frames, fps = timeline_of(first, image, hold=3, other_trace=second, other_image=1 - image).result
+    assert frames.shape == (race.FRAMES + 3, *race.film_size(32, 32), 3) and fps == race.FRAMES / 4
+    assert torch.equal(frames[-1], frames[-3]), "the end is held"
+    with pytest.raises(ValueError, match="both other_trace and other_image"):
+        timeline_of(first, image, other_trace=second)
+    with pytest.raises(ValueError, match=r"\b1 image.*\b2\b"):
+        timeline_of(first, image, other_trace=second, other_image=torch.rand(2, 32, 32, 3))
