@@ -16,7 +16,7 @@ from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_ov
 from comfyui_specar.batch.server import files_of, notices_of, refusal
 from comfyui_specar.reports.run_report import drafting
 
-DEFAULT_WORKFLOW = PACK / "workflows/api/06 Same image, fewer passes.json"
+DEFAULT_WORKFLOW = PACK / "workflows/api/06 Race.json"
 OUTPUT = PACK / "output"
 BAR_WIDTH = 30
 MOST_SECONDS = 86400.0  # of a run: whoever waits can end it

@@ -1,5 +1,5 @@
-"""Makes the images of the documentation: the README's animation, the contact sheets of the bundled models' cards, and,
-in a real ComfyUI, one per help page and a thumbnail per template.
+"""Makes the images of the documentation: the README's animation, the contact sheets of the bundled models' cards, the
+example that templates begin with, and, in a real ComfyUI, one per help page and a thumbnail per template.
 
 Run it again when models, nodes or workflows have changed (with tools/pictures.sh), for all of them or those given.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import example
 import hero
 import thumbnails
 from comfy_server import PACK, ComfyServer, ServerError
@@ -26,11 +27,10 @@ DOCS = PACK / "web/docs"
 WORKFLOWS = PACK / "workflows"
 LOG = PACK / "output/pictures.log"
 MOST_BYTES = 40 * 1024
-QUALITY = 88  # of thumbnails
 DECODER = "vq_default.safetensors"  # the bundled model's decoder under another name, for Load AR Image Decoder
 
 CHECKPOINT, DRAFTER, LATENT = "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecAREmptyLatent"
-LORA, STYLE = "SpecARLoadLora", "my style"
+EXAMPLE, LORA, STYLE = "SpecARExampleImage", "SpecARLoadLora", "my style"
 MAP, SAMPLER = "SpecARAcceptanceMap", "SpecARSampler"
 TREE, SJD = "SpecARDraftTreeSampler", "SpecARSJDSampler"
 TEXT, DECODE, SAVE, PREVIEW = "CLIPTextEncode", "VAEDecode", "SaveImage", "PreviewImage"
@@ -70,6 +70,16 @@ class Scene:
 def sampler(workflow: str, kind: str) -> Scene:
     """A sampler beside its image and acceptance map."""
     return Scene(workflow, {kind: (0, 0, 330), SAVE: (0, None, 330, 240), MAP: (COLUMN, 0, 330, 700)})
+
+
+def fed(kind: str) -> tuple[tuple[str, str, str, str], ...]:
+    """The wires of a sampler that takes the place of the workflow's."""
+    return (
+        (CHECKPOINT, "AR_MODEL", kind, "model"),
+        (TEXT, "CONDITIONING", kind, "positive"),
+        (LATENT, "LATENT", kind, "latent_image"),
+        (kind, "LATENT", DECODE, "samples"),
+    )
 
 
 def rule(
@@ -135,8 +145,9 @@ SCENES = {
     ),
     "SpecARContinuePicture": Scene(
         "05 Continue an image",
-        {"LoadImage": (0, 0, 300, 330), "SpecARContinuePicture": (COLUMN, 0, 300), SAVE: (COLUMN, None, 300, 300)},
+        {EXAMPLE: (0, 0, 300, 330), "SpecARContinuePicture": (COLUMN, 0, 300), SAVE: (COLUMN, None, 300, 300)},
     ),
+    EXAMPLE: Scene("03 Inpaint your image", {EXAMPLE: (0, 0, 300, 330), SAVE: (COLUMN, 0, 300, 330)}),
     "SpecARDecodeGLMImage": Scene(
         "28 GLM-Image (download)",
         {
@@ -188,12 +199,7 @@ SCENES = {
                 "top_p": 0.9,
             }
         },
-        wires=(
-            (CHECKPOINT, "AR_MODEL", "SpecARNextTokenSampler", "model"),
-            (TEXT, "CONDITIONING", "SpecARNextTokenSampler", "positive"),
-            (LATENT, "LATENT", "SpecARNextTokenSampler", "latent_image"),
-            ("SpecARNextTokenSampler", "LATENT", DECODE, "samples"),
-        ),
+        wires=fed("SpecARNextTokenSampler"),
     ),
     SJD: sampler("07 Acceptance map", SJD),
     TREE: sampler("11 Method - EAGLE draft tree", TREE),
@@ -202,7 +208,10 @@ SCENES = {
     "SpecARADTTreeSampler": sampler("15 Method - ADT-Tree", "SpecARADTTreeSampler"),
     "SpecARVVSSampler": sampler("16 Method - VVS", "SpecARVVSSampler"),
     "SpecARContinuousNextTokenSampler": Scene(
-        "35 Compare continuous methods", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}
+        "17 Continuous tokens",
+        {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)},
+        added={"SpecARContinuousNextTokenSampler": {}},
+        wires=fed("SpecARContinuousNextTokenSampler"),
     ),
     "SpecARContinuousSampler": sampler("17 Continuous tokens", "SpecARContinuousSampler"),
     "SpecARMethodSampler": Scene(
@@ -212,10 +221,7 @@ SCENES = {
     "SpecARRuleExact": rule("SpecARRuleExact", "source"),
     "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
     "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
-    "SpecARRuleCoolSD": Scene(
-        "32 Exact inside a mask",
-        {"SpecARRuleCoolSD": (0, 0, 300), TREE: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 700)},
-    ),
+    "SpecARRuleCoolSD": rule("SpecARRuleCoolSD", delta=4),
     "SpecAREntropyTemperature": Scene(
         "01 Text to image",
         {"SpecAREntropyTemperature": (0, 0, 300), SAMPLER: (COLUMN, 0, 300), SAVE: (2 * COLUMN, 0, 240, 235)},
@@ -226,19 +232,13 @@ SCENES = {
         ),
     ),
     MAP: Scene("07 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
-    "SpecARTimeline": Scene(
-        "36 Watch it being decoded",
-        {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
-        added={PREVIEW: {}},
-        values={"SpecARTimeline": {"frames": 12, "hold": 0}},
-        wires=(("SpecARTimeline", "frames", PREVIEW, "images"),),
-    ),
+    "SpecARTimeline": Scene("06 Race", {"SpecARTimeline": (0, 0, 520, 560)}),
     "SpecARFindFastest": Scene(
         "08 Find the fastest method",
         {"SpecARFindFastest": (0, 0, 480, 900)},
         values={"SpecARFindFastest": {"seconds": 120}},
     ),
-    "SpecARCompareTraces": Scene("34 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
+    "SpecARCompareTraces": Scene("19 Compare four methods", {"SpecARCompareTraces": (0, 0, 760, 560)}),
     "SpecARSaveTrace": Scene("07 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
     "SpecARLoadTrace": Scene(
         "07 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)}, prepare=read_saved_trace
@@ -247,7 +247,10 @@ SCENES = {
 for _page in DOCS.glob("SpecARRule*"):
     SCENES.setdefault(_page.name, rule(_page.name))
 
-WITHOUT_COMFYUI: dict[str, tuple[Path, Callable[[Path], object]]] = {"hero": (PACK / "assets/hero.webp", hero.draw)}
+WITHOUT_COMFYUI: dict[str, tuple[Path, Callable[[Path], object]]] = {
+    "hero": (PACK / "assets/hero.webp", hero.draw),
+    "example": (PACK / "assets/example.png", example.draw),
+}
 for _model in ("default", "continuous"):
     _folder = PACK / "assets" / _model
     WITHOUT_COMFYUI[f"sheet_{_model}"] = (_folder / "contact_sheet.jpg", partial(contact_sheet.draw, _folder))
@@ -271,7 +274,7 @@ def save(name: str, image: Image.Image | bytes) -> None:
         file.write_bytes(image)
     else:
         file = WORKFLOWS / f"{name}.jpg"
-        image.save(file, quality=QUALITY)
+        image.save(file, quality=thumbnails.QUALITY)
     report(file)
 
 
@@ -286,11 +289,11 @@ def draw_without_comfyui(names: list[str]) -> None:
         report(file)
 
 
-def draw(url: str, inputs: Path, names: list[str]) -> None:
+def draw(url: str, names: list[str]) -> None:
     """Runs on a server first, then in its page (whose event loop excludes that of a client)."""
     for name in names:
         if name not in SCENES and thumbnails.draws(name):
-            save(name, thumbnails.result(url, WORKFLOWS / f"{name}.json", inputs))
+            save(name, thumbnails.result(url, *thumbnails.run(url, WORKFLOWS / f"{name}.json")))
     with Frontend(url) as page:
         for name in names:
             if name in SCENES:
@@ -327,7 +330,7 @@ def main() -> int:
             shutil.copy(PACK / "assets/default/vq.safetensors", vae / DECODER)
             (lora := server.base / "models/loras" / STYLE).mkdir(parents=True, exist_ok=True)
             (lora / "adapter_model.safetensors").touch()  # listed, never read
-            draw(server.url, server.base / "input", names)
+            draw(server.url, names)
     except (ServerError, FrontendError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -21,7 +21,7 @@ WORKFLOWS = PACK / "workflows"
 LOG = PACK / "output/screenshots.log"
 VIEW = {"width": 1400, "height": 860}
 QUALITY = 82
-SAME = "06 Same image, fewer passes"
+SAME = "06 Race"
 FIRST = min(path.stem for path in WORKFLOWS.glob("*.json"))
 NO_NEWS = "div:has(> div > i[class*=rocket]) { display: none }"  # a banner of the front end's own
 LOOK_AT = """([left, top, scale]) => {

@@ -8,23 +8,17 @@ from pathlib import Path
 
 from comfy_client import Run, run_prompt, view
 from frontend import Frontend, FrontendError
-from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence
+from PIL import Image, ImageOps, ImageSequence
 
 SIDE = 512
+QUALITY = 88  # of JPEG
 CARD = """<style>
 body {{ margin: 0; width: 512px; height: 512px; box-sizing: border-box; padding: 40px; display: flex; color: #fff;
         flex-direction: column; justify-content: center; background: hsl({hue} 60% 30%); font-family: "DejaVu Sans"; }}
 b {{ font-size: {size}px; line-height: 1.1; }} p {{ font-size: 42px; margin: 36px 0 0; line-height: 1.35; }}
 </style><body><b>{name}</b><p>{pixels}{weights} GB</p></body>"""
 WEIGHTS = re.compile(r"([\d.]+) GB of weights")  # in the template's note
-LOOK = ", 3d, on a purple background"
-WHOLE = (0, 0, 256, 256)
-INPUTS = {  # of templates that begin with Load Image: subject that is given, place of it, what is not kept, subject
-    "03 Inpaint your image": ("red heart", WHOLE, (32, 32, 224, 224), "blue heart"),
-    "04 Outpaint": ("smiley", (32, 32, 224, 224), (0, 0, 0, 0), "smiley"),
-    "05 Continue an image": ("cat", WHOLE, (0, 128, 256, 256), "cat"),
-    "18 Continuous tokens, inpaint": ("smiley", WHOLE, (128, 0, 256, 256), "skull"),
-}
+GROUND = (24, 24, 24)  # beside a film that is no square
 
 
 def tiles(images: list[Image.Image], columns: int) -> Image.Image:
@@ -50,13 +44,9 @@ def draws(name: str) -> bool:
     return not name.endswith(" (download)")
 
 
-def run(url: str, file: Path, **inputs: str | int) -> tuple[Run, dict]:
+def run(url: str, file: Path) -> tuple[Run, dict]:
     """A workflow's run, and its nodes."""
     prompt = json.loads((file.parent / "api" / file.name).read_text(encoding="utf-8"))
-    for node in prompt.values():
-        node["inputs"].update(
-            {name: value for name, value in inputs.items() if type(value) is type(node["inputs"].get(name))}
-        )
     done = asyncio.run(run_prompt(url, prompt))
     if done.outcome != "success":
         raise FrontendError(f"{file.stem}: {done.message()}")
@@ -70,38 +60,17 @@ def images(url: str, done: Run, prompt: dict, kind: str) -> list[Image.Image]:
     return [Image.open(io.BytesIO(asyncio.run(view(url, file)))) for file in made]
 
 
-def filled(url: str, file: Path, inputs: Path) -> Image.Image:
-    """Half of what Load Image gives (from the folder ``inputs``), grey where it is not kept, and half of the result."""
-    before, place, hole, text = INPUTS[file.stem]
-    [given] = images(url, *run(url, file.with_name("01 Text to image.json"), text=before + LOOK), "SaveImage")
-    canvas, mask = Image.new("RGB", given.size, "gray"), Image.new("L", given.size, 255)
-    mask.paste(0, hole)
-    canvas.paste(given.resize((place[2] - place[0], place[3] - place[1])), place)
-    canvas.paste("gray", WHOLE, mask.point(lambda kept: 0 if kept else 150))
-    given.putalpha(mask)
-    given.save(inputs / "given.png")
-    [made] = images(url, *run(url, file, text=text + LOOK, image="given.png"), "SaveImage")
-    return halves(canvas, made)
-
-
-def result(url: str, file: Path, inputs: Path) -> Image.Image:
-    """The images that a workflow saves; half of a single one beside half of its map or of its input."""
-    if file.stem in INPUTS:
-        return filled(url, file, inputs)
-    done, prompt = run(url, file, seconds=60)  # of Find Fastest
+def result(url: str, done: Run, prompt: dict) -> Image.Image:
+    """What a run shows: its film after a third, or the images that it saves; half of one beside half of its map."""
     if films := images(url, done, prompt, "SpecARTimeline"):
-        return tiles([ImageSequence.all_frames(films[0])[films[0].n_frames // 2].convert("RGB")], 1)
+        frame = ImageSequence.all_frames(films[0])[films[0].n_frames // 3].convert("RGB")
+        return ImageOps.pad(frame, (SIDE, SIDE), Image.Resampling.LANCZOS, GROUND)
     saved = images(url, done, prompt, "SaveImage")
     if maps := images(url, done, prompt, "SpecARAcceptanceMap"):
         return halves(saved[0], maps[0].crop((0, 0, maps[0].width, maps[0].width)))  # without its legend
     if charts := images(url, done, prompt, "SpecARFindFastest"):
         return halves(saved[0], charts[0])
-    if len(saved) in (1, 4):
-        return tiles(saved, int(len(saved) ** 0.5))
-    sheet = halves(saved[0], saved[-1])
-    for left, text in ((30, "1 token\nper pass"), (SIDE // 2 + 30, "several\nper pass")):
-        ImageDraw.Draw(sheet).text((left, SIDE - 100), text, "black", ImageFont.load_default(40))
-    return sheet
+    return tiles(saved, int(len(saved) ** 0.5))
 
 
 def card(page: Frontend, file: Path) -> Image.Image:

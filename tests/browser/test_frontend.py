@@ -29,7 +29,7 @@ pytestmark = pytest.mark.browser
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
 BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
-DEFAULT = "06 Same image, fewer passes"
+DEFAULT = "06 Race"
 
 # The images that a node shows, with either renderer.
 IMAGES = """type => app.graph._nodes.filter(node => node.type === type).map(node => [
@@ -147,7 +147,7 @@ def place_and_run(page: Page, blueprint: Path) -> None:
     screenshot(page, f"blueprint-{blueprint.stem}")
 
 
-ALL = "34 Compare all methods"
+TWO = ROOT / "subgraphs/Compare two samplers.json"
 SET_ON_SUBGRAPH = """values => {
     const node = app.graph._nodes.find(node => node.subgraph);
     for (const [label, value] of Object.entries(values)) {
@@ -158,14 +158,12 @@ SET_ON_SUBGRAPH = """values => {
 
 
 def test_what_is_set_on_a_subgraph_reaches_the_nodes_inside(page):
-    """The prompt, the seed and the drafters of the template whose samplers are inside of one."""
-    load(page, ROOT / f"workflows/{ALL}.json")
-    page.evaluate(SET_ON_SUBGRAPH, {"prompt": "a tree", "seed": 77, "EAGLE drafter": "small model (bundled)"})
+    load(page, TWO)
+    page.evaluate(SET_ON_SUBGRAPH, {"prompt": "a tree", "seed": 77, "second method": "next token"})
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
     found = {node["_meta"]["title"]: node["inputs"] for node in prompt.values()}
-    assert found["Prompt"]["text"] == "a tree" and found["Seed of all"]["value"] == 77
-    drafters = [node["inputs"]["drafter_name"] for node in prompt.values() if node["class_type"] == "SpecARLoadDrafter"]
-    assert drafters == ["small model (bundled)"] * 2
+    assert found["Prompt"]["text"] == "a tree" and found["Second"]["method"] == "next token"
+    assert found["First"]["seed"] == found["Second"]["seed"] == 77
     screenshot(page, "subgraph")
 
 
@@ -174,7 +172,7 @@ MESSAGE = ".p-toast-message, [data-testid=toast]"
 
 def test_words_that_the_model_ignores_inside_a_subgraph_are_a_message(own_page):
     page = own_page
-    load(page, ROOT / f"workflows/{ALL}.json")
+    load(page, TWO)
     page.evaluate(SET_ON_SUBGRAPH, {"prompt": "an aple, apple"})
     page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
     page.locator(MESSAGE).first.wait_for()
@@ -328,9 +326,6 @@ def test_a_template_opens_in_chinese(browser, comfy):
     assert {"提示词", "请先下载"} <= {*titles} and not {"Prompt", "Download first"} & {*titles}
     assert any("的全部文件，放入 models/ar_models/SimpleAR" in text for text in page.evaluate(REPORTS))
     assert not page.evaluate("() => app.extensionManager.workflow.activeWorkflow.isModified")
-    load(page, ROOT / "workflows/34 Compare all methods.json")
-    inside = "() => [...app.graph.subgraphs.values()].flatMap(each => each.nodes.map(node => node.title))"
-    assert "EAGLE 草稿树" in page.evaluate(inside)
     assert not problems
     page.close()
 

@@ -42,7 +42,7 @@ def test_demo_leaves_images_and_traces_prints_the_passes_and_serves_until_it_is_
     files = [ROOT / "output" / line.strip() for line in said if "_0" in line]
     assert files and all(file.is_file() for file in files)
     names = " ".join(file.name for file in files)
-    for word in ("same_image", "next_token", "trace"):
+    for word in ("race", "image", "trace"):
         assert word in names
     reports = [json.loads(file.read_text("utf-8")) for file in files if file.suffix == ".json"]
     assert {report["totals"]["seed"] for report in reports} == {11}

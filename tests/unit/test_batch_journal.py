@@ -320,7 +320,7 @@ def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here,
 ON_RAY = ("--ray", "--out", "out")
 COOL = (*ON_RAY, "--method", "cool_sd")
 DRAFTS = (*ON_RAY, "--method", "continuous_speculative", "--drafter", "continuous/small")
-NO_IMAGE = ("--workflow", str(ROOT / "workflows/api/36 Watch it being decoded.json"))
+NO_IMAGE = ("--workflow", str(ROOT / "workflows/api/29 Describe an image (download).json"))
 ONE = "seed\n1\n"
 
 
