@@ -47,23 +47,25 @@ from .widgets import (
     negative_input,
     option_of,
     removed,
+    renamed,
     rule_input,
     sampler_outputs,
+    valid_choice,
 )
 
-NEXT_TOKEN = "next token"
+SLOW = "slow"
 METHODS = {  # option -> method for models of token ids
-    "fast, exact": SJD(),
-    "same image as next token": SJD(reuse="gumbel"),
-    "fastest, may drift": SJD(rule=TVMetered(0.1)),
-    NEXT_TOKEN: NextToken(),
+    "fast, same quality": SJD(),
+    "fast, same image as slow": SJD(reuse="gumbel"),
+    SLOW: NextToken(),
 }
+WITHDRAWN = {"fastest, may drift": SJD(rule=TVMetered(0.1))}  # is not the fastest; only for older workflows
 REFINEMENTS = {  # option -> SJD.reuse
     "coupled (exact)": "coupled",
     "SJD++ reuse (paper)": "threshold_paper",
     "SJD++ reuse (exact)": "threshold_exact",
     "redraw (SJD, exact)": "resample",
-    "same seed, same picture (Gumbel, exact)": "gumbel",
+    "same seed, same image (Gumbel, exact)": "gumbel",
     "equality with a new sample (Jacobi, exact)": "equality",
     "none (exact)": "none",
 }
@@ -213,14 +215,19 @@ class ARSampler(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, method: str | None = None) -> bool | str:
+        return valid_choice("method", method, METHODS | WITHDRAWN)
+
+    @classmethod
     def execute(cls, method: str, **inputs: Any) -> io.NodeOutput:
-        chosen, common = choose("method", method, METHODS), Inputs(**inputs)
+        method = renamed(method)
+        chosen, common = choose("method", method, METHODS | WITHDRAWN), Inputs(**inputs)
         if not common.model.model.continuous:
             return run_method(chosen, common, chosen=method)
-        if method != NEXT_TOKEN:
+        if method != SLOW:
             raise ValueError(
                 f"{common.model.name} is a continuous model, for which {method!r} needs a drafter. Use Continuous "
-                f"Speculative Sampler with Load AR Drafter, or choose {NEXT_TOKEN!r}."
+                f"Speculative Sampler with Load AR Drafter, or choose {SLOW!r}."
             )
         return run_method(ContinuousNextToken(), common)
 
@@ -265,6 +272,10 @@ class SJDSampler(io.ComfyNode):
             ],
             outputs=sampler_outputs(),
         )
+
+    @classmethod
+    def validate_inputs(cls, refinement: str | None = None) -> bool | str:
+        return valid_choice("refinement", refinement, REFINEMENTS)
 
     @classmethod
     def execute(

@@ -9,6 +9,12 @@ from comfy_api.latest import io
 from .sockets import ARDrafter, ARModel, ARRule, ARTrace
 
 MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p for the model's default
+RENAMED = {  # a combo's option in older workflows -> its name now
+    "fast, exact": "fast, same quality",
+    "same image as next token": "fast, same image as slow",
+    "next token": "slow",
+    "same seed, same picture (Gumbel, exact)": "same seed, same image (Gumbel, exact)",
+}
 
 
 def fold_away(widget: io.WidgetInput) -> io.WidgetInput:
@@ -58,11 +64,26 @@ def collect_given(inputs: Any, *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != MODELS_OWN}
 
 
+def renamed(option: str) -> str:
+    """A combo's option by its name now."""
+    return RENAMED.get(option, option)
+
+
 def choose(name: str, value: str, options: dict[str, Any]) -> Any:
-    """The value for a combo's option. Raises ValueError for an unknown option, which ComfyUI does not check."""
-    if value not in options:
+    """The value for a combo's option, by its name now or an older one. Raises ValueError for an unknown option, which
+    ComfyUI does not check."""
+    if renamed(value) not in options:
         raise ValueError(f"{name} is {value!r}; choose one of: {', '.join(map(repr, options))}.")  # they contain commas
-    return options[value]
+    return options[renamed(value)]
+
+
+def valid_choice(name: str, value: str | None, options: dict[str, Any]) -> bool | str:
+    """True for a combo's option, by its name now or an older one, else the error message: ComfyUI, which knows only the
+    list that it shows, would refuse older ones. value None: comes from a link and is not known yet."""
+    try:
+        return value is None or choose(name, value, options) is not None
+    except ValueError as error:
+        return str(error)
 
 
 def option_of(value: Any, options: dict[str, Any]) -> str:

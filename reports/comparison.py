@@ -166,7 +166,7 @@ def comparison(traces: list[Trace]) -> Chart:
 
 def _exactness(trace: Trace) -> tuple[str, bool]:
     lossless = exact(trace)
-    return "exact" if lossless else "approximate", lossless
+    return "same" if lossless else "may drift", lossless
 
 
 def chart(traces: list[Trace]) -> np.ndarray:
@@ -175,14 +175,14 @@ def chart(traces: list[Trace]) -> np.ndarray:
 
 
 def draw(chart: Chart) -> np.ndarray:
-    """A chart as an image [H, 640, 3] (uint8): a row per run, a column per measure, and one for exactness."""
+    """A chart as an image [H, 640, 3] (uint8): a row per run, a column per measure, and one for the quality."""
     bold, font, small = (ImageFont.load_default(size) for size in (15, 14, 12))
     remark = _lines(chart.remark, small, WIDTH - 2 * MARGIN)
     image = Image.new("RGB", (WIDTH, HEAD + ROW * len(chart.rows) + 18 * len(remark) + MARGIN), PAPER)
     pen = ImageDraw.Draw(image)
     step = (WIDTH - LABELS) / (len(chart.heads) + 1)
     lefts = [LABELS + number * step for number in range(len(chart.heads) + 1)]
-    for left, (name, unit) in zip(lefts, [*chart.heads, ("exact?", "")], strict=True):
+    for left, (name, unit) in zip(lefts, [*chart.heads, ("quality", "")], strict=True):
         pen.text((left, MARGIN), name, INK, font)
         pen.text((left, MARGIN + 19), unit, FAINT, small)
     for number, row in enumerate(chart.rows):

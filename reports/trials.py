@@ -255,7 +255,7 @@ def trials_chart(trials: list[Trial], verdict: Verdict, setting: str) -> Chart:
             trial.method.name,
             f"{trial.method.acceptance}; {trial.note}" if trial.note else trial.method.acceptance,
             list(cells),
-            "exact" if trial.method.exact else f"drift <= {trial.drift_bound_per_token:.3f}",
+            "same" if trial.method.exact else f"drift <= {trial.drift_bound_per_token:.3f}",
             trial.method.exact,
             trial is verdict.chosen,
         )

@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw, ImageFont
 MOST_BYTES = 2_000_000
 PROMPT, SEED = "red car, 3d, on a teal background", 3
 METHODS = {  # by their names on AR Sampler
-    "next token": specar.methods.NextToken(),
-    "same image as next token": specar.methods.SJD(reuse="gumbel"),
+    "slow": specar.methods.NextToken(),
+    "fast, same image as slow": specar.methods.SJD(reuse="gumbel"),
 }
 RUNS = 5  # of each method, in turns; the fastest one is shown: the one that other programs disturbed least
 LENGTH, HOLD, FPS = 8.0, 4.0, 12.5  # seconds of the slowest run and of the finished images after it, frames per second

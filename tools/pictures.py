@@ -238,7 +238,7 @@ SCENES = {
         {"SpecARFindFastest": (0, 0, 480, 900)},
         values={"SpecARFindFastest": {"seconds": 120}},
     ),
-    "SpecARCompareTraces": Scene("19 Compare four methods", {"SpecARCompareTraces": (0, 0, 760, 560)}),
+    "SpecARCompareTraces": Scene("19 Compare three methods", {"SpecARCompareTraces": (0, 0, 760, 560)}),
     "SpecARSaveTrace": Scene("07 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
     "SpecARLoadTrace": Scene(
         "07 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)}, prepare=read_saved_trace

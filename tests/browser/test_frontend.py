@@ -299,7 +299,7 @@ def open_in_chinese(browser: Browser, comfy, without: str | None = None) -> tupl
 @pytest.mark.whole
 def test_runs_charts_maps_and_notices_are_told_in_chinese(browser, comfy):
     page, problems = open_in_chinese(browser, comfy)
-    load(page, ROOT / "workflows/19 Compare four methods.json")
+    load(page, ROOT / "workflows/19 Compare three methods.json")
     page.evaluate(ADD_TO_PROMPTS, " xyz")
     page.evaluate(FIT)
     run(page)

@@ -148,7 +148,7 @@ def test_the_files_that_a_workflow_lists_belong_to_it(name):
         assert model["directory"] != "ar_models" or model["name"].split("/")[0] in chosen
 
 
-@pytest.mark.parametrize("method", ["fast, exact", "next token"])
+@pytest.mark.parametrize("method", ["fast, same quality", "slow"])
 def test_a_batch_through_the_api_is_the_single_images(comfy, models, method):
     batch = images(comfy, comfy.run(workflow(comfy, JANUS, method=method, seed=20, batch_size=3)))
     assert len(batch) == 3 and (batch[0] != batch[1]).any()

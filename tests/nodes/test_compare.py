@@ -35,7 +35,7 @@ def test_the_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
     drawn = json.loads(out.ui["specar_chart"][0])
     assert [name for name, _ in drawn["heads"]] == ["model passes", "wall time"] and len(drawn["rows"]) == 4
     assert drawn["rows"][0]["bars"][0] == {"text": "16", "share": 1.0}
-    assert [row["fidelity"] for row in drawn["rows"]] == ["exact"] * 3 + ["approximate"]
+    assert [row["fidelity"] for row in drawn["rows"]] == ["same"] * 3 + ["may drift"]
     json.dumps(out.ui["specar"])
     chart, table = run(nodes["SpecARCompareTraces"], trace_1=runs[0], trace_5=runs[2]).result
     assert len(table.splitlines()) == 4 and chart.shape[1] == len(comparison.chart([runs[0], runs[2]]))

@@ -6,7 +6,7 @@ from comfyui_specar.reports.run_report import describe
 
 from .conftest import defaults
 
-SAME_SEED = "same seed, same picture (Gumbel, exact)"
+SAME_SEED = "same seed, same image (Gumbel, exact)"
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ def test_samplers_draw_with_the_lora_and_leave_the_model_alone(with_lora, sample
     changed, _ = sample("NextToken", model=model)
     assert model.name == "tiny + style" and not torch.equal(changed["samples"], plain["samples"])
     assert torch.equal(sample("NextToken")[0]["samples"], plain["samples"])
-    same, _ = sample("SJD", model=model, refinement="same seed, same picture (Gumbel, exact)")
+    same, _ = sample("SJD", model=model, refinement="same seed, same image (Gumbel, exact)")
     assert torch.equal(same["samples"], changed["samples"])
 
 

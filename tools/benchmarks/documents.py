@@ -60,13 +60,12 @@ IN_PAPERS = {  # case of METHODS -> the papers' settings of the same method, and
     "VVS every 4th, EAGLE-1": ("VVS, every 4th, as in the paper", "VVS every 4th, as published"),
 }
 CHOICES = {  # case -> how AR Sampler calls it
-    "next_token": "next token",
-    "sjd coupled w16": "fast, exact",
-    "sjd gumbel w16": "same image as next token",
-    "SJD coupled, TV budget 0.1, w16": "fastest, may drift",
+    "next_token": "slow",
+    "sjd coupled w16": "fast, same quality",
+    "sjd gumbel w16": "fast, same image as slow",
 }
 ONE_RUN = "speed-cpu-bf16-auto-amd"  # the report of these and of the methods at their default sizes
-RELAXED = ("budget", "LANTERN", "Cool-SD", "VVS")  # in the names of its methods that may drift
+RELAXED = ("budget", "LANTERN", "Cool-SD", "VVS")  # in the names of its methods that may drift from the model
 GPU = "gpu-nvidia-h200"  # the report of the one GPU
 SETTINGS = (
     "Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with window "
@@ -88,9 +87,9 @@ HOW_TO_READ = (
     "steps. SJD's window is 32 if none is named. The vertical scale is a square root, the horizontal one a logarithm; "
     "points without a name are other settings of the tables."
 )
-WORDS = {  # the README's table, by language: its columns, and whether the quality is the same
-    "en": ("*AR Sampler*", "forward passes", "seconds", "same quality", "yes", "no: may drift"),
-    "zh": ("“AR采样器”", "前向次数", "秒", "质量相同", "是", "否：可能偏移"),
+WORDS = {  # the columns of the README's table, by language
+    "en": ("*AR Sampler*", "forward passes", "seconds"),
+    "zh": ("“AR采样器”", "前向次数", "秒"),
 }
 
 
@@ -177,20 +176,16 @@ def methods() -> str:
     if about := quality_tables.model("default"):
         settings += QUALITY.format(images=about["images"], dtype=about["dtype"].removeprefix("torch."))
     timed = ("time, LlamaGen-B", "time, LlamaGen-L")
-    head = ("method", "node", "exact", "forward passes", *timed, "change of log p", "as asked")
+    head = ("method", "node", "same quality", "forward passes", *timed, "change of log p", "as asked")
     return f"{grid(head, rows)}\n\n{settings}"
 
 
 def choices(language: str) -> str:
     """The README's table: AR Sampler's choices."""
-    *head, yes, no = WORDS[language]
     rows = one_run()[B]
     return grid(
-        head,
-        [
-            (f"*{choice}*", passes_of(rows[case]), in_seconds(median(rows[case])), no if "budget" in case else yes)
-            for case, choice in CHOICES.items()
-        ],
+        WORDS[language],
+        [(f"*{choice}*", passes_of(rows[case]), in_seconds(median(rows[case]))) for case, choice in CHOICES.items()],
     )
 
 
@@ -236,7 +231,7 @@ def times_of_methods() -> str:
         for case in sizes[B]
     ]
     columns = [f"{size}: {what}" for size in "BL" for what in ("passes", "seconds", "faster")]
-    return grid(("method", "exact", *columns), table)
+    return grid(("method", "same quality", *columns), table)
 
 
 def quality_of_methods() -> str:
@@ -268,7 +263,7 @@ def sizes_and_gpu() -> str:
     each = {row["method"]: row for row in stage["rows"]}
     rows.append(("LlamaGen-XL, bf16", results(GPU)["device"], *(each[case]["seconds"] for case in both)))
     return grid(
-        ("model", "machine", "*next token*", "*fast, exact*", "faster"),
+        ("model", "machine", "*slow*", "*fast, same quality*", "faster"),
         [
             (model, machine, f"{in_seconds(plain)} s", f"{in_seconds(fast)} s", f"{plain / fast:.1f}x")
             for model, machine, plain, fast in rows

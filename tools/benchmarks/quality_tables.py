@@ -19,7 +19,6 @@ SPACES = {"own": "classifier", "imagenet": "ImageNet"}  # the features in which 
 
 COOL_SD = ("Cool-SD delta 1.1", "Cool-SD delta 2")
 HELP_PAGES = {  # node -> the cases that its help page shows, the default first
-    "SpecARSampler": ("SJD coupled, TV budget 0.1, w32",),
     "SpecARSJDSampler": ("sjd threshold_paper w32", "sjd coupled w32, settling 0.05"),
     "SpecARLanternSampler": ("LANTERN++ k 10, lambda 2", "LANTERN delta 0.1", "LANTERN delta 0.3"),
     "SpecARCoolSDSampler": COOL_SD,

@@ -40,7 +40,7 @@ def cases(windows: Sequence[int]) -> list[Case]:
         for reuse in REUSE:
             listed.append(Case(f"sjd {reuse} w{window}", sjd(window=window, reuse=reuse)))
         listed.append(Case(f"sjd coupled w{window}, settling 0.05", sjd(window=window, settle=0.05)))
-        rule = specar.rules.TVMetered(0.1)  # "fastest, may drift"
+        rule = specar.rules.TVMetered(0.1)
         listed.append(Case(f"SJD coupled, TV budget 0.1, w{window}", sjd(window=window, rule=rule)))
     for initial in INITIAL[1:]:  # the others use the first
         listed.append(Case(f"sjd coupled w{windows[0]} init {initial}", sjd(window=windows[0], initial=initial)))

@@ -15,7 +15,7 @@ export class ChartView {
     this.element.replaceChildren();
     const table = made("table", "", this.element);
     const head = made("tr", "", made("thead", "", table));
-    for (const [name, unit] of [["", ""], ...heads, ["exact?", ""]]) {
+    for (const [name, unit] of [["", ""], ...heads, ["quality", ""]]) {
       const cell = made("th", "", head);
       cell.textContent = translated(name);
       made("div", "specar-faint", cell).textContent = translated(unit);
@@ -29,7 +29,7 @@ export class ChartView {
     const line = made("tr", chosen ? "specar-chosen" : "", body);
     const label = made("td", "", line);
     label.textContent = chosen ? say("{name} (chosen)", { name }) : translated(name);
-    if (detail !== fidelity) made("div", "specar-faint", label).textContent = translated(detail);
+    made("div", "specar-faint", label).textContent = translated(detail);
     for (const bar of bars) {
       const cell = made("td", "", line);
       cell.textContent = bar?.text ?? "-";
