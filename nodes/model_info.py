@@ -21,6 +21,7 @@ from ..models.ar_model import DiscreteModel
 from ..models.continuous_model import ContinuousBase
 from ..models.image_decoder import Autoencoder
 from ..models.memory import word_embedding
+from ..models.text.prompt_encoders import WordEncoder
 from .comfy_runtime import folders, models
 from .memory_table import in_units, memory_lines, memory_table
 from .schema import schema
@@ -65,6 +66,7 @@ def summarize(
         "decoder": decoder.name if decoder else RELEASED_DECODERS[model.family].node or None,
         "decoder_bytes": sum(map(bytes_of, decoder.module.parameters())) if decoder else 0,
         "drafters": list(drafters),
+        "words": model.prompt_encoder.known_words() if isinstance(model.prompt_encoder, WordEncoder) else [],
     }
     words = None
     if isinstance(model, DiscreteModel):
@@ -126,6 +128,7 @@ def report(name: str, summary: Mapping[str, Any], missing: str, memory: Sequence
         if of.decoder
         else missing,
         f"compatible drafters: {', '.join(of.drafters) or 'none'}",
+        of.words and f"{len(of.words)} words of a prompt: {', '.join(of.words)}",
     ]
     return "\n".join(filter(None, lines))
 

@@ -24,8 +24,7 @@ from .tokenizer import Tokenizer
 
 Images = Sequence[Tensor]  # token grids [h, w] (int64) of the images of a prompt
 SHOWN = 300  # characters of a prompt in a notice
-HINTS = 40  # unknown words in a notice
-SOME = 100  # known words in a notice
+HINTS = 6  # unknown words in a notice
 LATIN = "a-z0-9\u00df-\u024f"
 # A word, one in another script, or a symbol such as an emoji.
 WORD = re.compile(rf"[{LATIN}]+(?:[_'-]+[{LATIN}]+)*|[^\W{LATIN}_]+|[\u2190-\u2bff\U0001f000-\U0001faff]")
@@ -130,27 +129,29 @@ class WordEncoder(PromptEncoder):
         words += [*self.colours, *self.nouns]
         return "".join(get_close_matches(word, words, 1, cutoff=0.75))
 
+    def known_words(self) -> list[str]:
+        """The words to ask with: those of subjects and styles, then the coloured ones."""
+        return [self._as_asked(word) for word in sorted(self.words, key=self._is_coloured)]
+
     def notices(self, text: str) -> list[str]:
         """Unknown words, each with the known one that it resembles, and known words beyond the slots. Where one
-        resembles none, those that are known."""
+        resembles none, three that are known."""
         known, unknown = self.parse(text)
         likes = {word: self.resembling(word) for word in unknown[:HINTS]}
-        named = [self._hint(word, like) for word, like in likes.items()]
-        rest = map(self._as_asked, known[self.slots :])
-        named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
-        asked = " ".join(text.split())
-        nothing = bool(asked) and not known
-        some = ", ".join([word for word in self.words if not self._is_coloured(word)][:SOME])
-        colours: dict[str, list[str]] = {}
-        for prefix, colour in (word.split("_", 1) for word in self.words if self._is_coloured(word)):
-            colours.setdefault(self.noun_of[prefix], []).append(colour)
-        shown = (f"{', '.join(names[:SOME])} ({noun})" for noun, names in colours.items())
-        some += f"; and colours: {'; '.join(shown)}" * bool(colours)
+        named = ", ".join(self._hint(word, like) for word, like in likes.items())
+        named += f" and {len(unknown) - HINTS} more" * (len(unknown) > HINTS)
+        rest = left_out(self.slots, "words of a prompt", ", ".join(map(self._as_asked, known[self.slots :])))
+        if not unknown and (known or not text.strip()):
+            return rest
+        said = "The model ignores these words" if known else "The model knows none of these words"
+        said = f"{said}: {named or shorten(text, SHOWN)}."
+        if not known or "" in likes.values():
+            words, subjects = self.known_words(), [word for word in self.words if not self._is_coloured(word)]
+            examples = dict.fromkeys((*subjects[-1:], *subjects[:1], *words[-1:]))
+            said += f" Try: {', '.join(examples)}. All {len(words)} words: AR Model Info."
         return [
-            *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
-            *[f'The model knows no word of "{asked:.40}", which is as an empty prompt.'] * nothing,
-            *[f"The model knows these words: {some}."] * (nothing or "" in likes.values()),
-            *left_out(self.slots, "words of a prompt", ", ".join(rest)),
+            *[said] * bool(unknown or (text.split() and not known)),
+            *left_out(self.slots, "words of a prompt", rest),
         ]
 
     def _hint(self, word: str, like: str) -> str:

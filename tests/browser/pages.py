@@ -27,8 +27,10 @@ KNOWN_ERRORS = (
     "huggingface.co",
     "Error fetching file size",
     "Prefer the legacy design?",
-    "Proxy.onOptionSelect",
-)  # 1.32.9: the node search closes before it has cleared its input
+    "Proxy.onOptionSelect",  # 1.32.9: the node search closes before it has cleared its input
+    "PromptExecutionError",  # of a refused prompt
+    "/api/prompt)",
+)
 
 READY = """() => window.app?.graph && window.LiteGraph && app.extensionManager?.workflow?.activeWorkflow
     && 'SpecARSJDSampler' in window.LiteGraph.registered_node_types"""
@@ -94,6 +96,12 @@ def take_messages(page: Page) -> list[str]:
         document.querySelector('[data-testid=error-overlay-dismiss]')?.click();
     }""")
     return messages
+
+
+def close_messages(page: Page) -> None:
+    """Closes what the page says of a run that failed: a dialog (1.32.9), or an overlay."""
+    take_messages(page)
+    page.keyboard.press("Escape")
 
 
 def load(page: Page, template: Path, missing_models: bool = False, name: str = "test") -> None:

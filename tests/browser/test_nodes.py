@@ -5,13 +5,18 @@ import re
 import pytest
 from playwright.sync_api import Page
 
-from .pages import BY_CHOICE, FINISHED, READY, RENDERERS, ROOT, load, open_page, run, screenshot
+from .pages import BY_CHOICE, FINISHED, READY, RENDERERS, ROOT, close_messages, load, open_page, run, screenshot
 
 pytestmark = [pytest.mark.browser, pytest.mark.whole]
 
 START, SJD = "01 Text to image", "07 Acceptance map"
-REPORTS = """type => app.graph._nodes.filter(node => node.type === type).map(node =>
-    node.widgets.find(widget => widget.name === 'report_text')?.value ?? null)"""
+SAID = """([type, part]) => app.graph._nodes.filter(node => node.type === type)
+    .map(node => node.widgets.find(widget => widget.name === 'specar_result'))
+    .map(widget => widget?.box.querySelector('.specar-' + part).textContent ?? '')"""
+HEIGHT = "() => app.graph._nodes.find(node => node.type === 'SpecARSampler').size[1]"
+SET = """([type, name, value]) => {
+    app.graph._nodes.find(node => node.type === type).widgets.find(widget => widget.name === name).value = value;
+}"""
 
 
 def open_template(page: Page, name: str) -> None:
@@ -31,16 +36,60 @@ def test_words_that_the_model_ignores_stand_on_the_prompt_and_on_the_sampler(pag
     open_template(page, START)
     set_prompts(page, "an aple, appel, apple")
     run(page)
-    [shown] = page.evaluate(REPORTS, "CLIPTextEncode")
-    assert page.locator(".specar-notices").all_inner_texts() == [shown]
+    [shown] = page.evaluate(SAID, ["CLIPTextEncode", "notices"])
+    assert page.evaluate(SAID, ["SpecARSampler", "notices"]) == [shown]
     screenshot(page, f"notices-{renderer}")
-    assert shown == "The model does not know these words and ignores them: aple (apple?), appel (apple?)."
+    assert shown == "The model ignores these words: aple (apple?), appel (apple?)."
     saved = page.evaluate("() => app.graph.serialize().nodes.find(node => node.type === 'CLIPTextEncode')")
     assert saved["widgets_values"] == ["an aple, appel, apple"], "they are not part of the workflow"
     set_prompts(page, "an apple")
     run(page)
-    assert page.evaluate(REPORTS, "CLIPTextEncode") == [None]
-    assert page.locator(".specar-notices").all_inner_texts() == [""]
+    for kind in ("CLIPTextEncode", "SpecARSampler"):
+        assert page.evaluate(SAID, [kind, "notices"]) == [""]
+
+
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_an_error_stands_on_its_node_until_the_next_run(page, renderer):
+    open_template(page, START)
+    page.evaluate(SET, ["SpecARSampler", "cfg", 0.5])
+    page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
+    page.wait_for_function(FINISHED)
+    page.wait_for_function("() => document.querySelector('.specar-error:not(:empty)')?.checkVisibility()")
+    assert page.evaluate(SAID, ["SpecARSampler", "error"]) == [
+        "cfg is 0.5, but must be -1 (auto: the model's own) or at least 1 (no guidance)."
+    ]
+    close_messages(page)
+    screenshot(page, f"error-{renderer}")
+    page.evaluate(SET, ["SpecARSampler", "cfg", 2])
+    run(page)
+    assert page.evaluate(SAID, ["SpecARSampler", "error"]) == [""]
+
+
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_why_a_prompt_is_refused_stands_on_its_nodes(page, renderer):
+    open_template(page, START)
+    page.evaluate(SET, ["SpecARLoadCheckpoint", "model_name", "lost.safetensors"])
+    page.evaluate("() => app.graph._nodes.find(node => node.type === 'SpecARSampler').disconnectInput(1)")
+    page.evaluate("() => app.queuePrompt(0, 1)")
+    page.wait_for_function("() => document.querySelectorAll('.specar-error:not(:empty)').length === 2")
+    [lost], [missing] = (page.evaluate(SAID, [kind, "error"]) for kind in ("SpecARLoadCheckpoint", "SpecARSampler"))
+    assert lost.startswith("lost.safetensors is not in ") and missing == "Required input is missing: positive."
+    close_messages(page)
+    screenshot(page, f"refused-{renderer}")
+
+
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_a_preview_goes_once_the_image_is_there(page, renderer):
+    open_template(page, START)
+    before = page.evaluate(HEIGHT)
+    page.evaluate(SET, ["SpecARSampler", "seed", 7000 + len(renderer)])  # neither's run is cached
+    assert "b_preview_with_metadata" in run(page)
+    page.wait_for_function("""() => {
+        const node = app.graph._nodes.find(node => node.type === 'SpecARSampler');
+        return !node.imgs?.length && !document.querySelector(`[data-node-id="${node.id}"] img`);
+    }""")
+    assert page.evaluate(HEIGHT) <= before + 60  # for the result
+    screenshot(page, f"no-preview-{renderer}")
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
@@ -54,7 +103,10 @@ def test_what_a_run_took_stays_on_its_sampler(page, renderer):
         run(page)
         page.wait_for_function("() => document.querySelector('.specar-result')?.checkVisibility()")
         [text] = page.locator(".specar-result").all_inner_texts()
-        assert re.match(r"\d+ passes instead of 256, 256 of 256 tokens, \S+\s(s|min)\n256 x 256 pixels; SJD, .+", text)
+        assert re.fullmatch(r"\d+\.\dx fewer passes, \S+\s(s|min)", text.strip())
+        page.locator(".specar-result summary").click()
+        [text] = page.locator(".specar-result details > div").all_inner_texts()
+        assert re.fullmatch(r"\d+ passes instead of 256; 256 x 256 pixels; SJD, .+", text)
         names = page.evaluate(f"() => {sampler}.widgets.map(widget => widget.name)")
         assert names.count("specar_result") == 1 and "$$node-text-preview" not in names
     assert page.evaluate(saved) == before, "it is not part of the workflow"
@@ -124,7 +176,7 @@ def test_what_a_run_took_is_told_again_of_a_cached_run(browser, comfy):
         run(page)
         if number == 0 or page.evaluate(BY_CHOICE):
             page.wait_for_function(
-                "() => document.querySelector('.specar-result')?.textContent.includes('of 256 tokens')"
+                "() => document.querySelector('.specar-result')?.textContent.includes('fewer passes')"
             )
         page.close()
         assert not problems
@@ -147,8 +199,7 @@ def test_while_a_run_goes_on_its_numbers_stand_in_one_line(page, renderer):
     run(page)
     lines = page.evaluate("() => window.lines")
     assert lines and all(re.match(r"4 images, \d+ pass(es)?, \d+ of 256 tokens", line) for line in lines)
-    assert not any("\n" in line for line in lines)
-    page.wait_for_function("() => window.line().includes('\\n')")
+    page.wait_for_function("() => window.line().includes('fewer passes')")
     screenshot(page, f"batch-{renderer}")
 
 

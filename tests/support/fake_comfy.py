@@ -170,7 +170,7 @@ class FakeComfy:
             self.drawn.append(prefix)
             settings = {"method": "sjd"}
             if "aple" in prompt["1"]["inputs"]["text"]:
-                settings["notices"] = ["The model does not know these words and ignores them: aple."]
+                settings["notices"] = ["The model ignores these words: aple."]
             report = {"schema": "specar.trace/3", "settings": settings, "totals": {"target_passes": 5}}
             image = {"filename": f"{prefix}_00001_.png", "subfolder": "", "type": "output"}
             outputs = {

@@ -208,7 +208,7 @@ def test_failed_and_interrupted_jobs_are_counted_and_run_again_only_when_asked(t
     assert run_beside(one) == cli.FAILED
     said = capsys.readouterr().err
     assert "good: done (1 of 3 jobs ended)" in said and f"bad on {one.url}: Encoder: no such word (2 of 3" in said
-    assert "good: warning: The model does not know these words and ignores them: aple." in said
+    assert "good: warning: The model ignores these words: aple." in said
     assert "With warnings: good\n" in said
     assert "by someone else (3 of 3 jobs ended)" in said and "--retry-failed" in said
     assert "1 of 3 jobs done, 1 failed, 1 interrupted, 0 still to do" in said

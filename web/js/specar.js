@@ -5,12 +5,12 @@
 import { app } from "/scripts/app.js";
 import { ChartView } from "./chart.js";
 import { MapView } from "./map.js";
+import { executingNode, hasSamples, locatorOf, nodeAt, PICTURE, rootGraph, widgetsOf } from "./nodes.js";
 import { showReport, widgetOf } from "./report.js";
-import { addResult, keepResult, keptResults, noticed, showResult } from "./result.js";
+import { addResult, forgetResults, keepResult, keptResults, showNotices, showResult } from "./result.js";
 import { loadWords, translated } from "./words.js";
 
-const isSampler = (data) => String(data?.output) === "LATENT,AR_TRACE"; // their category is translated
-const tells = (data) => data?.name.startsWith("SpecAR") && (data.output_node || isSampler(data));
+const tells = (data) => data?.name.startsWith("SpecAR") && (data.output_node || hasSamples(data));
 const MAP = "SpecARAcceptanceMap";
 const VIEWS = { [MAP]: MapView, SpecARCompareTraces: ChartView, SpecARFindFastest: ChartView }; // draw nodes' pictures
 const VIEW = "specar_view"; // the widget
@@ -19,7 +19,6 @@ const COLOURS = { // of sockets of our types and their links
   AR_MODEL: "#9d8cff", AR_DRAFTER: "#4fc3c7", AR_RULE: "#f08a5d", AR_TRACE: "#8fce5a", AR_METHOD: "#e0bd4c",
 };
 const NOTICE_SECONDS = 10;
-const PICTURE = "$$canvas-image-preview"; // ComfyUI's own, for results that an earlier graph left under the node's id
 
 document.head.append(Object.assign(document.createElement("link"), {
   rel: "stylesheet", href: new URL("./specar.css", import.meta.url).href,
@@ -44,6 +43,7 @@ const server = {
 };
 
 function viewWidget(node) {
+  // For results that an earlier graph left under the node's id.
   const picture = node.widgets?.find((widget) => widget.name === PICTURE);
   if (picture) node.widgets.splice(node.widgets.indexOf(picture), 1);
   const shown = new VIEWS[node.type](server);
@@ -87,23 +87,6 @@ function show(node, output) {
   node.setDirtyCanvas?.(true, true);
 }
 
-const rootGraph = () => app.rootGraph ?? app.graph;
-const widgetsOf = (graph) => JSON.stringify(graph.serialize().nodes.map((node) => node.widgets_values));
-const locatorOf = ({ graph, id }) => (graph === rootGraph() ? `${id}` : `${graph.id}:${id}`);
-
-/** The node that outputs belong to: "12", or "<id of a subgraph>:12". */
-function nodeAt(locator) {
-  const [id, subgraph] = locator.split(":").reverse(), root = rootGraph();
-  return (subgraph ? root.subgraphs?.get(subgraph) : root)?.getNodeById(id);
-}
-
-/** The node that is executing: "12", or the ids of subgraph nodes before it ("7:12"). */
-function executingNode(id) {
-  const inside = String(id).split(":"), last = inside.pop();
-  const graph = inside.reduce((outer, each) => outer?.getNodeById(each)?.subgraph, rootGraph());
-  return graph?.getNodeById(last);
-}
-
 const toasted = new Set(); // notices of this run that were toasts: a sampler repeats those of its prompts
 let running = null; // {node, run} that was shown last, of the prompt that runs
 let prompt = null; // its id
@@ -126,9 +109,9 @@ function showInterruption({ detail: { node_id, prompt_id } }) {
 
 /** What a run does not do of what was asked for, on the node that says so (see nodes/comfy_runtime/progress.py), and as a
  * toast where that node is not visible: inside a subgraph, or in app mode. */
-function showNotices({ detail: { node, notices: english } }) {
+function notify({ detail: { node, notices: english } }) {
   const notices = english.map(translated), speaker = executingNode(node);
-  if (speaker && !noticed(speaker, notices.join("\n"))) showReport(speaker, notices.join("\n"));
+  if (speaker) showNotices(speaker, notices);
   if (speaker?.graph === app.canvas.graph && app.canvas.canvas.getClientRects().length) return;
   const others = notices.filter((notice) => !toasted.has(notice));
   if (!others.length) return;
@@ -139,7 +122,7 @@ function showNotices({ detail: { node, notices: english } }) {
 app.registerExtension({
   name: "specar.report",
   async setup() {
-    app.api.addEventListener("specar.notices", showNotices);
+    app.api.addEventListener("specar.notices", notify);
     app.api.addEventListener("execution_start", begin);
     app.api.addEventListener("specar.run", showRun);
     app.api.addEventListener("executed", ({ detail }) => { if (detail.node === running?.node) running = null; });
@@ -148,6 +131,10 @@ app.registerExtension({
       Object.entries(COLOURS).forEach(([type, colour]) => keepColour(colours, type, colour));
     }
     await loadWords(app);
+  },
+  /** A template that is opened anew, which no page has saved yet, has not run. */
+  beforeConfigureGraph(graph) {
+    if (graph.extra && !graph.extra.frontendVersion) forgetResults(graph.id);
   },
   /** What runs took before the page was loaded again. */
   afterConfigureGraph() {
@@ -159,8 +146,8 @@ app.registerExtension({
       for (const widget of node.widgets?.filter((each) => each.options?.hidden) ?? []) {
         Object.assign(widget, { hidden: true, computeSize: () => [0, -4] }); // 4 pixels are between widgets
       }
+      addResult(node);
     }
-    if (isSampler(node.constructor.nodeData)) addResult(node);
   },
   async beforeRegisterNodeDef(nodeType, nodeData) {
     if (!tells(nodeData)) return;
