@@ -149,10 +149,7 @@ class WordEncoder(PromptEncoder):
             words, subjects = self.known_words(), [word for word in self.words if not self._is_coloured(word)]
             examples = dict.fromkeys((*subjects[-1:], *subjects[:1], *words[-1:]))
             said += f" Try: {', '.join(examples)}. All {len(words)} words: AR Model Info."
-        return [
-            *[said] * bool(unknown or (text.split() and not known)),
-            *left_out(self.slots, "words of a prompt", rest),
-        ]
+        return [said, *rest]
 
     def _hint(self, word: str, like: str) -> str:
         """An unknown word, with the known one that it resembles ("": none)."""
