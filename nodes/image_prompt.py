@@ -58,20 +58,16 @@ class ImagePrompt(io.ComfyNode):
         image3: Tensor | None = None,
     ) -> io.NodeOutput:
         given = {"image1": image1, "image2": image2, "image3": image3}
-        try:
-            reads = image_prompts_of(model)
-            images = one_each(given, reads.most)
-            if not text.strip():
-                raise ValueError("text is empty. Write what is to become of the image.")
-            sources = [encode_image(model, vae, reads, name, image) for name, image in images.items()]
-            tokens = [source["tokens"] for source in sources]
-            positive = model.model.encode_prompt(text, tokens)
-            if reads.seen:  # the decoder reads them, too
-                positive[0][1]["ar"]["sources"] = sources
-            notify(dict.fromkeys((*model.model.text_notices(text), *model.model.text_notices(negative_text))))
-        except (ValueError, FileNotFoundError) as error:
-            notify([str(error)])
-            raise
+        reads = image_prompts_of(model)
+        images = one_each(given, reads.most)
+        if not text.strip():
+            raise ValueError("text is empty. Write what is to become of the image.")
+        sources = [encode_image(model, vae, reads, name, image) for name, image in images.items()]
+        tokens = [source["tokens"] for source in sources]
+        positive = model.model.encode_prompt(text, tokens)
+        if reads.seen:  # the decoder reads them, too
+            positive[0][1]["ar"]["sources"] = sources
+        notify(dict.fromkeys((*model.model.text_notices(text), *model.model.text_notices(negative_text))))
         second = tokens if reads.write_negative else ()
         return io.NodeOutput(positive, negative_of(model, negative_text, second), size_of(model, image1, tokens[0]))
 

@@ -24,14 +24,9 @@ TORN = (
     "scaled, blended or changed it. Change the image before VAE Encode instead (Upscale Image)."
 )
 NOTHING = (
-    "The mask selects no token, so all of the image is kept: a token needs half of its area masked. Load Image's mask "
-    "is what you paint in its Mask Editor; for a black and white picture take Load Image (as Mask). With Continue "
-    "Image, set keep below 1."
+    "The mask selects no token, so all of the image is kept. Mask more of it: a token needs half of its area masked."
 )
-EVERYTHING = (
-    "The mask selects every token, so nothing of the image is kept. Mask less of it; with Continue Image, set keep "
-    "higher: it keeps whole rows or columns of tokens."
-)
+EVERYTHING = "The mask selects every token, so nothing of the image is kept. Mask less of it."
 
 
 def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:

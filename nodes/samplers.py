@@ -122,8 +122,8 @@ def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
             raise ValueError(f"{error} {RESIZE}") from error
         if latent["samples"].shape[1] != model.latent_channels:
             raise ValueError(
-                f"Connect Empty AR Latent with this model to latent_image: it has a token for {model.pixels_per_token} "
-                f"pixels a side, other models have their own, and Empty Latent Image has a cell for 8. {error}"
+                f"{error} Connect Empty AR Latent with this model to latent_image: a token has "
+                f"{model.pixels_per_token} pixels a side, and a cell of Empty Latent Image has 8."
             ) from error
         raise
 
@@ -205,7 +205,7 @@ class ARSampler(io.ComfyNode):
         return schema(
             node_id="SpecARSampler",
             category="SpecAR/sampling",
-            search=(*START, "ksampler", "inpaint", *SAMPLER, *FAMILIES),
+            search=("autoregressive", "speculative", *START, "ksampler", "inpaint", *SAMPLER, *FAMILIES),
             inputs=[
                 *common_inputs(),
                 io.Combo.Input("method", options=list(METHODS), default=next(iter(METHODS))),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..model_loaders.families import CONTINUOUS_NAMES, NAMES
 
 FAMILIES, CONTINUOUS = NAMES.split(", "), CONTINUOUS_NAMES.split(", ")
-# What many search first. The page lists all nodes that have a word in no order, so these are for those to start with.
-START = ("autoregressive", "text to image", "start")
+# What many search first. The page lists all nodes that have a word in no order, but first those that have it alone.
+START = ("autoregressive model", "text to image", "start")
 SAMPLER = ("speculative decoding", "generate image", "fast sampler")
 WITH_DRAFTER = (*SAMPLER, "drafter", "draft model", "eagle")
 RULE = ("acceptance rule",)

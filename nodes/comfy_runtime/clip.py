@@ -45,12 +45,8 @@ class ARClip:
         """CONDITIONING of a prompt. Raises ValueError or FileNotFoundError with a remedy."""
         check_unused(add_dict or {})
         text = str(tokens) if tokens.strip() else ""
-        try:
-            conditioning = self._model.encode_prompt(text)
-            notify(self._model.text_notices(text))
-        except (ValueError, FileNotFoundError) as error:
-            notify([str(error)])
-            raise
+        conditioning = self._model.encode_prompt(text)
+        notify(self._model.text_notices(text))
         return conditioning
 
     def __getattr__(self, name: str) -> Any:
@@ -65,4 +61,7 @@ def check_unused(options: Mapping[str, Any]) -> None:
 
 def wrong_node(missing: str) -> str:
     """Error message for a use of this CLIP that needs what there is not."""
-    return f"This CLIP belongs to an AR image model and has no {missing}: connect it straight to {NODE}."
+    return (
+        f"This CLIP belongs to an AR image model. Connect it straight to {NODE}: nodes that change it do not work "
+        f"({missing})."
+    )

@@ -218,6 +218,7 @@ def test_compare_runs_shows_its_chart_instead_of_the_picture(page, renderer):
 def test_a_model_dropped_on_the_canvas_is_offered_the_sampler(page):
     suggested = page.evaluate("() => LiteGraph.slot_types_default_out.AR_MODEL")
     assert suggested[1:4] == ["SpecARSampler", "SpecAREmptyLatent", "SpecARLoadDrafter"]
+    assert "SpecAREmptyLatent" in page.evaluate("() => LiteGraph.slot_types_default_in.LATENT")
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)

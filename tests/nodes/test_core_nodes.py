@@ -92,7 +92,7 @@ def test_an_empty_latent_of_core_is_read_in_pixels(tiny, sample):
     latent = {"samples": torch.zeros(1, 4, 8, 8), "downscale_ratio_spacial": 4}  # 32 x 32 pixels, 4 x 4 tokens
     out, _ = sample("NextToken", latent_image=latent)
     assert out["ar_tokens"].shape == (1, 4, 4) and "downscale_ratio_spacial" not in out
-    with pytest.raises(ValueError, match="^Connect Empty AR Latent.*64 x 64 pixels.*only 32 x 32 pixels"):
+    with pytest.raises(ValueError, match="^This model.*64 x 64 pixels.*only 32 x 32 pixels.*Empty AR Latent"):
         sample("NextToken", latent_image={"samples": latent["samples"]})
     with pytest.raises(ValueError, match="128 x 128 pixels.*only 32 x 32 pixels"):
         sample("NextToken", latent_image=latent | {"downscale_ratio_spacial": 16})

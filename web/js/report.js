@@ -3,6 +3,8 @@ import { app } from "/scripts/app.js";
 import { say } from "./words.js";
 
 const FIELD = "report_text";
+const LINES = 10; // that are seen at once, at most
+const LINE = 14; // pixels
 const BESIDE_IMAGES = 130; // pixels of a report at most, where the node also shows images (for the new renderer: specar.css)
 
 export function widgetOf(node, name, make) {
@@ -17,6 +19,7 @@ function reportField(node) {
   const field = widget.element ?? widget.inputEl;
   if (field) field.readOnly = true;
   const { getMaxHeight } = widget.options;
+  widget.options.getMinHeight = () => Math.min(LINES, widget.value.split("\n").length) * LINE + 2 * LINE;
   widget.options.getMaxHeight = () => (node.imgs?.length ? BESIDE_IMAGES : getMaxHeight?.());
   return widget;
 }

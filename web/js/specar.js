@@ -130,6 +130,7 @@ app.registerExtension({
     for (const colours of [app.canvas.default_connection_color_byType, app.canvas.constructor.link_type_colors]) {
       Object.entries(COLOURS).forEach(([type, colour]) => keepColour(colours, type, colour));
     }
+    window.LiteGraph.slot_types_default_in.LATENT?.push("SpecAREmptyLatent"); // offered where latent_image is dropped
     await loadWords(app);
   },
   /** A template that is opened anew, which no page has saved yet, has not run. */
