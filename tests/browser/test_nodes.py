@@ -88,7 +88,7 @@ def test_a_preview_goes_once_the_image_is_there(page, renderer):
         const node = app.graph._nodes.find(node => node.type === 'SpecARSampler');
         return !node.imgs?.length && !document.querySelector(`[data-node-id="${node.id}"] img`);
     }""")
-    assert page.evaluate(HEIGHT) <= before + 60  # for the result
+    page.wait_for_function(f"most => ({HEIGHT})() <= most", arg=before + 60)  # for the result
     screenshot(page, f"no-preview-{renderer}")
 
 
@@ -101,11 +101,11 @@ def test_what_a_run_took_stays_on_its_sampler(page, renderer):
     for seed in (11, 12):  # the second run's text replaces the first one's
         page.evaluate(f"seed => {{ {sampler}.widgets.find(widget => widget.name === 'seed').value = seed; }}", seed)
         run(page)
-        page.wait_for_function("() => document.querySelector('.specar-result')?.checkVisibility()")
-        [text] = page.locator(".specar-result").all_inner_texts()
+        page.wait_for_function("() => document.querySelector('.specar-result:not([hidden])')?.checkVisibility()")
+        [text] = page.locator(".specar-result:not([hidden])").all_inner_texts()
         assert re.fullmatch(r"\d+\.\dx fewer passes, \S+\s(s|min)", text.strip())
-        page.locator(".specar-result summary").click()
-        [text] = page.locator(".specar-result details > div").all_inner_texts()
+        page.locator(".specar-result:not([hidden]) summary").click()
+        [text] = page.locator(".specar-result:not([hidden]) details > div").all_inner_texts()
         assert re.fullmatch(r"\d+ passes instead of 256; 256 x 256 pixels; SJD, .+", text)
         names = page.evaluate(f"() => {sampler}.widgets.map(widget => widget.name)")
         assert names.count("specar_result") == 1 and "$$node-text-preview" not in names
@@ -114,7 +114,7 @@ def test_what_a_run_took_stays_on_its_sampler(page, renderer):
 
 
 def test_what_a_run_took_comes_back_with_its_tab_and_its_page(own_page):
-    page, text = own_page, "() => document.querySelector('.specar-result')?.textContent"
+    page, text = own_page, "() => document.querySelector('.specar-result:not([hidden])')?.textContent"
     load(page, ROOT / f"workflows/{SJD}.json", name="one")
     set_prompts(page, "apple, xyz")  # its notice stays, too
     run(page)
@@ -136,10 +136,14 @@ def test_an_interrupted_run_says_so(own_page):
     page = own_page
     load(page, ROOT / "workflows/02 Four images at once.json")
     page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
-    page.wait_for_function("() => document.querySelector('.specar-result')?.textContent.includes('tokens')")
+    page.wait_for_function(
+        "() => document.querySelector('.specar-result:not([hidden])')?.textContent.includes('tokens')"
+    )
     page.evaluate("() => app.api.interrupt()")
     page.wait_for_function(FINISHED)
-    page.wait_for_function("() => document.querySelector('.specar-result')?.textContent.includes('interrupted')")
+    page.wait_for_function(
+        "() => document.querySelector('.specar-result:not([hidden])')?.textContent.includes('interrupted')"
+    )
 
 
 def test_an_interruption_may_come_without_its_node(own_page):
@@ -149,7 +153,7 @@ def test_an_interruption_may_come_without_its_node(own_page):
     page.evaluate(
         """() => {
             window.shown = [];
-            const text = () => document.querySelector('.specar-result').textContent;
+            const text = () => document.querySelector('.specar-result:not([hidden])')?.textContent ?? '';
             const tell = (detail) => {
                 app.api.dispatchEvent(new CustomEvent('execution_interrupted', { detail }));
                 window.shown.push(text().includes('interrupted'));
@@ -176,7 +180,7 @@ def test_what_a_run_took_is_told_again_of_a_cached_run(browser, comfy):
         run(page)
         if number == 0 or page.evaluate(BY_CHOICE):
             page.wait_for_function(
-                "() => document.querySelector('.specar-result')?.textContent.includes('fewer passes')"
+                "() => document.querySelector('.specar-result:not([hidden])')?.textContent.includes('fewer passes')"
             )
         page.close()
         assert not problems
@@ -190,7 +194,7 @@ def test_while_a_run_goes_on_its_numbers_stand_in_one_line(page, renderer):
         app.graph._nodes.find(node => node.type === 'SpecARSampler').widgets
             .find(widget => widget.name === 'seed').value = seed;
         window.lines = [];
-        window.line = () => app.graph._nodes.flatMap(node => node.widgets ?? [])
+        window.line = () => app.graph._nodes.find(node => node.type === 'SpecARSampler').widgets
             .find(widget => widget.name === 'specar_result').element.textContent;
         app.api.addEventListener('specar.run', () => window.lines.push(window.line()));
     }""",
