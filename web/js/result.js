@@ -100,11 +100,6 @@ export function keptResults(workflow, widgets) {
   return kept?.widgets === widgets ? kept.runs : {};
 }
 
-export function forgetResults(workflow) {
-  const { [workflow]: _, ...others } = readKept();
-  localStorage.setItem(KEPT, JSON.stringify(others));
-}
-
 export function keepResult(workflow, widgets, node, run) {
   const { [workflow]: _, ...others } = readKept(), runs = { ...keptResults(workflow, widgets), [node]: run };
   const newest = [...Object.entries(others).slice(1 - MOST), [workflow, { widgets, runs }]];

@@ -7,7 +7,7 @@ import { ChartView } from "./chart.js";
 import { MapView } from "./map.js";
 import { executingNode, hasSamples, locatorOf, nodeAt, PICTURE, rootGraph, widgetsOf } from "./nodes.js";
 import { showReport, widgetOf } from "./report.js";
-import { addResult, forgetResults, keepResult, keptResults, showNotices, showResult } from "./result.js";
+import { addResult, keepResult, keptResults, showNotices, showResult } from "./result.js";
 import { loadWords, translated } from "./words.js";
 
 const tells = (data) => data?.name.startsWith("SpecAR") && (data.output_node || hasSamples(data));
@@ -132,10 +132,6 @@ app.registerExtension({
     }
     window.LiteGraph.slot_types_default_in.LATENT?.push("SpecAREmptyLatent"); // offered where latent_image is dropped
     await loadWords(app);
-  },
-  /** A template that is opened anew, which no page has saved yet, has not run. */
-  beforeConfigureGraph(graph) {
-    if (graph.extra && !graph.extra.frontendVersion) forgetResults(graph.id);
   },
   /** What runs took before the page was loaded again. */
   afterConfigureGraph() {
