@@ -262,25 +262,19 @@ class ADTTree(Structure):
         levels = torch.minimum(depth, left)
         return torch.stack((levels.amax(), torch.where(levels > 0, width, 0).amax()))
 
-    def round_up(self, extent: Extent) -> Extent:
-        """A level costs a pass of the drafter, but wider ones hardly more on a GPU."""
-        levels, width = (max(x, 1) for x in extent)
-        return levels, min(-(-width // STEP) * STEP, self.widest)
-
-    def variant(self, extent: Extent) -> Extent:
-        return *self.round_up(extent), self.nodes  # which ``fit`` chooses
-
-    def passes(self, extent: Extent) -> int:
-        """Forward passes in which the drafter expands drafts in a round."""
-        return max(extent[0], 1) - 1
+    def next_extent(self, before: Extent, read: tuple[int, ...], pads: bool) -> Extent:
+        """Its values are levels and width. A level costs a pass of the drafter, but wider ones hardly more on a GPU."""
+        levels, width = (max(x, 1) for x in read)
+        if pads:
+            width = min(-(-width // STEP) * STEP, self.widest)
+        return Extent((levels, width), (levels, width, self.nodes), drafter_passes=levels)
 
     def grow(
         self, work: Drafting, root: Root, plan: tuple[Tensor, Tensor], extent: Extent, round_index: Tensor
     ) -> Tree:
         """The next tree."""
         levels = torch.minimum(plan[0], work.layout.length - root.committed)
-        deepest, widest = (max(x, 1) for x in extent)
-        return grow_top_k(work, root, deepest, widest, self.nodes, levels, plan[1])
+        return grow_top_k(work, root, *extent.values, self.nodes, levels, plan[1])
 
     def learn(
         self,

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -78,7 +78,6 @@ class Auto(Structure):
     costs: PassCosts | Mapping[str, Any] | None = None
     kind: ClassVar[str] = "auto"
     sampled: ClassVar[bool] = True
-    lasts: ClassVar[int] = LASTS
 
     def __post_init__(self) -> None:
         if isinstance(self.costs, Mapping):
@@ -106,39 +105,29 @@ class Auto(Structure):
     def expansions(self) -> int:
         return max(self.nodes - 1, 1)
 
-    def passes(self, extent: Extent) -> int:
-        return sum(level.inner > 0 for level in self.shape(extent))
-
     def trees(self) -> tuple[tuple[Paths, float], ...]:
         """Those to choose among, and what a round with each costs."""
         assert isinstance(self.costs, PassCosts), "the costs are given or measured"
         return short_list(self.costs, *self.size())
 
-    def next_extent(self, before: Extent, read: Extent) -> Extent:
-        """The place of the tree among trees(), and its expected tokens in 1 / UNIT, by the counts that were read."""
+    def next_extent(self, before: Extent, read: tuple[int, ...], pads: bool = True) -> Extent:
+        """Its one value is the place of the tree among trees(), by the counts that were read; its variant the tree's
+        shape, () without drafts."""
         reached = [sibling_chances(row) for row in acceptance_by(read)]
         tokens = [tokens_per_round(paths, reached) for paths, _ in self.trees()]
         rates = [each / cost for each, (_, cost) in zip(tokens, self.trees(), strict=True)]
         place = rates.index(max(rates))
-        if before and rates[place] <= GAIN * rates[before[0]]:
-            place = before[0]
-        return place, round(tokens[place] * UNIT)
+        if before.values and rates[place] <= GAIN * rates[before.values[0]]:
+            [place] = before.values
+        paths, _ = self.trees()[place]
+        shape = shape_of(paths) if paths else ()
+        passes = 1 + sum(level.inner > 0 for level in shape)
+        return Extent((place,), shape, passes, round(tokens[place] * UNIT) / UNIT, LASTS)
 
-    def tree(self, extent: Extent) -> tuple[Paths, float]:
-        """The one of an extent, () for the first of a run, and what a round costs."""
-        place, _ = extent or self.next_extent((), (0,) * (2 * self.size()[1] * RANKS))
-        return self.trees()[place]
-
-    def shape(self, extent: Extent) -> Shape:
-        """() is the tree without drafts."""
-        paths, _ = self.tree(extent)
-        return shape_of(paths) if paths else ()
-
-    def expected_tokens(self, extent: Extent) -> float:
-        return extent[1] / UNIT
-
-    def variant(self, extent: Extent) -> Shape:
-        return self.shape(extent)
+    @property
+    def opening(self) -> Extent:
+        """The one at the start of a run."""
+        return self.next_extent(Extent(), (0,) * (2 * self.size()[1] * RANKS))
 
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> Counts:
         return Counts(torch.zeros((2, self.size()[1], RANKS), device=device))
@@ -151,7 +140,7 @@ class Auto(Structure):
         return (history.values * UNIT).round().long().flatten()
 
     def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, round_index: Tensor) -> Tree:
-        return grow_sampled(work, root, self.shape(extent), round_index)
+        return grow_sampled(work, root, cast(Shape, extent.variant), round_index)
 
     def learn(
         self,
@@ -211,7 +200,7 @@ def acceptance(tests: Sequence[float], hits: Sequence[float], depth: int, first:
     return tuple(table)
 
 
-def acceptance_by(read: Extent) -> Acceptance:
+def acceptance_by(read: Sequence[int]) -> Acceptance:
     """The table for counts in 1 / UNIT, tests before acceptances."""
     half = len(read) // 2
     tests, hits = ([n / UNIT for n in part] for part in (read[:half], read[half:]))

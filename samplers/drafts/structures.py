@@ -19,7 +19,22 @@ from .growing import DRAWS, Drafting, Root, grow_sampled, grow_top_k
 from .trees import Path, Shape, Tree, published_paths, shape_of
 
 Plan = tuple[Tensor, Tensor] | None  # depth [B] and width [B] asked for, where a structure varies them
-Extent = tuple[int, ...]  # what the host must know of a batch's plans to launch a round; () where nothing varies
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What the host knows of a round that it launches.
+
+    values: read of the state before it, () where nothing varies. variant: what the kernels of a captured round depend
+    on, apart from shapes. drafter_passes: forward passes of the drafter in it. expected_tokens: that it decides (0: not
+    known). lasts: rounds for which the host uses it.
+    """
+
+    values: tuple[int, ...] = ()
+    variant: Hashable = ()
+    drafter_passes: int = 0
+    expected_tokens: float = 0.0
+    lasts: int = 1
 
 
 @dataclass(frozen=True)
@@ -27,12 +42,10 @@ class Structure(ABC):
     """The shape of the drafts of a round. Structures are frozen dataclasses whose fields are their settings.
 
     block: verify by blocks instead of token by token (chains only). sampled: are siblings samples from the drafter, not
-    its most likely tokens (a chain has none)? lasts: rounds for which the host uses an extent. measures: does it need
-    the costs of passes (see ``fit``)?
+    its most likely tokens (a chain has none)? measures: does it need the costs of passes (see ``fit``)?
     """
 
     kind: ClassVar[str]  # in traces
-    lasts: ClassVar[int] = 1
     block: ClassVar[bool] = False
     sampled: ClassVar[bool] = False
 
@@ -82,25 +95,10 @@ class Structure(ABC):
         """What the host reads of a plan, [n] (int64), for images with ``left`` [B] tokens to go; None if no tree
         varies."""
 
-    def next_extent(self, before: Extent, read: Extent) -> Extent:
-        """The Extent by what the host has just read; before: the last one, () at the start of a run."""
-        return read
-
-    def round_up(self, extent: Extent) -> Extent:
-        """One of few extents that launch no less: of a round that is padded, because every other one is a capture."""
-        return extent
-
-    def expected_tokens(self, extent: Extent) -> float:
-        """Tokens that a verified round is expected to decide (0: not known)."""
-        return 0.0
-
-    def variant(self, extent: Extent) -> Hashable:
-        """What the kernels of a round depend on, where not all rounds run the same."""
-        return ()
-
     @abstractmethod
-    def passes(self, extent: Extent) -> int:
-        """Forward passes in which the drafter expands drafts in a round."""
+    def next_extent(self, before: Extent, read: tuple[int, ...], pads: bool) -> Extent:
+        """The extent by what the host has just read; before: the last one, Extent() at the start of a run. pads: take
+        one of few extents that launch no less, because every other one is a capture."""
 
     @abstractmethod
     def grow(self, work: Drafting, root: Root, plan: Plan, extent: Extent, round_index: Tensor) -> Tree:
@@ -134,6 +132,13 @@ class _Fixed(Structure):
     def extent(self, history: None, plan: None, left: Tensor) -> None:
         return None
 
+    def passes(self) -> int:
+        """Forward passes in which the drafter expands drafts in a round."""
+        raise NotImplementedError
+
+    def next_extent(self, before: Extent, read: tuple[int, ...], pads: bool) -> Extent:
+        return Extent(drafter_passes=1 + self.passes())
+
     def learn(self, *round: Any) -> None:
         return None
 
@@ -155,7 +160,7 @@ class _FixedShape(_Fixed):
     def expansions(self) -> int:
         return sum(level.inner for level in self.shape())
 
-    def passes(self, extent: Extent = ()) -> int:
+    def passes(self) -> int:
         return sum(level.inner > 0 for level in self.shape())
 
     def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, round_index: Tensor) -> Tree:
@@ -221,7 +226,7 @@ class Dynamic(_Fixed):
     def expansions(self) -> int:
         return (self.depth - 1) * self.width
 
-    def passes(self, extent: Extent = ()) -> int:
+    def passes(self) -> int:
         return self.depth - 1
 
     def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, round_index: Tensor) -> Tree:

@@ -63,6 +63,7 @@ class DiscreteMethod(Method):
     """A method for token ids, as two functions: ``begin`` and ``step``. ``drafter``, if it has one, drafts for it."""
 
     round_fields: ClassVar[tuple[str, ...]] = ()  # of the record; none where rounds follow from the positions
+    feeds_tree: ClassVar[bool] = False  # does a step feed a tree, whose slots may lie past the end of the image
     same_image: ClassVar[bool] = False  # must passes of more tokens round as those of one, to make next token's image
 
     @abstractmethod
@@ -70,20 +71,16 @@ class DiscreteMethod(Method):
         """The state after ``committed`` [B] tokens and the one that ``out`` [R, 1, ...] predicts, which is sampled."""
 
     @abstractmethod
-    def step(self, run: Run, state: Any, extent: Extent = ()) -> StepState | Halfway:
+    def step(self, run: Run, state: Any, extent: Extent = Extent()) -> StepState | Halfway:
         """One round: a forward pass. Complete images stay as they are. It may return a Halfway, and be given it next.
 
         It may be replayed as a CUDA graph, and so reads nothing on the host.
         """
 
-    @property
-    def extent_lasts(self) -> int:
-        """Steps for which the host uses an extent that it read."""
-        return 1
-
-    def next_extent(self, before: Extent, read: Extent) -> Extent:
-        """The extent by what the host has just read of a state; before: the last one, () at the start of a run."""
-        return read
+    def next_extent(self, before: Extent, read: tuple[int, ...], pads: bool) -> Extent:
+        """The extent by what the host has just read of a state; before: the last one, Extent() at the start of a run;
+        pads: see Graphs."""
+        return Extent(read)
 
     def fit(self, run: Run, committed: Tensor, out: StepOut, graphs: Graphs, request: Request) -> DiscreteMethod:
         """The method with what it measures in a run that is about to begin (see ``begin``). graphs: the session's."""
@@ -93,10 +90,6 @@ class DiscreteMethod(Method):
         """Settings that a fitted method has chosen itself, JSON-ready."""
         return {}
 
-    def variant(self, extent: Extent) -> Hashable:
-        """What the kernels of a captured step depend on, apart from shapes."""
-        return ()
-
     def bound(self, request: Request) -> DiscreteMethod:
         """The method with what its settings mean for this request. Raises ValueError if the model lacks something."""
         return self
@@ -105,21 +98,9 @@ class DiscreteMethod(Method):
         """What it remembers of positions and writes in place. into: that of an earlier run, which is reused."""
         return None
 
-    def feeds_tree(self) -> bool:
-        """Does a step feed a tree, whose slots may lie past the end of the image?"""
-        return False
-
-    def target_passes(self, extent: Extent) -> int:
-        """Forward passes of the target in a round whose second half has this extent, () if there is none."""
+    def target_passes(self, second: Extent) -> int:
+        """Forward passes of the target in a round whose second half has this extent, Extent() if there is none."""
         return 1
-
-    def drafter_passes(self, extent: Extent) -> int:
-        """Forward passes of the drafter in a round."""
-        return 0
-
-    def expected_tokens(self, extent: Extent) -> float:
-        """Tokens that a round is expected to decide (0: not known)."""
-        return 0.0
 
     def annotate(self, trace: Trace) -> None:
         """Add to a finished trace what follows from it."""
@@ -262,8 +243,9 @@ def decode(
     known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
     run. On a GPU one round more than necessary is launched.
     """
-    method, model, length, extent, end = run.method, run.model, run.inputs.layout.length, (), run.inputs.end.cpu()
-    width, past_end = method.width(request), method.width(request) if method.feeds_tree() else 0
+    method, model, length, end = run.method, run.model, run.inputs.layout.length, run.inputs.end.cpu()
+    width, extent = method.width(request), Extent()
+    past_end = width if method.feeds_tree else 0
     inputs = StepInputs(run.inputs, state)
     poll, extents, ends, drafted = Poll(model.device, request.batch), [], [time.perf_counter()], [started]
     passes = 1 - poll.lag
@@ -275,8 +257,8 @@ def decode(
             request.callback(Progress(image, known, length, passes, state.draft, state.committed, p))
         if (known >= end).all():
             break
-        if len(extents) % method.extent_lasts == 0:
-            extent = method.next_extent(extent, extent_of(state))
+        if len(extents) % extent.lasts == 0:
+            extent = method.next_extent(extent, read_extent(state), run.pads)
         # A round decides at most ``width`` tokens, also a round that is launched but not yet known.
         decided = int(known.max()) + poll.lag * width
         longest = None if run.pads else min(length + past_end, decided + width)
@@ -284,11 +266,11 @@ def decode(
         if run.drafter is not None:
             longest = None if run.pads else decided + method.draft_width + 1
             shape.append(run.drafter.set_attention_length(run.memory, longest))
-        shape.append(method.variant(extent))
-        inputs, second = graphs(tuple(shape), step_of(run, extent), inputs), ()
+        shape.append(extent.variant)
+        inputs, second = graphs(tuple(shape), step_of(run, extent), inputs), Extent()
         if isinstance(inputs.state, Halfway):
             drafted.append(time.perf_counter())
-            second = extent_of(inputs.state)
+            second = Extent(read_extent(inputs.state))
             inputs = graphs((*shape, second), step_of(run, second), inputs)
         passes += method.target_passes(second)
         extents.append(extent)
@@ -296,20 +278,23 @@ def decode(
     surplus = min(poll.lag, len(extents))
     ends, extents = ends[surplus:], extents[: len(extents) - surplus]
     begins = [started, *ends[:-1]]
-    host = {"draft_passes": sum(map(method.drafter_passes, extents)), "milliseconds": milliseconds(begins, ends)}
+    host = {
+        "draft_passes": sum(extent.drafter_passes for extent in extents),
+        "milliseconds": milliseconds(begins, ends),
+    }
     if not poll.lag and run.drafter is not None and len(drafted) == len(begins):  # a GPU's host never waits
         host["draft_milliseconds"] = milliseconds(begins, drafted)
-    if any(expected := [method.expected_tokens(extent) for extent in extents]):
+    if any(expected := [extent.expected_tokens for extent in extents]):
         host["expected"] = [1.0, *expected]
     return host
 
 
-def extent_of(state: StepState | Halfway) -> Extent:
+def read_extent(state: StepState | Halfway) -> tuple[int, ...]:
     """What the host must know of a state, () if nothing. Waits for a GPU."""
     return () if state.extent is None else tuple(state.extent.tolist())
 
 
-def step_of(run: Run, extent: Extent = ()) -> Callable[[StepInputs], StepInputs]:
+def step_of(run: Run, extent: Extent = Extent()) -> Callable[[StepInputs], StepInputs]:
     """A step of the run from its inputs alone."""
 
     def step(given: StepInputs) -> StepInputs:

@@ -30,7 +30,6 @@ With settling (settling.py), guesses that hardly change any more are accepted wi
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -44,7 +43,6 @@ from ..constants import constant, counting
 from ..contract import Request, Result, SamplingParams, StepOut
 from ..drafts.guesses import INITIAL, Memory, first_guesses
 from ..engine.run import DiscreteMethod, Extent, Run
-from ..engine.session import session_key
 from ..rng import Purpose
 from ..rules.acceptance import EPS, AcceptanceRule, Exact, bound, exact_probability
 from ..settings import check_settings, setting, within
@@ -99,7 +97,7 @@ class SJD(DiscreteMethod):
         )
         return self.decide(run, window, run.probs(out.logits[:, -1:], first - 1), Source.PREFILL)
 
-    def step(self, run: Run, window: Window, extent: Extent = ()) -> Window:
+    def step(self, run: Run, window: Window, extent: Extent = Extent()) -> Window:
         offsets = constant(tuple(range(-1, self.columns - 1)), window.token.device, torch.int64)
         token, position = window.token[:, :-1], window.committed[:, None] + offsets
         after = self.decide(run, window, run.predict(token, position), Source.BONUS)
@@ -343,9 +341,6 @@ class SJD(DiscreteMethod):
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
         return f"{REUSE[settings['reuse']]}, window {settings['window']}"
-
-    def session_key(self, request: Request) -> Hashable:
-        return session_key(request, self, self.width(request))
 
     def bound(self, request: Request) -> SJD:
         return replace(self, window=self.width(request), rule=bound(self.rule, request.model))

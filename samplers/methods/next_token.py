@@ -64,7 +64,7 @@ class NextToken(DiscreteMethod):
         p = run.probs(out.logits[:, -1:], first - 1)
         return self.sample_next(run, last, p, committed < run.inputs.end, Source.PREFILL)
 
-    def step(self, run: Run, last: Last, extent: Extent = ()) -> Last:
+    def step(self, run: Run, last: Last, extent: Extent = Extent()) -> Last:
         more = last.committed < run.inputs.end
         p = run.predict(last.token, last.committed[:, None] - 1)
         run.keep(more)

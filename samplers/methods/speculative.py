@@ -68,15 +68,12 @@ class DraftTree(DiscreteMethod):
     structure: Structure = field(default_factory=Auto)
     rule: AcceptanceRule = field(default_factory=Exact)
     name: str = "draft_tree"
+    feeds_tree: ClassVar[bool] = True
     round_fields: ClassVar[tuple[str, ...]] = ("accepted", "committed", "width", "nodes", "depth", "skipped")
 
     @property
     def lossless(self) -> bool:
         return self.rule.lossless
-
-    @property
-    def extent_lasts(self) -> int:
-        return self.structure.lasts
 
     @property
     def draft_width(self) -> int:
@@ -101,7 +98,7 @@ class DraftTree(DiscreteMethod):
         state = Round(committed, token[:, 0], observed, history, None, None, passes=one, index=torch.zeros_like(one[0]))
         return self.advance(run, state, token, one)
 
-    def step(self, run: Run, state: Any, extent: Extent = ()) -> Round | Halfway:
+    def step(self, run: Run, state: Any, extent: Extent = Extent()) -> Round | Halfway:
         """A round, or a half of it where the host measures drafting."""
         if isinstance(state, Drafted):
             return self.verify(run, state.round, state.tree)
@@ -110,7 +107,7 @@ class DraftTree(DiscreteMethod):
 
     def draft(self, run: Run, state: Round, extent: Extent) -> Tree:
         """Let the drafter observe the tokens of the last round, and grow a tree."""
-        new, extent = state.observed, self.structure.round_up(extent) if run.pads else extent
+        new = state.observed
         position = new.begin[:, None] + counting(new.token.shape[1], new.begin.device)
         out = self.drafter.observe(run.memory, new.token, position, new.hidden, new.count)
         work = Drafting(
@@ -237,23 +234,11 @@ class DraftTree(DiscreteMethod):
     def own_choices(self) -> dict[str, Any]:
         return {"structure": self.structure.describe()}
 
-    def next_extent(self, before: Extent, read: Extent) -> Extent:
-        return self.structure.next_extent(before, read)
-
-    def variant(self, extent: Extent) -> Hashable:
-        return self.structure.variant(extent)
+    def next_extent(self, before: Extent, read: tuple[int, ...], pads: bool) -> Extent:
+        return self.structure.next_extent(before, read, pads)
 
     def bound(self, request: Request) -> DraftTree:
         return replace(self, rule=bound(self.rule, request.model))
-
-    def feeds_tree(self) -> bool:
-        return True
-
-    def drafter_passes(self, extent: Extent) -> int:
-        return 1 + self.structure.passes(extent)
-
-    def expected_tokens(self, extent: Extent) -> float:
-        return self.structure.expected_tokens(extent)
 
     def notices(self, trace: Trace) -> list[str]:
         """What people should know of a finished run, a sentence each."""
@@ -263,7 +248,7 @@ class DraftTree(DiscreteMethod):
         if notices := self.notices(trace):
             log.warning("%s", " ".join(notices))
             trace.settings["notices"] = notices
-        if isinstance(self.structure, Auto) and not self.structure.shape(()):
+        if isinstance(self.structure, Auto) and not self.structure.opening.variant:
             return  # drafts do not pay
         nodes = trace.rounds["nodes"]
         if len(nodes) > 1 and not nodes.any():

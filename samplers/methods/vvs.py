@@ -146,7 +146,7 @@ class VVS(DraftTree):
         features = out.hidden.expand(-1, self.skipping.kept_features(levels), -1)
         return SkippingRound(**vars(state), uncached=uncached, skipped=one < 0, features=features, known=one)
 
-    def step(self, run: Run, state: SkippingRound | Choice, extent: Extent = ()) -> Round | Halfway:
+    def step(self, run: Run, state: SkippingRound | Choice, extent: Extent = Extent()) -> Round | Halfway:
         """A round, in two halves: between them the host learns which images skip verification."""
         if isinstance(state, Choice):
             return self.commit(run, state, extent)
@@ -175,7 +175,7 @@ class VVS(DraftTree):
     def commit(self, run: Run, chosen: Choice, extent: Extent) -> Round:
         """Verify the trees, except those that are taken as they are. extent: the Choice's. Complete images stay as they
         are."""
-        verifies, skips, skipped = extent
+        verifies, skips, skipped = extent.values
         # A tree remembers what is computed of it, and that is the step's own.
         chosen = replace(chosen, tree=replace(chosen.tree))
         state, tree, skip, alike = chosen.round, chosen.tree, chosen.skip, chosen.alike
@@ -286,8 +286,8 @@ class VVS(DraftTree):
         """The root and the tree, and after a skipped round the tokens accepted unverified."""
         return super().width(request) + self.structure.size()[1]
 
-    def target_passes(self, extent: Extent) -> int:
-        return extent[0]
+    def target_passes(self, second: Extent) -> int:
+        return second.values[0]
 
     def describe(self, request: Request) -> dict[str, Any]:
         settings = super().describe(request) | {"skipping": self.skipping.describe()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from comfyui_specar.device.graphs import Graphs
 from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.drafts.structures import Extent
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine.session import Session
 
@@ -17,7 +18,7 @@ class Rounds:
     def __init__(self, method, request, session):
         self.request, self.session = request, session
         self.run, self.state, _ = engine.begin(method.bound(request), request, session)
-        self.extent = ()
+        self.extent = Extent()
 
     @property
     def done(self):
@@ -30,12 +31,12 @@ class Rounds:
         return self.state.committed - (1 if uncached is None else uncached.count)
 
     def round(self):
-        self.extent = self.run.method.next_extent(self.extent, engine.extent_of(self.state))
+        self.extent = self.run.method.next_extent(self.extent, engine.read_extent(self.state), self.run.pads)
         self.run.model.set_attention_length(self.run.cache, None)
         self.run.drafter.set_attention_length(self.run.memory, None)
         self.state = self.run.method.step(self.run, self.state, self.extent)
         if isinstance(self.state, engine.Halfway):
-            self.state = self.run.method.step(self.run, self.state, engine.extent_of(self.state))
+            self.state = self.run.method.step(self.run, self.state, Extent(engine.read_extent(self.state)))
 
     def finish(self):
         return self.run.record.finish(

@@ -22,7 +22,7 @@ from comfyui_specar.samplers.drafts.auto import (
     sibling_chances,
 )
 from comfyui_specar.samplers.drafts.costs import PassCosts, cost_of
-from comfyui_specar.samplers.drafts.structures import Static
+from comfyui_specar.samplers.drafts.structures import Extent, Static
 from comfyui_specar.samplers.drafts.trees import published_paths
 from comfyui_specar.samplers.methods import pass_costs as measuring
 from comfyui_specar.samplers.methods.skipping import Skipping
@@ -207,21 +207,22 @@ def test_a_tree_changes_for_a_clear_gain_only():
     """By counts that move from none accepted to all: the tree stays until another gains more than GAIN, and is then the
     best of the list. What is expected is always of the present counts."""
     structure = Auto(costs=linear(0.05))
-    half, extent, kept, changed = structure.depth * RANKS, (), 0, 0
+    half, extent, kept, changed = structure.depth * RANKS, Extent(), 0, 0
     for step in range(101):
         read = (40 * UNIT,) * half + (40 * UNIT * step // 100,) * half
         before, extent = extent, structure.next_extent(extent, read)
         accepts = acceptance_by(read)
         rates = [rate_of(paths, accepts, structure.costs) for paths, _ in structure.trees()]
-        best, (paths, _) = max(rates), structure.tree(extent)
-        assert structure.expected_tokens(extent) == pytest.approx(tokens_of(paths, accepts), abs=1 / UNIT)
-        if before and before[0] == extent[0]:
-            assert best <= GAIN * rates[extent[0]] * (1 + 1e-9)
-            kept += rates[extent[0]] < best * (1 - 1e-9)
+        best, [place] = max(rates), extent.values
+        paths, _ = structure.trees()[place]
+        assert extent.expected_tokens == pytest.approx(tokens_of(paths, accepts), abs=1 / UNIT)
+        if before.values == extent.values:
+            assert best <= GAIN * rates[place] * (1 + 1e-9)
+            kept += rates[place] < best * (1 - 1e-9)
         else:
-            assert rates[extent[0]] == pytest.approx(best)
-            assert not before or best > GAIN * rates[before[0]] * (1 - 1e-9)
-            changed += bool(before)
+            assert rates[place] == pytest.approx(best)
+            assert not before.values or best > GAIN * rates[before.values[0]] * (1 - 1e-9)
+            changed += bool(before.values)
     assert kept and changed >= 3
 
 
@@ -243,12 +244,12 @@ def test_forgotten_rejections_let_drafts_be_tried_again():
     bad = counts.values.clone()
     bad[0] = 30.0
     history = auto.Counts(bad)
-    none = structure.next_extent((), tuple(structure.extent(history, None, None).tolist()))
-    assert structure.shape(none) == () != structure.shape(())
+    none = structure.next_extent(Extent(), tuple(structure.extent(history, None, None).tolist()))
+    assert none.variant == () != structure.opening.variant
     for _ in range(8 * auto.MEMORY):
         history = auto.Counts(history.values * (1 - 1 / auto.MEMORY))
     again = structure.next_extent(none, tuple(structure.extent(history, None, None).tolist()))
-    assert structure.shape(again) == structure.shape(())
+    assert again.variant == structure.opening.variant
 
 
 # Runs

@@ -177,14 +177,16 @@ ADT_TREES = [replace(ADT, initial=initial, bonus=initial == "random") for initia
 @pytest.mark.parametrize(("structure", "skipping"), [(STATIC, s) for s in SKIPPING] + [(s, None) for s in ADT_TREES])
 def test_rounds_that_the_host_chooses_are_captured(structure, skipping, batch, on_tape, monkeypatch):
     """It reads once a round what it chooses by."""
-    layout, extent_of, reads = with_kept_tokens(2, 4), engine.extent_of, []
+    layout, read_extent, reads = with_kept_tokens(2, 4), engine.read_extent, []
     target = ToyModel(layout)
     method = draft_tree(ToyDrafter(target, stale=skipping is not None), structure, skipping=skipping)
     asked = [request(target, layout, seed=10 * n, batch=batch) for n in range(3)]
     if skipping:
         asked[1] = replace(asked[1], skippable=torch.ones(1, layout.length, dtype=torch.bool))
     with monkeypatch.context() as counting:
-        counting.setattr(engine, "extent_of", lambda state: reads.append(state.extent is not None) or extent_of(state))
+        counting.setattr(
+            engine, "read_extent", lambda state: reads.append(state.extent is not None) or read_extent(state)
+        )
         rounds = sum(len(method.sample(each).trace.rounds["width"]) for each in asked)
     assert sum(reads) <= rounds, "the prompt's counts as the one that is launched in vain"
     assert_captured_as_plain(method, asked, monkeypatch)

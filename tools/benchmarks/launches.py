@@ -35,6 +35,7 @@ from comfyui_specar.samplers import constants
 from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts import trees
+from comfyui_specar.samplers.drafts.structures import Extent
 from comfyui_specar.samplers.engine import run as engine
 from comfyui_specar.samplers.engine.prefill import Start
 from comfyui_specar.samplers.engine.run import DiscreteMethod
@@ -178,7 +179,7 @@ class Case:
         while True:
             yield
             for extent in extents or ((),):
-                inputs = self.graphs(extent, engine.step_of(run, extent), inputs)
+                inputs = self.graphs(extent, engine.step_of(run, Extent(extent)), inputs)
 
 
 def mar_b(counts: Launches) -> tuple[MaskedModel, MaskedState]:

@@ -51,12 +51,9 @@ DRAFTERS = {  # acceptance by rank, that of the last for all others
 class AlwaysBest(Auto):
     """The tree with the most tokens per cost, of all, at every look at the counts."""
 
-    def next_extent(self, before: Extent, read: Extent) -> Extent:
-        return read
-
-    def tree(self, extent: Extent) -> tuple[Paths, float]:
+    def best(self, read: tuple[int, ...]) -> tuple[Paths, float]:
         assert isinstance(self.costs, PassCosts)
-        paths, tokens, rate = best_paths(acceptance_by(extent), self.costs, self.nodes)
+        paths, tokens, rate = best_paths(acceptance_by(read), self.costs, self.nodes)
         return paths, tokens / rate
 
 
@@ -69,10 +66,14 @@ def simulated(structure: Auto, tokens: int, rates: Sequence[float], images: int 
     taken: set[Paths] = set()
     gained = spent = 0.0
     for _ in range(images):
-        counts, extent, decided = [0.0] * (2 * levels * RANKS), (), 0
+        counts, extent, decided = [0.0] * (2 * levels * RANKS), Extent(), 0
         while decided < tokens:
-            extent = structure.next_extent(extent, tuple(round(count * UNIT) for count in counts))
-            paths, cost = structure.tree(extent)
+            read = tuple(round(count * UNIT) for count in counts)
+            if isinstance(structure, AlwaysBest):
+                paths, cost = structure.best(read)
+            else:
+                extent = structure.next_extent(extent, read)
+                paths, cost = structure.trees()[extent.values[0]]
             taken.add(paths)
             children, value = children_of(paths), tokens_per_round(paths, reached)
             for _ in range(LASTS):
