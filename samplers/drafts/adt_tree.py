@@ -273,8 +273,9 @@ class ADTTree(Structure):
         self, work: Drafting, root: Root, plan: tuple[Tensor, Tensor], extent: Extent, round_index: Tensor
     ) -> Tree:
         """The next tree."""
+        deepest, widest = extent.values
         levels = torch.minimum(plan[0], work.layout.length - root.committed)
-        return grow_top_k(work, root, *extent.values, self.nodes, levels, plan[1])
+        return grow_top_k(work, root, deepest, widest, self.nodes, levels, plan[1])
 
     def learn(
         self,
