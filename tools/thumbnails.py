@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import math
 import re
 from pathlib import Path
 
@@ -21,21 +22,20 @@ WEIGHTS = re.compile(r"([\d.]+) GB of weights")  # in the template's note
 GROUND = (24, 24, 24)  # beside a film that is no square
 
 
-def tiles(images: list[Image.Image], columns: int) -> Image.Image:
-    """Middles of images, which fill a square."""
-    rows = len(images) // columns
-    sheet = Image.new("RGB", (SIDE, SIDE))
+def tiles(images: list[Image.Image]) -> Image.Image:
+    """Images in a square."""
+    sheet, columns = Image.new("RGB", (SIDE, SIDE), GROUND), math.ceil(len(images) ** 0.5)
     for i, image in enumerate(images):
         left, right = (SIDE * (i % columns + k) // columns for k in (0, 1))
-        top, bottom = (SIDE * (i // columns + k) // rows for k in (0, 1))
+        top, bottom = (SIDE * (i // columns + k) // columns for k in (0, 1))
         sheet.paste(ImageOps.fit(image, (right - left, bottom - top), Image.Resampling.LANCZOS), (left, top))
     return sheet
 
 
 def halves(left: Image.Image, right: Image.Image) -> Image.Image:
     """The left half of an image beside the right half of another one."""
-    sheet = tiles([left], 1)
-    sheet.paste(tiles([right], 1).crop((SIDE // 2, 0, SIDE, SIDE)), (SIDE // 2, 0))
+    sheet = tiles([left])
+    sheet.paste(tiles([right]).crop((SIDE // 2, 0, SIDE, SIDE)), (SIDE // 2, 0))
     return sheet
 
 
@@ -70,7 +70,7 @@ def result(url: str, done: Run, prompt: dict) -> Image.Image:
         return halves(saved[0], maps[0].crop((0, 0, maps[0].width, maps[0].width)))  # without its legend
     if charts := images(url, done, prompt, "SpecARFindFastest"):
         return halves(saved[0], charts[0])
-    return tiles(saved, int(len(saved) ** 0.5))
+    return tiles(saved)
 
 
 def card(page: Frontend, file: Path) -> Image.Image:
