@@ -49,8 +49,8 @@ def test_demo_leaves_images_and_traces_prints_the_passes_and_serves_until_it_is_
     assert {report["settings"]["prompt"] for report in reports} == {"yellow star, zebra"}
     done = [line for line in said if line.endswith(": done\n")]
     assert len(done) == len(set(done)) and "  Save Trace: done\n" in done and not any("SpecAR" in line for line in done)
-    ignored, known = (line for line in said if line.startswith("  Notice: "))
-    assert "zebra" in ignored and "star" in known
+    [ignored] = (line for line in said if line.startswith("  Notice: "))
+    assert "zebra" in ignored
     passes = dict(re.findall(r"^  (.*): (\d+) forward passes", "".join(said), re.MULTILINE))
     assert list(passes) == ["SJD, same seed, window 16", "next token"]
     assert int(passes["SJD, same seed, window 16"]) < int(passes["next token"]) == 256

@@ -1,4 +1,5 @@
 // A sampler's live preview goes when the run is over and another node has its image: the page would show each image twice.
+// Not inside a subgraph, whose node on the page still reads the preview.
 import { app } from "/scripts/app.js";
 import { executingNode, isSampler, PICTURE } from "./nodes.js";
 
@@ -35,7 +36,7 @@ app.registerExtension({
   name: "specar.previews",
   setup() {
     app.api.addEventListener("execution_start", begin);
-    app.api.addEventListener("executed", ({ detail }) => done.add(detail.node));
+    app.api.addEventListener("executed", ({ detail: { node } }) => String(node).includes(":") || done.add(node));
     app.api.addEventListener("execution_success", end);
   },
 });
