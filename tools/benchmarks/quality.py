@@ -1,7 +1,6 @@
 """Measure what every method's images are worth: likelihood, prompt agreement, distances between sets of images.
 
     python -m tools.benchmarks quality [--models default continuous] [--images 512] [--only NAMES] [--out FILE]
-    python -m tools.benchmarks quality FOLDER --help       # of any folder of images with their prompts
     python -m tools.benchmarks quality --parts draw        # the images only: hours, can be stopped and goes on
     python -m tools.benchmarks quality --parts measure --out FILE  # of the images drawn so far: minutes
 
@@ -27,7 +26,6 @@ from typing import Any
 
 import torch
 
-from . import quality_folder
 from .feature_spaces import Spaces
 from .quality_cases import PROMPTS, prompts
 from .quality_model import ModelUnderTest
@@ -40,8 +38,6 @@ ALARM_RATE = 0.01  # probability that the check fails although every lossless me
 
 
 def main() -> None:
-    if sys.argv[1:] and not sys.argv[1].startswith("-"):
-        return quality_folder.main()
     parser = command("quality", __doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="bundled models (default: both)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: both)")
