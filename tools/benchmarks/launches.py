@@ -1,7 +1,6 @@
 """Count the kernel launches of a pass on a GPU, on tensors without data: no GPU is needed.
 
-    python -m tools.benchmarks launches                 # all entries, to tools/benchmarks/results/launches.json
-    python -m tools.benchmarks launches --case "llamagen-xl, next token"     # one entry, by operation
+    python -m tools.benchmarks launches     # to tools/benchmarks/results/launches.json
 
 A step is captured as on an NVIDIA GPU with Triton. Counted are torch operations that compute or move numbers (a matrix
 product or sort of a library counts as one) and launches of Triton kernels; storing the next state is among them.
@@ -290,13 +289,7 @@ def write(table: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = plain_command(" launches", __doc__)
-    parser.add_argument("--case", choices=CASES, help="count only this entry, and list its launches by operation")
-    options = parser.parse_args()
-    if options.case:
-        for launched, times in launches(options.case).most_common():
-            print(f"{times:6} {launched}")
-        return
+    plain_command(" launches", __doc__).parse_args()
     table = json.loads(TABLE.read_text(encoding="utf-8")) | {"cases": {name: entry(name) for name in CASES}}
     write(table)
     print(TABLE.read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
     python -m tools.benchmarks speed                    # CPU: the bundled model, also at LlamaGen-B's size
     python -m tools.benchmarks speed --device cuda  # LlamaGen-XL, Janus-Pro-1B, Lumina-mGPT-7B in bf16
-    python -m tools.benchmarks speed --show FILE.json  # print (and write beside it) the table of an earlier run
 
 All methods run on the same weights, prompt and filters in one process and take turns (A B C A B C ...), after a
 warm-up. ``default`` is the bundled model, and ``default@llamagen-b`` the same widened to LlamaGen-B's shapes (see
@@ -20,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,8 +64,7 @@ def methods(case: Subject, names: list[str], entry: dict, options, report: Recor
     baselines = case.baselines() if "baselines" in options.parts else []
     for contestant in (*(case.sampler(name) for name in names), *baselines):
         with report.going_on(f"{case.name}: {contestant.name}"):
-            for _ in range(options.warm_up):
-                contestant(0)
+            contestant(0)
             contestants.append(contestant)
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     for seed in range(1, options.repetitions + 1):
@@ -212,24 +208,11 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, help="tokens to generate with random weights (default: 64 on a CPU, 1024 on a GPU)"
     )
-    parser.add_argument("--warm-up", type=int, default=1, help="untimed runs (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="timed runs (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=20, help="start no new measurement after this time")
-    parser.add_argument("--note", help="remark to store in the report")
-    parser.add_argument("--show", type=Path, help="print the table of this report and write it beside it")
     options = parsed(parser)
-    if options.show:
-        show(options.show)
-        return
     options.methods = chosen(options.methods or (), names_of_cases())
     run(options)
-
-
-def show(path: Path) -> None:
-    """Print the table of a report, and write it beside it."""
-    text = table(json.loads(path.read_text(encoding="utf-8")))
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -244,9 +227,7 @@ def run(options: argparse.Namespace) -> None:
             "schema": SCHEMA,
             **(measured_on(device) if here else {"machine": {"gpu": None}, "versions": versions(), "commit": commit()}),
             "models": [],
-            "note": options.note,
             "device": options.device,
-            "warm_up": options.warm_up,
             "repetitions": options.repetitions,
         },
         options.out,
@@ -265,10 +246,10 @@ def run(options: argparse.Namespace) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     report.save()
+    text = table(report.content)
     if options.out:
-        show(options.out)
-    else:
-        print(table(report.content))
+        options.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ def table(report: dict[str, Any]) -> str:
         )
         if part
     )
-    turns = f"{report['warm_up']} warm-up, {report['repetitions']} repetitions, in turns."
-    parts = [f"# Speed, {report['device']}", f"{machine}. {turns} {report.get('note') or ''}".strip(), LEGEND]
+    turns = f"1 warm-up, {report['repetitions']} repetitions, in turns."
+    parts = [f"# Speed, {report['device']}", f"{machine}. {turns}", LEGEND]
     for model in report["models"]:
         parts += _model(model)
     if report["not_run"]:

@@ -1,7 +1,6 @@
 """Compile every Triton kernel by several Tritons for several GPUs, none of which is needed.
 
-    python -m tools.benchmarks.gpu.compile_table                          # what changed since the published table
-    python -m tools.benchmarks.gpu.compile_table --triton 3.5.1 --arch 86 # only these
+    python -m tools.benchmarks.gpu.compile_table     # what changed since the published table
 
 For development, on Linux. Writes tools/benchmarks/results/compiled.json with its page next to it. Each Triton is
 installed from PyPI once, into a folder of ~/.cache/comfyui-specar (0.5 to 1 GB); torch is that of the development
@@ -48,16 +47,13 @@ def sources() -> str:
 
 def main() -> None:
     parser = plain_command(".gpu.compile_table", __doc__)
-    parser.add_argument("--triton", nargs="+", choices=list(TRITONS), default=list(TRITONS))
-    parser.add_argument("--arch", nargs="+", type=int, choices=list(ARCHS), default=list(ARCHS), help="86 is sm_86")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # of the processes that this starts
-    options = parser.parse_args()
-    if options.here:
-        print(json.dumps(compiled(*options.arch)))
+    parser.add_argument("--here", type=int, help=argparse.SUPPRESS)  # of the processes that this starts
+    if arch := parser.parse_args().here:
+        print(json.dumps(compiled(arch)))
         return
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     made = {pair for pair in PAIRS if table["tritons"].get(pair[0], {}).get(pair[1], {}).get("sources") == sources()}
-    wanted = [pair for pair in PAIRS if pair not in made and pair[0] in options.triton and int(pair[1]) in options.arch]
+    wanted = [pair for pair in PAIRS if pair not in made]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for (version, arch), entry in zip(wanted, threads.map(lambda pair: compiled_by(*pair), wanted), strict=True):
             table["tritons"].setdefault(version, {})[arch] = {"sources": sources()} | entry
@@ -77,7 +73,7 @@ def compiled_by(version: str, arch: str) -> dict[str, Any]:
         pip = "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"
         subprocess.run([sys.executable, "-m", *pip, "--target", folder, f"triton=={version}"], check=True)
     there = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": str(CACHE / "triton-cache")}
-    command = sys.executable, "-m", "tools.benchmarks.gpu.compile_table", "--here", "--arch", arch
+    command = sys.executable, "-m", "tools.benchmarks.gpu.compile_table", "--here", arch
     printed = subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(printed.splitlines()[-1])  # after what Triton says of code that it cannot compile
 
