@@ -30,7 +30,6 @@ GUIDANCE = 2.0  # of all numbers: the bundled model's own
 B, L = "default@llamagen-b", "default@llamagen-l"  # the bundled model, enlarged
 TIMED = {B: ("speed-cpu-bf16", "speed-cpu-bf16-amd"), L: ("speed-cpu-bf16-l-amd",)}  # their reports, by processor
 LATER = {B: ("speed-cpu-bf16-sjd-amd",)}  # of methods that those have not
-FULL = ("speed-cpu-fp32", "speed-cpu-fp32-amd")  # those of the first in fp32
 GROWING = (("default", "speed-cpu-amd"), (B, TIMED[B][-1]), (L, TIMED[L][-1]))  # models by size, on one processor
 PAYING = ("sjd coupled w16", "sjd coupled w32", "chain of 5", "EAGLE-1, 57 drafts", "Cool-SD delta 2")  # methods there
 PROCESSORS = {
@@ -313,13 +312,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "passes, guidance 2": partial(found.passes, 2.0),
     "paired, guidance 1": partial(found.paired, 1.0),
     "paired, guidance 2": partial(found.paired, 2.0),
-    "speed": partial(found.speed, "default", GUIDANCE, "speed-cpu"),
-    "speed, speed-cpu-amd": partial(found.speed, "default", GUIDANCE, "speed-cpu-amd"),
-    **{
-        f"speed, {report}": partial(found.speed, size, GUIDANCE, report)
-        for size, reports in (*TIMED.items(), *LATER.items(), (B, FULL))
-        for report in reports
-    },
     "baselines": partial(found.baselines, "speed-next-token-cpu-fp32-amd", "speed-next-token-cpu-bf16-amd"),
     "batches, LlamaGen-B": partial(found.batches, B, GUIDANCE, "batches-cpu-bf16-amd"),
     "continuous": found.continuous,

@@ -133,27 +133,6 @@ def times(name: str, guidance: float, report: str, passes: Mapping[str, float]) 
     )
 
 
-def speed(name: str, guidance: float, report: str) -> str:
-    """Seconds, passes, and a round's milliseconds and cost; how much faster a method is, and how much of the passes
-    that it saves becomes time."""
-    rows = []
-    for row in measured_speed(name, guidance, report)["rows"]:
-        cost, faster = 1 / row["ms_over"]["next_token"], row["seconds_over"]["next_token"]
-        fewer = 256 / row["pictures_passes"]
-        rows.append(
-            (
-                said(row["name"]),
-                f"{row['seconds']['median']:.3g}",
-                round(row["pictures_passes"]),
-                f"{row['pass_ms']['median']:.3g}",
-                f"{cost:.2f}",
-                f"{faster:.2f}",
-                f"{faster / fewer:.2f}",
-            )
-        )
-    return grid(("method", "seconds", "passes", "ms per round", "cost of a round", "times faster", "quotient"), rows)
-
-
 def baselines(*reports: str) -> str:
     """Next token in seconds per image, and the time of what users run today over it, for every model of the reports."""
     models = [model for report in reports for model in results(report)["models"]]
