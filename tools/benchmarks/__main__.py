@@ -1,11 +1,10 @@
-"""Measure this pack:  python -m tools.benchmarks WHAT [options]  (each also runs as python -m tools.benchmarks.WHAT)
+"""Measure this pack:  python -m tools.benchmarks WHAT [options]
 
     speed       cost of a forward pass: every method compared with transformers' generate and a plain loop; its width,
                 batches, and what reading the weights takes
     gpu         the first command to run on a new GPU (3, 10 or 25 minutes): checks Triton kernels and CUDA graphs, then
                 measures passes; without a GPU a dry run
     launches    number of kernel launches per pass on a GPU, counted without a GPU
-    predict     milliseconds of a round of every method on three GPUs, calculated, beside what was measured
     trees       how many draft trees *auto* takes in an image, and what it loses by not taking more: simulated
     quality     likelihood, prompt agreement and distances of every method's images; a check of the lossless ones
     same_seed   how often the same-seed mode and batches give the image of next-token sampling
@@ -20,7 +19,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "gpu", "launches", "predict", "trees", "quality", "same_seed", "documents")
+WHAT = ("speed", "gpu", "launches", "trees", "quality", "same_seed", "documents")
 
 
 def main(arguments: list[str]) -> None:

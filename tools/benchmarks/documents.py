@@ -320,7 +320,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "dtype auto": automatic.table,
     "launches": predict.table_of_launches,
     "predicted, checks": predict.table_of_checks,
-    "predicted, methods": predict.table_of_methods,
     "predicted, cards": predict.table_of_cards,
     "quality chart": picture,
     "quality, papers": quality_tables.papers,
@@ -428,7 +427,3 @@ def main() -> None:
         file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")
     for file, text in generated().items():
         file.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

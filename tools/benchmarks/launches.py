@@ -293,7 +293,3 @@ def main() -> None:
     table = json.loads(TABLE.read_text(encoding="utf-8")) | {"cases": {name: entry(name) for name in CASES}}
     write(table)
     print(TABLE.read_text(encoding="utf-8"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Calculate what a round of every method takes on a GPU, beside what was measured on the one that ran it.
 
-    python -m tools.benchmarks predict
+``python -m tools.benchmarks documents`` writes the tables. Nothing is timed.
 
-Nothing is timed. A round takes what its products, its attention, its other launches and the gap before it take:
+A round takes what its products, its attention, its other launches and the gap before it take:
 
 products   of a layer's four matrices, the head, and the drafter: a fixed time each, and the bytes of the weights over
            the card's bandwidth, or their instructions or operations over its speed, whichever takes longest
@@ -33,7 +33,7 @@ from comfyui_specar.samplers.methods.pass_costs import FRONTIERS, WIDTHS
 from . import sizes
 from .automatic import GIB, TAKEN, plans
 from .launches import TABLE
-from .report import grid, plain_command
+from .report import grid
 from .results_tables import cases, results
 
 REPORT, OURS, CUBLAS = "gpu-nvidia-h200", "product alone, us", "cuBLAS, us"
@@ -93,14 +93,13 @@ class Model:
 @dataclass(frozen=True)
 class Method:
     """A round: its case of launches.py, its row of the report's ratios, the tokens it feeds, and passes of the drafter
-    in it. aim: how many times as fast as next token it should be (LlamaGen-XL, H200)."""
+    in it."""
 
     name: str
     case: str
     measured: str
     tokens: int
     drafted: int = 0
-    aim: float = 0.0
 
 
 H200 = Card("H200", 139.8, 4.8e12, 400e12, 132 * 4 * 1.98e9)
@@ -119,23 +118,23 @@ MODELS = (
 )
 NEXT = Method("next token", "next token", "next_token", 1)
 CHAIN = Method("EAGLE, chain of 5", "chain of 5", "chain of 5", 6, 5)
-TREE = Method("EAGLE-1, 57 drafts", "EAGLE-1, 57 drafts", "EAGLE-1, 57 drafts", 58, 5, 1.6)
-VVS = Method("VVS, every 4th, tree of 57", "VVS, verified", "VVS every 4th, EAGLE-1", 58, 5, 1.9)
+TREE = Method("EAGLE-1, 57 drafts", "EAGLE-1, 57 drafts", "EAGLE-1, 57 drafts", 58, 5)
+VVS = Method("VVS, every 4th, tree of 57", "VVS, verified", "VVS every 4th, EAGLE-1", 58, 5)
 AFTER = Method("", "VVS, verified after a skipped round", "", 63, 5)
 SKIPPED = Method("", "VVS, skipped", "", 0, 5)
 METHODS = (
     NEXT,
     Method("SJD, window 16", "sjd 32", "sjd coupled w16", 16),
-    Method("SJD, window 32", "sjd 32", "sjd coupled w32", 32, aim=3.5),
+    Method("SJD, window 32", "sjd 32", "sjd coupled w32", 32),
     Method("SJD++ (paper), window 32", "sjd++ 32", "sjd threshold_paper w32", 32),
     CHAIN,
-    Method("EAGLE-1, 25 drafts", "EAGLE-1, 25 drafts", "EAGLE-1, 25 drafts", 26, 5, 1.6),
+    Method("EAGLE-1, 25 drafts", "EAGLE-1, 25 drafts", "EAGLE-1, 25 drafts", 26, 5),
     TREE,
-    Method("EAGLE-2, 58 drafts", "EAGLE-2", "EAGLE-2", 59, 5, 1.6),
-    Method("LANTERN, delta 0.3", "LANTERN delta 0.3", "LANTERN delta 0.3", 59, 5, 2.0),
-    Method("Cool-SD, delta 2", "Cool-SD delta 2", "Cool-SD delta 2", 58, 5, 1.8),
+    Method("EAGLE-2, 58 drafts", "EAGLE-2", "EAGLE-2", 59, 5),
+    Method("LANTERN, delta 0.3", "LANTERN delta 0.3", "LANTERN delta 0.3", 59, 5),
+    Method("Cool-SD, delta 2", "Cool-SD delta 2", "Cool-SD delta 2", 58, 5),
     VVS,
-    Method("ADT-Tree", "ADT-Tree", "ADT-Tree", 59, 3, 1.4),
+    Method("ADT-Tree", "ADT-Tree", "ADT-Tree", 59, 3),
 )
 
 
@@ -396,20 +395,6 @@ def faster(card: Card, model: Model, method: Method, storage: str) -> float:
     return next(times) / next(times) * tokens_of(method)
 
 
-def table_of_methods(card: Card = H200, model: Model = XL) -> str:
-    """Every method of a model on a card, by the code of today."""
-    storage, lines = stored(card, model), []
-    assert storage is not None
-    for method in METHODS:
-        ms, times = milliseconds(card, model, method, storage), faster(card, model, method, storage)
-        aim = method.aim if (card, model) == (H200, XL) else 0
-        verdict = f"{aim:g}: {'yes' if times >= aim else 'no'}" if aim else ""
-        lines.append((method.name, f"{tokens_of(method):.2f}", f"{ms:.2f}", f"{times:.1f}", verdict))
-    drafts, times = auto(card, model, storage)
-    lines.append((f"auto ({drafts} drafts)", "", "", f"{times:.1f}", ""))
-    return grid(("method", "tokens a round", "ms a round", "times as fast", "aim"), lines)
-
-
 def table_of_cards() -> str:
     """How many times as fast as next token all methods are, on every card that a model fits."""
     lines = []
@@ -447,20 +432,3 @@ def table_of_launches() -> str:
     ]
     commit = json.loads(TABLE.read_text(encoding="utf-8"))["before"]["commit"]
     return grid(("LlamaGen-XL, a round of", f"launches, {commit}", "now"), lines)
-
-
-def main() -> None:
-    plain_command(" predict", __doc__).parse_args()
-    print(f"{table_of_launches()}\n\n{table_of_checks()}\n")
-    print(f"small launch {small_us():.2f} us, gap {gap_us():.0f} us, narrow products {issued():.0%} of instructions")
-    for kernel in (OURS, CUBLAS):
-        print(kernel, *(f"{n} rows: {fixed:.1f} us + {slope:.2f} x" for n, fixed, slope in product_times(kernel)))
-    for card in CARDS:
-        for model in MODELS:
-            if storage := stored(card, model):
-                print(f"\n{card.name}, {model.name}, {storage}\n{table_of_methods(card, model)}")
-    print(f"\n{table_of_cards()}")
-
-
-if __name__ == "__main__":
-    main()

@@ -107,7 +107,3 @@ def main() -> None:
 def earlier_report(out: Path | None) -> dict[str, Any] | None:
     """What is in a file, if there is one."""
     return json.loads(out.read_text(encoding="utf-8")) if out and out.exists() else None
-
-
-if __name__ == "__main__":
-    main()

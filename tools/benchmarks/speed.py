@@ -250,7 +250,3 @@ def run(options: argparse.Namespace) -> None:
     if options.out:
         options.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
-
-
-if __name__ == "__main__":
-    main()

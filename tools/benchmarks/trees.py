@@ -118,7 +118,3 @@ def table() -> str:
 def main() -> None:
     plain_command(" trees", __doc__).parse_args()
     print(table())
-
-
-if __name__ == "__main__":
-    main()
