@@ -1,7 +1,6 @@
 """Checkpoint files that cannot be used: a message that names the file, and nothing of it executed."""
 
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 BUNDLED = Path(__file__).resolve().parents[2] / "assets/default"
-CONTINUOUS = BUNDLED.with_name("continuous")
 WORKFLOW = "07 Acceptance map"
 
 
@@ -32,20 +30,8 @@ def damaged(target: Path) -> None:
     target.write_bytes(whole[: len(whole) // 2])
 
 
-def hostile(target: Path) -> None:
-    target.write_bytes(pickle.dumps({"model": Hostile(target.with_name("executed"))}))
-
-
 def hostile_zip(target: Path) -> None:
     torch.save({"model": Hostile(target.with_name("executed"))}, target)
-
-
-def other_family(target: Path) -> None:
-    save_file({"unet.down.0.weight": torch.zeros(4, 4)}, target)
-
-
-def image_decoder(target: Path) -> None:
-    shutil.copy(BUNDLED / "vq.safetensors", target)
 
 
 def no_image_decoder(target: Path) -> None:
@@ -68,13 +54,9 @@ def rewritten(source: Path, change: Callable[[Tensor], Tensor]) -> Callable[[Pat
 
 CASES = {  # name -> how it is made, what the message says about it
     "damaged.safetensors": (damaged, "damaged"),
-    "hostile.pt": (hostile, "never run"),
     "hostile_zip.pt": (hostile_zip, "never run"),
-    "other_family.safetensors": (other_family, "supported model family"),
-    "image_decoder.safetensors": (image_decoder, "Load AR Image Decoder"),
     "no_image_decoder": (no_image_decoder, "image decoder"),
     "nan_weights": (rewritten(BUNDLED, lambda tensor: tensor * float("nan")), "NaN"),
-    "continuous_wrong_shape": (rewritten(CONTINUOUS, lambda tensor: tensor[..., :-1].contiguous()), "expected"),
 }
 
 

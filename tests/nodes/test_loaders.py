@@ -200,20 +200,13 @@ def test_a_drafter_follows_its_model_when_that_is_loaded_again(load_drafter, tin
     assert ours.drafter is followed, "it is read again once, not in every run"
 
 
-def test_drafter_files_that_do_not_fit_are_named(load_drafter, models, tiny, continuous, vectors, drafters):
-    weights = load_file(drafters / "eagle/model.safetensors")
+def test_drafter_files_that_do_not_fit_are_named(load_drafter, tiny, continuous, vectors, drafters):
     folder = drafters / "unfit"
     folder.mkdir()
-    (folder / "truncated.safetensors").write_bytes((drafters / "eagle/model.safetensors").read_bytes()[:2000])
-    save_file({n: t.repeat(*([2] * t.ndim)) for n, t in weights.items()}, folder / "wide.safetensors")
-    shutil.copy(models / "classes.safetensors", folder / "classes.safetensors")
     about = {"specar": '{"heads": 2, "grid": [4, 4], "pixels_per_token": 8, "scale": 0.7}'}
     save_file(load_file(drafters / "vectors.safetensors"), folder / "other_scale.safetensors", about)
     try:
         for model, name, message in (
-            (tiny, "unfit/truncated.safetensors", "truncated.safetensors .*damaged"),
-            (tiny, "unfit/wide.safetensors", "wide.safetensors was trained for another model: its width is 64"),
-            (tiny, "unfit/classes.safetensors", "classes.safetensors cannot draft for this model"),
             (tiny, "gone.safetensors", "gone.safetensors is not in"),
             (tiny, "vectors.safetensors", "vectors.*token ids"),
             (continuous, "eagle", "token ids.*vectors"),

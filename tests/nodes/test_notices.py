@@ -187,12 +187,6 @@ def test_weights_and_loras_have_a_sentence_of_their_own(text, words, tiny):
     assert torch.equal(plain, other)
 
 
-def test_an_empty_prompt_samples_what_the_model_knows(sample, tiny):
-    empty = tiny[1].encode_from_tokens_scheduled(" ")
-    latent, trace = sample("SJD", positive=empty)
-    assert len(trace.notices) == 1 and "prompt is empty" in trace.notices[0] and "ar_tokens" in latent
-
-
 @pytest.mark.parametrize("grey", [0.0, 0.3])
 def test_a_mask_that_selects_no_token_is_said_to(grey, sample):
     first, _ = sample("NextToken")

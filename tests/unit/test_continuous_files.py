@@ -1,15 +1,12 @@
 """Files of MAR and of its KL autoencoder: every released size, every container, every way to be wrong."""
 
-import argparse
 import json
-from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.detect import load_image_decoder, load_model
+from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.families import mar
-from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
 from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from safetensors.torch import save_file
 
@@ -18,12 +15,6 @@ from ..support.tiny import fill
 from ..support.tiny_mar import MAR, mar_weights, write_mar
 
 WORDS = ["apple", "pear", "bg_blue"]
-
-
-@pytest.fixture
-def known_size(monkeypatch):
-    """Make the tiny size one of the released ones, so that a .pth file, which has no metadata, can be read."""
-    monkeypatch.setitem(mar._HEADS, MAR.dim, MAR.heads)
 
 
 def vectors(model):
@@ -48,32 +39,6 @@ def test_class_names(tmp_path, monkeypatch):
     monkeypatch.setattr(mar, "class_names", lambda count: [f"thing {i}, object {i}" for i in range(count)])
     model = load_model(write_mar(tmp_path / "model.safetensors"))
     assert model.encode_prompt("Object 7")[0][0].tolist() == [[[7.0]]]
-
-
-# Containers
-
-
-def other(weights):
-    return {name: tensor + 1 for name, tensor in weights.items()}
-
-
-CONTAINERS = {  # those of every family are in test_pickles
-    "released": lambda w: {"model": other(w), "model_ema": OrderedDict(w), "args": argparse.Namespace(lr=1e-4)},
-    "no average": lambda w: {"model": w, "model_ema": None},
-    "half precision": lambda w: {"model_ema": {name: tensor.half() for name, tensor in w.items()}},
-}
-
-
-@pytest.mark.parametrize("container", CONTAINERS)
-def test_every_container_gives_the_same_model(tmp_path, known_size, container):
-    """Of a file that holds both, the averaged weights: the official evaluation uses nothing else."""
-    wanted = load_model(write_mar(tmp_path / "model.safetensors"))
-    torch.save(CONTAINERS[container](mar_weights()), tmp_path / "checkpoint-last.pth")
-    found = load_model(tmp_path / "checkpoint-last.pth")
-    assert found.family == wanted.family == "mar" and found.grid == wanted.grid == (4, 4)
-    assert torch.allclose(vectors(found), vectors(wanted), atol=5e-3 if container == "half precision" else 0)
-    assert {p.dtype for p in found.parameters()} == {torch.float32}
-    assert not any(p.requires_grad for p in found.parameters())
 
 
 # Models of our own
@@ -189,27 +154,3 @@ def test_text_encoders(tmp_path):
         load_model(path).encode_prompt("an apple")
     write_words(tmp_path, width=7)
     refused(path, "text_encoder.safetensors", " 7,", " 10")
-
-
-# KL autoencoder
-
-KL = KLConfig(channels=4, ch_mult=(1, 2), base_channels=32, num_res_blocks=1)
-
-
-def kl_weights(config=KL):
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in KLModel(config).state_dict().items()}
-    return {name: fill(name, shape) for name, shape in shapes.items()}
-
-
-def test_an_autoencoder_in_a_container(tmp_path):
-    torch.save({"model": kl_weights() | {"loss.discriminator.main.0.weight": torch.zeros(1)}}, tmp_path / "kl16.ckpt")
-    save_file(kl_weights(), str(tmp_path / "kl16.safetensors"))
-    found, wanted = (load_image_decoder(tmp_path / f"kl16.{suffix}") for suffix in ("ckpt", "safetensors"))
-    latent = fill("latent embedding", (1, 4, 3, 2))
-    pixels = found.decode(latent)
-    assert pixels.shape == (1, 6, 4, 3) and 0 <= pixels.min() < pixels.max() <= 1
-    assert torch.equal(pixels, wanted.decode(latent))
-    assert found.encode_latent(pixels).shape == latent.shape
-    with pytest.raises(ValueError, match="multiples of 2"):
-        found.encode_latent(torch.zeros(1, 6, 5, 3))

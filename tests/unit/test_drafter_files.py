@@ -9,7 +9,6 @@ from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from safetensors.torch import save_file
 
-from ..support.bad_files import Attack
 from ..support.closeness import fp64
 from ..support.tiny import (
     HEADS,
@@ -170,16 +169,6 @@ def test_a_drafter_of_another_model_or_kind(tmp_path, target, weights, config, w
     refused(write_eagle(tmp_path / "d", weights, **config), target, *words)
 
 
-def test_unknown_and_broken_tensors(tmp_path, target):
-    weights, name = eagle_weights(), "layers.0.mlp.up_proj.weight"
-    second = weights | {name.replace("layers.0", "layers.1"): weights[name].clone()}
-    refused(write_eagle(tmp_path / "d", second), target, "model.safetensors", "unknown", "layers.1")
-    for bad in (float("nan"), float("inf")):
-        tensor = weights[name].clone()
-        tensor[7, 3] = bad
-        refused(write_eagle(tmp_path / "d", weights | {name: tensor}), target, "model.safetensors", "NaN or infinite")
-
-
 @pytest.mark.parametrize("content", [b"{", b"", b"[1, 2]", b"null", b"\x00", b"\xff\xfe", b"[" * 100_000])
 def test_config_of_another_kind(tmp_path, target, content):
     folder = write_eagle(tmp_path / "d")
@@ -225,13 +214,3 @@ def test_other_files(tmp_path, target):
     refused(tmp_path / "small.safetensors", target, "small.safetensors", "8 x 8", f"{SIDE} x {SIDE}")
     write_llamagen(tmp_path / "classes.safetensors", False, grid=[SIDE, SIDE])
     refused(tmp_path / "classes.safetensors", target, "classes.safetensors", "llamagen-c2i", "llamagen-t2i")
-
-
-def test_code_in_a_file_is_never_run(tmp_path, target):
-    proof = tmp_path / "proof"
-    folder = pickled(tmp_path / "d", Attack(proof))
-    for content in (Attack(proof), eagle_weights() | {"x": Attack(proof)}):
-        torch.save(content, folder / "pytorch_model.bin")
-        refused(folder, target, "pytorch_model.bin", "never run")
-        refused(folder / "pytorch_model.bin", target, "pytorch_model.bin", "never run")
-        assert not proof.exists()

@@ -187,21 +187,6 @@ def old_format(folder: Path) -> None:
     fuzz_archives.become_tar(folder / "pytorch_model.bin", random.Random(0))
 
 
-def bomb(folder: Path) -> None:
-    fuzz_archives.become_bomb(folder / "pytorch_model.bin", random.Random(0))
-
-
-def far_memo(folder: Path) -> None:
-    """Remember something under the number 2^31 - 1."""
-    description = b"\x80\x02}r\xff\xff\xff\x7f."
-    fuzz_archives.rewrite_archive(
-        folder / "decoder.jit",
-        lambda members: {
-            name: description if name.endswith("data.pkl") else content for name, content in members.items()
-        },
-    )
-
-
 def pipe(folder: Path) -> None:
     (folder / "emu3.tiktoken").unlink()
     os.mkfifo(folder / "emu3.tiktoken")
@@ -223,7 +208,6 @@ DEFECTS = {
     ),
     "ranks of gigabytes": ("Emu3's ranks", enormous("emu3.tiktoken"), "emu3.tiktoken has 3221225472 bytes"),
     "a pipe": ("Emu3's ranks", pipe, "was not found"),
-    "a few bytes that stand for gigabytes": ("LlamaGen of classes", bomb, "it is compressed"),
     "a tensor that repeats one number": (
         "LlamaGen of classes",
         in_tensors("pytorch_model.bin", spread),
@@ -234,7 +218,6 @@ DEFECTS = {
         in_tensors("pytorch_model.bin", lambda t: {"norm.weight": t["norm.weight"].to("meta")}),
         "not a plain tensor",
     ),
-    "a memo of gigabytes": ("Cosmos", far_memo, "remembers more"),
     "the oldest format, whose reader unpacks": ("LlamaGen of classes", old_format, "PyTorch did not write it"),
     "words that are none": (
         "LlamaGen with words",
@@ -257,32 +240,11 @@ DEFECTS = {
         "number of attention heads is unknown",
     ),
     "a scale in words": ("MAR", in_metadata("model.safetensors", scale="small"), "scale of latents is 'small'"),
-    "a margin without end": (
-        "LlamaGen with words",
-        in_metadata("vq.safetensors", margin=10**9),
-        "margin is 1000000000",
-    ),
-    "pixels that are none": (
-        "LlamaGen with words",
-        in_metadata("model.safetensors", pixels_per_token=[2]),
-        "pixels_per_token is a list",
-    ),
     "a tokenizer without a word for the unknown": ("LlamaGen with T5", no_word_for_the_unknown, "tokenizer.json"),
-    "a trace of another size": (
-        "trace",
-        in_tensors("trace.safetensors", lambda t: {"positions.p": t["positions.p"][:, :-1]}),
-        "p is torch",
-    ),
-    "a trace without numbers of the run": ("trace", in_metadata("trace.safetensors", totals={}), "is damaged"),
     "a trace of settings that nobody knows": (
         "trace",
         in_metadata("trace.safetensors", settings={"method": "sjd", "reuse": 3}),
         "does not know",
-    ),
-    "a trace with tokens from nowhere": (
-        "trace",
-        in_tensors("trace.safetensors", lambda t: {"positions.source": t["positions.source"] + 50}),
-        "unknown token source",
     ),
 }
 

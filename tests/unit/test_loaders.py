@@ -41,15 +41,10 @@ def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-CONTAINERS = {
+CONTAINERS = {  # others are in test_pickles
     "flat": lambda w: w,
     "ordered": OrderedDict,
-    "DDP": lambda w: {"model": w, "steps": 7, "optimizer": {"state": {0: {"step": torch.ones(())}}}},
-    "DeepSpeed": lambda w: {"module": w, "dp_world_size": 8},
-    "Lightning": lambda w: {"state_dict": w, "epoch": 1},
-    "nested": lambda w: {"state_dict": {"model": w}},
     "FSDP": lambda w: OrderedDict((name, with_attribute(tensor)) for name, tensor in w.items()),
-    "script": lambda w: {"model": w, "args": argparse.Namespace(lr=1e-4, name="run", sizes=[1, 2])},
     "stray rope table": lambda w: w | {"freqs_cis": torch.zeros(4, 4, 2)},
     "half precision": lambda w: {name: tensor.to(torch.bfloat16) for name, tensor in w.items()},
 }

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from ..support import tiny, tiny_chameleon, tiny_t5
+from ..support import tiny, tiny_chameleon
 from ..support.bad_files import refused
 from ..support.tiny_family import declared
 from ..support.tiny_folder import write_folder
@@ -69,24 +69,6 @@ def test_a_wrapped_model_is_the_model(sound, tmp_path):
     found = load_model(copied(sound, tmp_path, lambda t: {f"module._orig_mod.{n}": x for n, x in t.items()}))
     assert found.family == wanted.family
     assert all(torch.equal(tensor, wanted.state_dict()[name]) for name, tensor in found.state_dict().items())
-
-
-def test_wrapped_decoders_drafters_and_encoders(tmp_path):
-    def wrapped(weights):
-        return {f"_orig_mod.module.{name}": tensor for name, tensor in weights.items()}
-
-    torch.save(wrapped(tiny.vq_weights()), tmp_path / "vq_ds16_c2i.pt")
-    decoder = load_image_decoder(tmp_path / "vq_ds16_c2i.pt")
-    target = load_model(tiny.write_llamagen(tmp_path / "t2i_256.safetensors", True), grid=(16, 16))
-    drafter = load_drafter(tiny.write_eagle(tmp_path / "eagle", wrapped(tiny.eagle_weights())), target)
-    assert decoder.codes == tiny.VOCAB and drafter.kind == "eagle"
-    folder = tiny_t5.write(tmp_path / "flan-t5-xl")
-    names = open_checkpoint(weight_file(folder)).tensors.keys()
-    save_file(
-        wrapped({n: t.clone() for n, t in open_checkpoint(weight_file(folder)).tensors.items()}),
-        tmp_path / "t5.safetensors",
-    )
-    assert open_checkpoint(tmp_path / "t5.safetensors").tensors.keys() == names
 
 
 names = st.lists(st.sampled_from(["layers.0.a.weight", "module_b.c", "model.norm.bias", "x"]), min_size=1, unique=True)

@@ -9,7 +9,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.families.harmon import HarmonModel
 from comfyui_specar.model_loaders.text.t5 import T5Encoder
-from comfyui_specar.models.changed_latents import is_off_codebook, is_repeated, whole_ids
+from comfyui_specar.models.changed_latents import is_off_codebook, is_repeated
 from comfyui_specar.models.sizes import unsupported_size
 from comfyui_specar.models.text import prompt_settings
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -212,13 +212,6 @@ def test_a_latent_that_was_scaled_is_told(rows, cols, kind, factor, mode):
 def test_a_latent_that_was_blended_is_told(kind, share):
     latent = image(8, 8, book(kind))
     assert is_off_codebook(torch.lerp(latent, latent.roll(1, -1), share), book(kind))
-
-
-def test_ids_that_were_blended_are_refused():
-    ids = torch.arange(16.0).view(1, 1, 4, 4)
-    assert torch.equal(whole_ids(ids), ids[:, 0].long())
-    with pytest.raises(ValueError, match="no whole numbers.*Upscale Image"):
-        whole_ids(F.interpolate(ids, scale_factor=2, mode="bilinear"))
 
 
 def test_notices_of_an_untrusted_trace_do_nothing_to_a_terminal(model):
