@@ -6,17 +6,16 @@ import weakref
 import comfy.model_management as mm
 import pytest
 import torch
-from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_model, load_reader
 from comfyui_specar.models.image_reader import ImageReader, TokenReader
 from comfyui_specar.models.memory import offload_embedding
-from comfyui_specar.nodes.comfy_runtime import captions, runs
+from comfyui_specar.nodes.comfy_runtime import captions
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
 from ..support import tiny_chameleon, tiny_emu3
 from ..support.families import Placed
 from ..support.lora import write_lora
-from ..support.simulated_gpu import CPU, GPU
+from ..support.simulated_gpu import GPU, load_half
 from ..support.tiny_folder import edited
 from ..support.tiny_janus import picture, write
 
@@ -146,10 +145,7 @@ def test_it_runs_when_half_of_it_stays_in_main_memory(tmp_path, request):
     reader = load_reader(tmp_path, model, operations=Operations)
     request.getfixturevalue("gpu")
     for part in (model, reader.reading):
-        patcher = ModelPatcher(part, GPU, CPU)
-        patcher.load(GPU, lowvram_model_memory=patcher.model_size() // 2)
-        runs.bring_the_rest(part, GPU)
-        assert {parameter.device for parameter in part.parameters()} == {GPU, CPU}
+        load_half(part)
     asked = reader.request(reader.prompt(torch.zeros(1, 3, 64, 64), "?"), 4)
     state = reader.speaker.start(asked.conditioning, None, 1, asked.layout, 1, False)
     places = torch.zeros(1, 1, dtype=torch.int64, device=GPU)

@@ -12,7 +12,7 @@ from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
 from ..support import tiny_chameleon
-from ..support.simulated_gpu import CPU, GPU
+from ..support.simulated_gpu import CPU, GPU, load_half
 from ..support.tiny_family import declared
 
 FAMILIES = declared("TINY", continuous=False)
@@ -47,11 +47,7 @@ def test_every_family_runs_when_half_of_it_stays_in_main_memory(family, storage,
         embedded = model.prefix(model.read(prompt, 1, "positive", model.grid).features)
         model.prefix.forward = lambda features: embedded.to(GPU)
     request.getfixturevalue("gpu")
-    patcher = ModelPatcher(model, GPU, CPU)
-    patcher.load(GPU, lowvram_model_memory=patcher.model_size() // 2)
-    runs.bring_the_rest(model, GPU)
-    here = {parameter.device for parameter in model.parameters()}
-    assert here == {GPU, CPU}, "one half is loaded, the other is not"
+    load_half(model)
     assert run(model, prompt) == GPU
 
 

@@ -14,9 +14,9 @@ from .closeness import fp64
 from .tape import LatePoll, TapeGraphs
 
 
-@contextmanager
-def captured():
-    """As on a GPU. Yields the list of the sessions' graphs."""
+def capture_steps(patch: pytest.MonkeyPatch) -> list[TapeGraphs]:
+    """Sessions as on a GPU while this is patched: their steps are captured (here: taped), and the host learns late what
+    was decided. The list of the graphs they make."""
     made = []
 
     class Taped(TapeGraphs):
@@ -24,10 +24,16 @@ def captured():
             super().__init__(device)
             made.append(self)
 
+    patch.setattr(session, "Graphs", Taped)
+    patch.setattr(engine, "Poll", LatePoll)
+    return made
+
+
+@contextmanager
+def captured():
+    """As on a GPU. Yields the list of the sessions' graphs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Graphs", Taped)
-        patch.setattr(engine, "Poll", LatePoll)
-        yield made
+        yield capture_steps(patch)
 
 
 def assert_same_run(found, wanted):

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 from comfyui_specar.device import graphs
-from comfyui_specar.samplers.engine import run as engine
-from comfyui_specar.samplers.engine import session
 from comfyui_specar.tools.training import loop
 
-from .tape import LatePoll, TapeGraphs
+from .captured_runs import capture_steps
+from .tape import TapeGraphs
 
 
 @pytest.fixture(autouse=True)
@@ -22,18 +21,15 @@ def captures_work():
 
 @pytest.fixture
 def on_tape(monkeypatch) -> list[TapeGraphs]:
-    """Sessions as on a GPU until ``monkeypatch.undo()``: their steps are captured (here: taped), and the host learns
-    late what was decided. The list of the graphs they make."""
-    made = []
+    """Captured runs until ``monkeypatch.undo()``."""
+    return capture_steps(monkeypatch)
 
-    class Taped(TapeGraphs):
-        def __init__(self, device):
-            super().__init__(device)
-            made.append(self)
 
-    monkeypatch.setattr(session, "Graphs", Taped)
-    monkeypatch.setattr(engine, "Poll", LatePoll)
-    return made
+@pytest.fixture
+def may_fail():
+    """In the test captures may fail, which they do for the whole process."""
+    yield
+    graphs._failed = False
 
 
 @pytest.fixture

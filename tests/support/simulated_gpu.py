@@ -3,11 +3,21 @@
 import comfy.model_management as mm
 import pytest
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfyui_specar.device import dispatch
 from comfyui_specar.models.networks import prefix
+from comfyui_specar.nodes.comfy_runtime import runs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
+
+
+def load_half(module: torch.nn.Module) -> None:
+    """Load one half of a module onto the simulated GPU, as ComfyUI does with what does not fit."""
+    patcher = ModelPatcher(module, GPU, CPU)
+    patcher.load(GPU, lowvram_model_memory=patcher.model_size() // 2)
+    runs.bring_the_rest(module, GPU)
+    assert {parameter.device for parameter in module.parameters()} == {GPU, CPU}
 
 
 @pytest.fixture

@@ -41,13 +41,6 @@ def toy(name: str, layout=plain(2, 3)):
     return model, METHODS[name](ToyDrafter(model)), request(model, layout, seed=5, batch=2)
 
 
-@pytest.fixture
-def may_fail():
-    """In the test captures may fail, which they do for the whole process."""
-    yield
-    graphs._failed = False
-
-
 # Captures that fail
 
 

@@ -25,13 +25,6 @@ class State:
     name: str = "n"
 
 
-@pytest.fixture
-def failing():
-    """In the test captures may fail, which they do for the whole process."""
-    yield
-    graphs._failed = False
-
-
 def test_a_replayed_step_computes_what_a_called_one_does():
     memory, plain = torch.zeros(4), torch.zeros(4)
 
@@ -65,7 +58,7 @@ def test_a_replayed_step_computes_what_a_called_one_does():
     ids=["the second becomes the first", "the first the second", "the caller turns them round"],
 )
 @pytest.mark.parametrize("refused", [0, 4])
-def test_values_that_change_places_are_not_lost(step, turned, refused, failing, monkeypatch):
+def test_values_that_change_places_are_not_lost(step, turned, refused, may_fail, monkeypatch):
     """They are copied over one another before a launch, also before one that a GPU then refuses."""
     tape, wanted = TapeGraphs(torch.device("cpu")), (1, 2)
     state = torch.tensor([1.0]), torch.tensor([2.0])
@@ -111,7 +104,7 @@ def test_graphs_of_other_keys_take_the_state_where_it_is():
     assert len({id(leaf) for graph in tape._graphs.values() for leaf in leaves(graph.places)}) == 2
 
 
-def test_a_step_that_changes_shapes_is_called(failing, caplog):
+def test_a_step_that_changes_shapes_is_called(may_fail, caplog):
     tape, x = TapeGraphs(torch.device("cpu")), torch.ones(1)
     for _ in range(3):
         x = tape("k", lambda x: torch.cat((x, x)), x)
@@ -127,7 +120,7 @@ def test_a_step_that_changes_shapes_is_called(failing, caplog):
         lambda x: x.masked_select(x > 0) + 1,
     ],
 )
-def test_a_step_that_reads_the_device_is_not_captured(failing, caplog, step):
+def test_a_step_that_reads_the_device_is_not_captured(may_fail, caplog, step):
     """Its shapes may depend on values, too. Neither is any other one of the process afterwards."""
     for _ in range(2):
         tape = TapeGraphs(torch.device("cpu"))
@@ -137,7 +130,7 @@ def test_a_step_that_reads_the_device_is_not_captured(failing, caplog, step):
         assert caplog.text.count("CUDA graphs are off") == 1
 
 
-def test_a_graph_that_is_not_launched_is_called_instead(failing, caplog, monkeypatch):
+def test_a_graph_that_is_not_launched_is_called_instead(may_fail, caplog, monkeypatch):
     """With the state of this call, on memory as the calls before left it."""
     tape, memory, x = TapeGraphs(torch.device("cpu")), torch.zeros(1), torch.zeros(1)
 
@@ -231,7 +224,7 @@ def test_every_gpu_captures_on_a_stream_of_its_own(simulated):
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_nothing_is_collected_while_a_step_is_captured(failing, collects):
+def test_nothing_is_collected_while_a_step_is_captured(may_fail, collects):
     """What the collector destroys may call the GPU, which would break the capture. It is as before afterwards."""
     seen = []
     was = gc.isenabled()
@@ -250,7 +243,7 @@ def test_nothing_is_collected_while_a_step_is_captured(failing, collects):
 
 @pytest.mark.parametrize("in_graphs", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error"), torch.OutOfMemoryError("full"), KeyError()])
-def test_what_a_broken_capture_allocated_is_never_freed(simulated, failing, monkeypatch, error, in_graphs):
+def test_what_a_broken_capture_allocated_is_never_freed(simulated, may_fail, monkeypatch, error, in_graphs):
     """Where it is a part of the graph: torch would end the process. What any other error holds is freed at once."""
     kept, alive = [], []
     monkeypatch.setattr(graphs, "_kept", kept)
@@ -288,7 +281,7 @@ def test_tensors_are_found_wherever_a_function_holds_them():
     assert {len(tensor) for tensor in graphs.find_tensors(caught.value)} == {1, 2, 3, 4}
 
 
-def test_a_lack_of_memory_goes_on_to_the_caller_and_leaves_no_graphs(failing, caplog, monkeypatch):
+def test_a_lack_of_memory_goes_on_to_the_caller_and_leaves_no_graphs(may_fail, caplog, monkeypatch):
     """At a launch, where a graph gets its memory with cudaMallocAsync, or while it is captured. The next run captures
     again."""
     full = RuntimeError("CUDA error: out of memory")  # as torch reports it
@@ -434,7 +427,7 @@ def test_the_pool_hands_out_blocks_again():
 
 @pytest.mark.parametrize("end", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"])
 @pytest.mark.parametrize("ended", [False, True])
-def test_the_allocator_learns_that_a_failed_capture_is_over(simulated, failing, monkeypatch, caplog, end, ended):
+def test_the_allocator_learns_that_a_failed_capture_is_over(simulated, may_fail, monkeypatch, caplog, end, ended):
     """torch up to 2.7 calls it otherwise. A capture that has ended, so that only its graph is missing, is refused."""
     done = []
 
