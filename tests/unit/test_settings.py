@@ -17,27 +17,13 @@ from comfyui_specar.samplers.methods.continuous import PATHS
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.settings import Setting, check_settings, settings_of
 
-REDRAW = ("optimal", "paper")
 INITIAL = ("mixed", "left", "upper", "uniform", "repeat", "repeat_upper")
 REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample", "equality", "none")
 FEATURES = ("-1, 0", "-1, 1", "-1, 2", "-1, 3", "0, 0", "1, 1", "2, 2", "3, 3", "-1 or 0", "-1 or 1", "-1 or 5")
 ANY = math.inf
-# Of numbers: default, least, most, and the value at which a rule is exact. Of choices: default, options. A rule that is
-# not here is pinned by its widgets (tests/e2e/object_info.json).
+# Of numbers: default, least, most, and the value at which settling is exact. Of choices: default, options. Rules are
+# pinned by their widgets (tests/nodes/test_schema.py, tests/e2e/object_info.json).
 DECLARED = {
-    "Exact": {},
-    "Lantern": {"neighbours": (1000, 1, ANY, None), "delta": (0.1, 0, 1, 0), "redraw": ("optimal", REDRAW)},
-    "LanternPP": {"neighbours": (10, 1, ANY, None), "ratio": (2.0, 1, ANY, 1), "redraw": ("optimal", REDRAW)},
-    "UniformRSD": {"delta": (1.1, 1, 1000, 1)},
-    "CoolSD": {
-        "delta": (1.1, 1, 1000, 1),
-        "decay": (0.2, 0, ANY, None),
-        "steps": (5, 1, 64, None),
-        "schedule": ("exponential", ("exponential", "linear")),
-    },
-    "Grouped": {"window": (14, 1, 64, 1), "gap": (0.15, 0, 1, 0), "radius": (0.5, 0, ANY, 0)},
-    "TVMetered": {"epsilon": (0.05, 0, 1, 0)},
-    "Entropy": {"scale": (8.0, 1, 64, None), "decay": (16.0, 2, 128, None)},
     "Chain": {"length": (5, 1, 64, None), "verification": ("token", ("token", "block"))},
     "Static": {},
     "Auto": {"nodes": (64, 1, 1024, None), "depth": (8, 1, 32, None)},
@@ -93,10 +79,6 @@ DECLARED = {
 # Defaults of what declares no legal values.
 REQUEST = {"negative": None, "seed": 0, "batch": 1, "callback": None, "notices": ()}
 PLAIN = {
-    "Lantern": {"table": None},
-    "LanternPP": {"table": None},
-    "CoolSD": {"floor": True},
-    "Grouped": {"codes": None},
     "Static": {"tree": "eagle_25"},
     "Auto": {"costs": None},
     "ADTTree": {
@@ -132,7 +114,7 @@ OWNERS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in OWNERS if name in DECLARED or OWNERS[name] not in registry.RULES])
+@pytest.mark.parametrize("name", [name for name in OWNERS if OWNERS[name] not in registry.RULES])
 def test_defaults_and_legal_values_stay(name):
     declared, found, plain = settings_of(OWNERS[name]), {}, {}
     for each in fields(OWNERS[name]):
@@ -147,7 +129,7 @@ def test_defaults_and_legal_values_stay(name):
 
 
 def test_every_setting_is_part_of_a_report_except_what_a_rule_takes_from_its_method():
-    hidden = {(name, each) for name in DECLARED for each, legal in settings_of(OWNERS[name]).items() if not legal.shown}
+    hidden = {(name, each) for name in OWNERS for each, legal in settings_of(OWNERS[name]).items() if not legal.shown}
     assert hidden == {("CoolSD", "steps")}
 
 
@@ -180,7 +162,7 @@ def beyond(legal):
     return [value for value in (legal.low - 1, legal.high + 1, math.nan, math.inf) if not legal.legal(value)]
 
 
-@pytest.mark.parametrize("name", [name for name in DECLARED if DECLARED[name]])
+@pytest.mark.parametrize("name", [name for name in OWNERS if settings_of(OWNERS[name])])
 def test_a_check_refuses_and_names_what_is_beyond_any_limit(name):
     """The check of the rule, structure or schedule itself; methods are given a request, too, and check the same."""
     owner = OWNERS[name]
