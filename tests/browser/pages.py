@@ -155,7 +155,8 @@ def set_batch(page: Page, batch: int) -> None:
     """How many images the open workflow generates."""
     page.evaluate(
         """batch => {
-        app.graph._nodes.find(node => node.type === 'SpecAREmptyLatent').widgets.at(-1).value = batch;
+        const node = app.graph._nodes.find(node => node.type === 'SpecAREmptyLatent');
+            node.widgets.find(widget => widget.name === 'batch_size').value = batch;
     }""",
         batch,
     )
