@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from inspect import getfile
 from pathlib import Path
@@ -17,6 +17,7 @@ from ...limits.printable import printable
 from ...model_loaders.detect import DECODER_FILES, bundled, may_decode
 from ...model_loaders.families import RELEASED_DECODERS
 from ...model_loaders.files.checkpoint import (
+    INDEX,
     PICKLES,
     SAFETENSORS,
     TORCHSCRIPT,
@@ -31,6 +32,13 @@ NAME = 99  # characters of one in a message
 MODELS = "ar_models"
 DRAFTERS = "ar_drafters"
 LORAS = "loras"  # ComfyUI's own
+MARKS = {  # files that make a folder one model, in order of preference
+    MODELS: WEIGHT_FILES,
+    DRAFTERS: WEIGHT_FILES,
+    LORAS: ADAPTERS[:2],
+    "vae": DECODER_FILES,
+}
+OTHER_PACKS = ("Janus-Pro", "lumina_mgpt", "emu35")  # folders in models/ where other packs keep the same models
 USED = (*SAFETENSORS, *PICKLES, *TORCHSCRIPT, ".json", ".tiktoken", ".txt", ".model")  # extensions of read files
 COMPANIONS = (  # file names beside a model, except released names of image decoders
     "vq",
@@ -56,11 +64,15 @@ BUNDLED_DRAFTERS = {
 
 
 def register_folders() -> None:
-    """Register the pack's model folders, in addition to those of extra_model_paths.yaml."""
+    """Register the pack's model folders, in addition to those of extra_model_paths.yaml, and the folders in which other
+    packs have put models that this one reads."""
     for key in (MODELS, DRAFTERS):
         folder_paths.add_model_folder_path(key, os.path.join(folder_paths.models_dir, key))
         paths, extensions = folder_paths.folder_names_and_paths[key]
         folder_paths.folder_names_and_paths[key] = (paths, set(extensions) | set(SAFETENSORS + PICKLES))
+    for name in OTHER_PACKS:
+        if os.path.isdir(folder := os.path.join(folder_paths.models_dir, name)):
+            folder_paths.add_model_folder_path(MODELS, folder)
 
 
 def set_mmap() -> None:
@@ -79,24 +91,24 @@ def search_folders() -> list[Path]:
 
 def model_choices() -> list[str]:
     """The bundled models, then what is in models/ar_models."""
-    return [*BUNDLED_MODELS, *choices_in([MODELS], WEIGHT_FILES, SAFETENSORS + PICKLES)]
+    return [*BUNDLED_MODELS, *choices_in([MODELS], SAFETENSORS + PICKLES)]
 
 
 def drafter_choices() -> list[str]:
     """The bundled drafters, then what is in models/ar_drafters."""
-    return [*BUNDLED_DRAFTERS, *choices_in([DRAFTERS], WEIGHT_FILES, SAFETENSORS + PICKLES)]
+    return [*BUNDLED_DRAFTERS, *choices_in([DRAFTERS], SAFETENSORS + PICKLES)]
 
 
 def lora_choices() -> list[str]:
     """What is in models/loras, folders of PEFT first."""
-    return choices_in([LORAS], ADAPTERS[:2], SAFETENSORS)
+    return choices_in([LORAS], SAFETENSORS)
 
 
 def decoder_choices() -> list[str]:
     """The decoders of the bundled models, then those in models/vae and models/ar_models, where a model's folder or
     file may contain its decoder."""
     endings, keys = SAFETENSORS + PICKLES + TORCHSCRIPT, ["vae", MODELS]
-    found = choices_in(keys, DECODER_FILES, endings, inside=True)
+    found = choices_in(keys, endings, inside=True)
     return [*BUNDLED_MODELS, *(choice for choice in found if _decodes(choice, file_stamp(choice, *keys)))]
 
 
@@ -106,19 +118,19 @@ def _decodes(choice: str, fingerprint: str) -> bool:
     return may_decode(resolve(choice, "vae", MODELS))
 
 
-def choices_in(keys: Iterable[str], marks: Sequence[str], endings: tuple[str, ...], inside: bool = False) -> list[str]:
-    """Folders in the model folders ``keys`` that are one model (with a file named in ``marks``, or a config.json with
-    shards), then the weight files outside of these.
+def choices_in(keys: Sequence[str], endings: tuple[str, ...], inside: bool = False) -> list[str]:
+    """Weight files in the model folders ``keys``, with / between folders on every system. First those that stand for
+    the folder of one model (see ``main_file``), whose other files are not listed.
 
     inside: also list other weight files in or below such a folder (an image decoder).
     """
-    folders, files = set(), set()
+    mains, files, marks = set(), set(), MARKS[keys[0]]
     for root in dict.fromkeys(root for key in keys for root in folder_paths.get_folder_paths(key)):
         by_folder: dict[str, set[str]] = {}
         for file in files_below(root):
             by_folder.setdefault(os.path.dirname(file), set()).add(os.path.basename(file))
-        own = {folder for folder, names in by_folder.items() if folder and is_model(names, marks)}
-        folders |= own
+        own = {folder: main for folder, names in by_folder.items() if folder and (main := main_file(names, marks))}
+        mains |= {os.path.join(folder, main) for folder, main in own.items()}
         for folder, names in by_folder.items():
             weights = {
                 name
@@ -130,7 +142,7 @@ def choices_in(keys: Iterable[str], marks: Sequence[str], endings: tuple[str, ..
             elif not inside and any(folder.startswith(model + os.sep) for model in own):
                 weights = set()
             files |= {os.path.join(folder, name) for name in weights}
-    return [*sorted(folders), *sorted(files)]
+    return [name.replace(os.sep, "/") for name in (*sorted(mains), *sorted(files))]
 
 
 _listed: dict[str, tuple[list[str], dict[str, float]]] = {}  # root -> files, and modification times of its folders
@@ -145,13 +157,22 @@ def files_below(root: str) -> list[str]:
     return files
 
 
-def is_model(names: set[str], marks: Sequence[str]) -> bool:
-    """Whether a folder with these file names is one model. Its index may be missing; loading it then says so."""
-    return any(mark in names for mark in marks) or ("config.json" in names and any(map(SHARD.search, names)))
+def main_file(names: Collection[str], marks: Sequence[str]) -> str:
+    """The file that stands for a folder with these files: the first of ``marks`` or, of a model in shards, the first
+    shard (ComfyUI's page knows weight files by their extension, so not an index). Empty for a folder that is no model.
+
+    An index may be missing beside a config.json; loading the model then says so.
+    """
+    found = next((mark for mark in marks if mark in names), "")
+    if not found.endswith(INDEX) and (found or "config.json" not in names):
+        return found
+    shards = (name for name in names if SHARD.search(name) and not name.endswith(INDEX))
+    return min((name for name in shards if name.startswith(found.partition(".")[0])), default="")
 
 
 def resolve(choice: str, *keys: str) -> Path:
-    """File or folder of a loader's choice. Raises FileNotFoundError if it is not in the folders ``keys``."""
+    """File of a loader's choice, or its folder if the file stands for that (see ``main_file``); workflows may also name
+    the folder itself. Raises FileNotFoundError if it is not in the folders ``keys``."""
     if choice in (shipped := BUNDLED_MODELS | BUNDLED_DRAFTERS):
         return bundled(shipped[choice])
     inside = os.path.relpath(os.path.join("/", choice), "/")  # "../" cannot leave the folder
@@ -161,6 +182,9 @@ def resolve(choice: str, *keys: str) -> Path:
         looked = ", ".join(map(str, roots))
         remedy = where_to_get(choice) or f"{remedy_for_missing(choice)} Press R to refresh the list."
         raise FileNotFoundError(f"{printable(choice, NAME)} is not in {looked}. {remedy}")
+    folder = found.parent
+    if folder not in roots and found.name == main_file(os.listdir(folder), MARKS[keys[0]]):
+        return folder
     return found
 
 

@@ -40,34 +40,73 @@ def own(choices):
     return [choice for choice in choices if "(bundled)" not in choice]
 
 
-def paths(names: str) -> list[str]:
-    return [name.replace("/", os.sep) for name in names.split()]
+FIRST = "model-00001-of-00002.safetensors"
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("files", "main"),
     [
-        "config.json model.safetensors tokenizer.json",
-        f"{SHARDS} model.safetensors.index.json",
-        "config.json pytorch_model.bin",
-        "config.json pytorch_model-00001-of-00001.bin pytorch_model.bin.index.json",
-        SHARDS,
+        ("config.json model.safetensors tokenizer.json", "model.safetensors"),
+        (f"{SHARDS} model.safetensors.index.json", FIRST),
+        ("config.json pytorch_model.bin", "pytorch_model.bin"),
+        (
+            "config.json pytorch_model-00001-of-00001.bin pytorch_model.bin.index.json",
+            "pytorch_model-00001-of-00001.bin",
+        ),
+        (SHARDS, FIRST),
+        (f"{SHARDS} pytorch_model-00001-of-00003.bin pytorch_model.bin.index.json", "pytorch_model-00001-of-00003.bin"),
     ],
 )
-def test_a_hugging_face_folder_is_one_choice(put, files):
-    put("ar_models", *(f"maker/Model/{name}" for name in files.split()), "single.pt sub/other.safetensors notes.txt")
-    assert own(folders.model_choices()) == paths("maker/Model single.pt sub/other.safetensors")
+def test_a_hugging_face_folder_is_one_choice(put, files, main):
+    """Under the name of its first weight file, which ComfyUI's page looks for; the folder's own name means the same."""
+    root = put("ar_models", *(f"maker/Model/{name}" for name in files.split()), "single.pt sub/other.sft notes.txt")
+    assert own(folders.model_choices()) == [f"maker/Model/{main}", "single.pt", "sub/other.sft"]
+    assert folders.resolve(f"maker/Model/{main}", folders.MODELS) == root / "maker/Model"
+    assert folders.resolve("maker/Model", folders.MODELS) == root / "maker/Model"
     assert own(folders.drafter_choices()) == []
     put("ar_drafters", *(f"eagle/{name}" for name in files.split()))
-    assert own(folders.drafter_choices()) == ["eagle"]
+    assert own(folders.drafter_choices()) == [f"eagle/{main}"]
+
+
+def test_a_folder_whose_download_has_only_begun_is_no_choice(put):
+    put("ar_models", "Model/config.json Model/model.safetensors.index.json")
+    assert own(folders.model_choices()) == []
+
+
+def test_a_file_in_the_root_or_of_another_kind_stands_for_itself(put, tmp_path, monkeypatch):
+    """A folder that is one model in models/ar_models is none in models/loras."""
+    root = put("ar_models", "model.safetensors config.json")
+    assert folders.resolve("model.safetensors", folders.MODELS) == root / "model.safetensors"
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "loras", ([str(tmp_path / "loras")], {".safetensors"}))
+    (tmp_path / "loras/mine").mkdir(parents=True)
+    (tmp_path / "loras/mine/model.safetensors").touch()
+    assert folders.lora_choices() == ["mine/model.safetensors"]
+    assert folders.resolve("mine/model.safetensors", "loras") == tmp_path / "loras/mine/model.safetensors"
+
+
+@pytest.mark.parametrize("name", folders.OTHER_PACKS)
+def test_models_in_the_folder_of_another_pack_are_listed_where_they_lie(put, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_paths, "models_dir", str(tmp_path))
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "ar_models", ([], set()))
+    for folder in ("ar_models/mine", f"{name}/Model"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.safetensors").touch()
+    folders.register_folders()
+    assert own(folders.model_choices()) == ["Model/model.safetensors", "mine/model.safetensors"]
+    assert folders.resolve("Model/model.safetensors", folders.MODELS) == tmp_path / name / "Model"
+    there = [str(tmp_path / "ar_models"), str(tmp_path / name)]
+    assert folder_paths.get_folder_paths("ar_models") == there, (
+        "new files go into the first; the other packs' are absent"
+    )
 
 
 def test_a_decoder_inside_a_model_s_folder_is_no_model(put):
     inside = "config.json model.safetensors vqgan.ckpt tokenizer/vqgan.ckpt vq/model.safetensors"
-    root = put("ar_models", *(f"Model/{name}" for name in inside.split()), "Model/model-00001-of-00002.safetensors")
+    root = put("ar_models", *(f"Model/{name}" for name in inside.split()), f"Model/{FIRST}")
     save_file(vq_weights(), root / "Model/vq/model.safetensors")
-    assert own(folders.model_choices()) == paths("Model Model/vq")
-    assert own(folders.decoder_choices()) == paths("Model Model/vq Model/tokenizer/vqgan.ckpt Model/vqgan.ckpt")
+    mains = ["Model/model.safetensors", "Model/vq/model.safetensors"]
+    assert own(folders.model_choices()) == mains
+    assert own(folders.decoder_choices()) == [*mains, "Model/tokenizer/vqgan.ckpt", "Model/vqgan.ckpt"]
 
 
 def test_only_image_decoders_are_listed_as_such(put):
@@ -81,11 +120,11 @@ def test_only_image_decoders_are_listed_as_such(put):
     save_file(llamagen_weights(False), models / "c2i_B_256.safetensors")
     torch.save(vq_weights(), models / "training/mine.pth")
     torch.save({"ema": vq_weights()}, vae / "other.pt")
-    assert own(folders.decoder_choices()) == paths("kl16.ckpt other.pt training/mine.pth vq_ds16_c2i.pt")
+    assert own(folders.decoder_choices()) == "kl16.ckpt other.pt training/mine.pth vq_ds16_c2i.pt".split()
     torch.save({"model": llamagen_weights(False)}, vae / "other.pt")
     torch.save({"model": vq_weights()}, models / "text/vq_ds16_t2i.pt")
-    found = "text kl16.ckpt text/vq_ds16_t2i.pt training/mine.pth vq_ds16_c2i.pt"
-    assert own(folders.decoder_choices()) == paths(found)
+    found = "text/model.safetensors kl16.ckpt text/vq_ds16_t2i.pt training/mine.pth vq_ds16_c2i.pt"
+    assert own(folders.decoder_choices()) == found.split()
 
 
 def test_a_name_of_another_system_is_answered_with_this_one_s(put):
@@ -102,8 +141,8 @@ def test_a_name_of_another_system_is_answered_with_this_one_s(put):
 def test_decoders_may_be_torchscript_and_folders(put):
     put("vae", "Cosmos/decoder.jit Cosmos/encoder.jit cosmos_decoder.jit kl16.ckpt")
     put("vae", "Emu3-VisionTokenizer/config.json Emu3-VisionTokenizer/model.safetensors")
-    found = "Cosmos Emu3-VisionTokenizer Cosmos/encoder.jit cosmos_decoder.jit kl16.ckpt"
-    assert own(folders.decoder_choices()) == paths(found)
+    found = "Cosmos/decoder.jit Emu3-VisionTokenizer/model.safetensors Cosmos/encoder.jit cosmos_decoder.jit kl16.ckpt"
+    assert own(folders.decoder_choices()) == found.split()
     assert "cosmos_decoder.jit" not in own(folders.model_choices())
 
 
@@ -145,19 +184,24 @@ def test_a_folder_that_is_deleted_does_no_harm(put, nodes):
     prints = nodes["SpecARLoadCheckpoint"].fingerprint_inputs
     inputs = {"model_name": "single.safetensors", "dtype": "auto", "grid": "auto"}
     before = prints(**inputs)
-    assert paths("sub/kl16.ckpt")[0] in folders.decoder_choices()
+    assert "sub/kl16.ckpt" in folders.decoder_choices()
     (root / "sub/kl16.ckpt").unlink(), (root / "sub").rmdir()
     after = prints(**inputs)
     assert before != after == prints(**inputs)
-    assert paths("sub/kl16.ckpt")[0] not in folders.decoder_choices()
+    assert "sub/kl16.ckpt" not in folders.decoder_choices()
 
 
 def test_models_in_folders_and_shards_load_with_what_lies_beside_them(put, nodes, run, load):
     tiny_janus.write(put("ar_models") / "Janus-Pro-tiny", shards=2)
     tiny_simplear.write(put("ar_models") / "nested/SimpleAR-tiny", decoder=False)
     tiny_simplear.write_cosmos(put("vae") / tiny_simplear.DECODER)
-    for name, family in (("Janus-Pro-tiny", "janus-pro"), (paths("nested/SimpleAR-tiny")[0], "simplear")):
-        assert name in folders.model_choices()
+    choices = {
+        "Janus-Pro-tiny/model-00001-of-00002.safetensors": "janus-pro",
+        "nested/SimpleAR-tiny/model.safetensors": "simplear",
+    }
+    assert {*choices} <= {*folders.model_choices()}
+    folders_named = {os.path.dirname(name): family for name, family in choices.items()}  # as workflows of before do
+    for name, family in (choices | folders_named).items():
         loaded, clip, vae = load(name)
         assert loaded.model.family == family and loaded.decoder is not None
         (latent,) = run(nodes["SpecAREmptyLatent"], model=loaded, width=0, height=0, batch_size=1).result
