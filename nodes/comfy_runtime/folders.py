@@ -171,21 +171,25 @@ def main_file(names: Collection[str], marks: Sequence[str]) -> str:
 
 
 def resolve(choice: str, *keys: str) -> Path:
-    """File of a loader's choice, or its folder if the file stands for that (see ``main_file``); workflows may also name
-    the folder itself. Raises FileNotFoundError if it is not in the folders ``keys``."""
+    """File or folder of a loader's choice. A weight file of a folder that is one model stands for the folder, whichever
+    release lies there. Raises FileNotFoundError if it is not in the folders ``keys``."""
     if choice in (shipped := BUNDLED_MODELS | BUNDLED_DRAFTERS):
         return bundled(shipped[choice])
     inside = os.path.relpath(os.path.join("/", choice), "/")  # "../" cannot leave the folder
     roots = [Path(root) for key in keys for root in folder_paths.get_folder_paths(key)]
+    folder, name = os.path.split(inside)
+    if folder and (name in MARKS[keys[0]] or SHARD.search(name)):
+        inside = next((folder for root in roots if _is_model(root / folder, MARKS[keys[0]])), inside)
     found = next((root / inside for root in roots if inside != "." and os.path.exists(root / inside)), None)
     if found is None:
         looked = ", ".join(map(str, roots))
         remedy = where_to_get(choice) or f"{remedy_for_missing(choice)} Press R to refresh the list."
         raise FileNotFoundError(f"{printable(choice, NAME)} is not in {looked}. {remedy}")
-    folder = found.parent
-    if folder not in roots and found.name == main_file(os.listdir(folder), MARKS[keys[0]]):
-        return folder
     return found
+
+
+def _is_model(folder: Path, marks: Sequence[str]) -> bool:
+    return os.path.isdir(folder) and bool(main_file(os.listdir(folder), marks))
 
 
 def file_stamp(choice: str, *keys: str) -> str:

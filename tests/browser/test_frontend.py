@@ -1,6 +1,7 @@
 """The frontend in a real Chromium: templates open, run, and show their images, without an error in the console."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -80,21 +81,49 @@ REPORTS = """() => app.graph._nodes.filter(node => node.properties.download)
 def test_template_names_the_models_that_are_missing(page, template):
     """The page what it can; the nodes all that is to be downloaded."""
     load(page, template, missing_models=True)
-    downloads = [node["properties"].get("download") for node in json.loads(template.read_text("utf-8"))["nodes"]]
-    assert page.evaluate(REPORTS) == [text.replace("; ", "\n") for text in downloads if text] != []
+    loaders = [node for node in json.loads(template.read_text("utf-8"))["nodes"] if "download" in node["properties"]]
+    for loader, report in zip(loaders, page.evaluate(REPORTS), strict=True):
+        first, *places = report.splitlines()
+        name, download = loader["widgets_values"][0], loader["properties"]["download"]
+        assert first == f"Missing: {(os.path.dirname(name) or name)}. {download.split(': ')[0]}:", "what, and its size"
+        assert places == download.split(": ", 1)[1].split("; ")
     expected = expected_missing(page, template)
     assert missing_models(page, template.stem, some=bool(expected)) == expected
 
 
 def expected_missing(page: Page, template: Path) -> dict[str, bool]:
     """What the front end can name of a template: 1.32.9 all that is listed in it, and it downloads safetensors alone;
-    1.58.1 what a node has chosen, so a folder of several files never, but pickles too."""
+    1.58.1 what a node has chosen, so of several files the first, but pickles too, except .bin."""
     graph = json.loads(template.read_text("utf-8"))
     models = {f"{model['directory']} / {model['name']}": model["name"] for model in graph["models"]}
     if not page.evaluate(BY_CHOICE):
         return {label: name.endswith(".safetensors") for label, name in models.items()}
     chosen = [value for node in graph["nodes"] for value in node.get("widgets_values", [])]
-    return {label: True for label, name in models.items() if name in chosen}
+    return {label: not name.endswith(".bin") for label, name in models.items() if name in chosen}
+
+
+CHOOSE = """([listed, value]) => {
+    app.graph.clear();
+    const node = LiteGraph.createNode('SpecARLoadCheckpoint');
+    app.graph.add(node);
+    const graph = app.graph.serialize();
+    graph.nodes[0].widgets_values[0] = value;
+    const list = LiteGraph.registered_node_types.SpecARLoadCheckpoint.nodeData.input.required.model_name;
+    const options = Array.isArray(list[0]) ? list[0] : list[1].options;
+    options.push(...listed);
+    return app.loadGraphData(graph).then(() => {
+        options.splice(-listed.length);
+        return app.graph._nodes[0].widgets[0].value;
+    });
+}"""
+
+
+@pytest.mark.parametrize("value", ["a/Model", "a/Model/model.safetensors", "a\\Model", "a/Model/pytorch_model.bin"])
+def test_a_loader_names_a_model_as_its_list_does(page, value):
+    """As workflows of before and of other systems do not; and where another release of it lies in its folder."""
+    listed = ["a/Model/model-00001-of-00002.safetensors", "a/other/model.safetensors"]
+    assert page.evaluate(CHOOSE, [listed, value]) == listed[0]
+    assert page.evaluate(CHOOSE, [listed, "a/Mod"]) == "a/Mod"
 
 
 def test_template_dialog_finds_a_template_and_opens_it(page):

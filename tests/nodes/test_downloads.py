@@ -56,6 +56,10 @@ def place_of(model: dict) -> str:
                 "vq_ds16_c2i.pt",
             ],
         ),
+        (
+            "Janus-Pro-7B/model-00001-of-00002.safetensors",
+            ["Download 14.8 GB: all files", "models/ar_models/Janus-Pro-7B."],
+        ),
         ("Janus-Pro-7B", ["https://huggingface.co/deepseek-community/Janus-Pro-7B", "models/ar_models/Janus-Pro-7B"]),
         (
             "Lumina-mGPT-7B-512",
@@ -77,6 +81,6 @@ def test_a_released_model_is_recognised_and_what_it_needs_is_named(choice, words
     assert where_to_get(choice) in str(instructions.value)
 
 
-@pytest.mark.parametrize("choice", ["", "..", "Janus-Pro-1B/", "../Janus-Pro-1B", "my c2i.pt", "n" * 999, "\ud800"])
+@pytest.mark.parametrize("choice", ["", "..", "../Janus-Pro-1B", "my c2i.pt", "n" * 999, "\ud800"])
 def test_of_other_names_nothing_is_known(choice):
     assert where_to_get(choice) is None

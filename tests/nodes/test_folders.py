@@ -68,6 +68,15 @@ def test_a_hugging_face_folder_is_one_choice(put, files, main):
     assert own(folders.drafter_choices()) == [f"eagle/{main}"]
 
 
+def test_a_template_s_file_means_the_release_that_lies_in_its_folder(put):
+    """DeepSeek's own Janus-Pro has other file names."""
+    root = put("ar_models", "Janus-Pro-1B/pytorch_model.bin other/mine.safetensors")
+    assert folders.resolve("Janus-Pro-1B/model.safetensors", folders.MODELS) == root / "Janus-Pro-1B"
+    for name in ("Janus-Pro-1B/other.safetensors", "other/model.safetensors", "Janus-Pro-7B/model.safetensors"):
+        with pytest.raises(FileNotFoundError):
+            folders.resolve(name, folders.MODELS)
+
+
 def test_a_folder_whose_download_has_only_begun_is_no_choice(put):
     put("ar_models", "Model/config.json Model/model.safetensors.index.json")
     assert own(folders.model_choices()) == []
