@@ -173,7 +173,12 @@ def image_ids(words: Words, tokenizer: Tokenizer, image: Tensor) -> list[int]:
 
 FAMILY = Family(
     labels=(_IMAGE,),
-    decoders={"emu3.5": ReleasedDecoder((f"{_DECODER}/model",), f"the folder {_DECODER} (repository BAAI/{_DECODER})")},
+    decoders={
+        "emu3.5": ReleasedDecoder(
+            (f"{_DECODER}/model", "vision_tokenizer/model"),  # the latter in Emu35-Comfyui-Nodes
+            f"the folder {_DECODER} (repository BAAI/{_DECODER})",
+        )
+    },
     recognise=recognise,
     load=load,
     releases={

@@ -141,8 +141,12 @@ def refuse_large(file: Path, most: int) -> None:
 
 
 def title(path: Path) -> str:
-    """Name of the model in a weight file: its Hugging Face folder, or else the file without its extension."""
-    return path.parent.name if path.name in WEIGHT_FILES else path.stem
+    """Name of the model in a weight file: its Hugging Face folder, which the cache of huggingface_hub calls by a hash
+    (models--ORGANISATION--NAME/snapshots/HASH), or else the file without its extension."""
+    if path.name not in WEIGHT_FILES:
+        return path.stem
+    snapshots = path.parent.parent
+    return snapshots.parent.name.rpartition("--")[2] if snapshots.name == "snapshots" else path.parent.name
 
 
 def weight_file(path: Path, names: Sequence[str] = WEIGHT_FILES) -> Path:

@@ -27,6 +27,7 @@ from ...model_loaders.files.checkpoint import (
 )
 from ...model_loaders.files.unsupported import ADAPTERS
 from ..downloads import where_to_get
+from .elsewhere import folders_of_packs, released
 
 NAME = 99  # characters of one in a message
 MODELS = "ar_models"
@@ -38,7 +39,6 @@ MARKS = {  # files that make a folder one model, in order of preference
     LORAS: ADAPTERS[:2],
     "vae": DECODER_FILES,
 }
-OTHER_PACKS = ("Janus-Pro", "lumina_mgpt", "emu35")  # folders in models/ where other packs keep the same models
 USED = (*SAFETENSORS, *PICKLES, *TORCHSCRIPT, ".json", ".tiktoken", ".txt", ".model")  # extensions of read files
 COMPANIONS = (  # file names beside a model, except released names of image decoders
     "vq",
@@ -70,9 +70,8 @@ def register_folders() -> None:
         folder_paths.add_model_folder_path(key, os.path.join(folder_paths.models_dir, key))
         paths, extensions = folder_paths.folder_names_and_paths[key]
         folder_paths.folder_names_and_paths[key] = (paths, set(extensions) | set(SAFETENSORS + PICKLES))
-    for name in OTHER_PACKS:
-        if os.path.isdir(folder := os.path.join(folder_paths.models_dir, name)):
-            folder_paths.add_model_folder_path(MODELS, folder)
+    for path in folders_of_packs():
+        folder_paths.add_model_folder_path(MODELS, path)
 
 
 def set_mmap() -> None:
@@ -90,13 +89,19 @@ def search_folders() -> list[Path]:
 
 
 def model_choices() -> list[str]:
-    """The bundled models, then what is in models/ar_models."""
-    return [*BUNDLED_MODELS, *choices_in([MODELS], SAFETENSORS + PICKLES)]
+    """The bundled models, then what is in models/ar_models and elsewhere."""
+    return [*BUNDLED_MODELS, *choices_and_released(MODELS)]
 
 
 def drafter_choices() -> list[str]:
-    """The bundled drafters, then what is in models/ar_drafters."""
-    return [*BUNDLED_DRAFTERS, *choices_in([DRAFTERS], SAFETENSORS + PICKLES)]
+    """The bundled drafters, then what is in models/ar_drafters and elsewhere."""
+    return [*BUNDLED_DRAFTERS, *choices_and_released(DRAFTERS)]
+
+
+def choices_and_released(key: str) -> list[str]:
+    """What is in the model folders ``key``, then released models that lie elsewhere."""
+    others = (f"{name}/{main_file(os.listdir(folder), MARKS[key])}" for name, folder in released(key).items())
+    return list(dict.fromkeys((*choices_in([key], SAFETENSORS + PICKLES), *others)))
 
 
 def lora_choices() -> list[str]:
@@ -181,6 +186,8 @@ def resolve(choice: str, *keys: str) -> Path:
     if folder and (name in MARKS[keys[0]] or SHARD.search(name)):
         inside = next((folder for root in roots if _is_model(root / folder, MARKS[keys[0]])), inside)
     found = next((root / inside for root in roots if inside != "." and os.path.exists(root / inside)), None)
+    elsewhere = (path for key in keys for name, path in released(key).items() if name in (inside, folder))
+    found = found or next(elsewhere, None)
     if found is None:
         looked = ", ".join(map(str, roots))
         remedy = where_to_get(choice) or f"{remedy_for_missing(choice)} Press R to refresh the list."

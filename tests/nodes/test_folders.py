@@ -6,8 +6,8 @@ import folder_paths
 import pytest
 import torch
 from comfy.cli_args import args
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, use_mmap
-from comfyui_specar.nodes.comfy_runtime import folders
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, title, use_mmap
+from comfyui_specar.nodes.comfy_runtime import elsewhere, folders
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from safetensors.torch import save_file
 
@@ -21,11 +21,12 @@ SHARDS = "config.json model-00001-of-00002.safetensors model-00002-of-00002.safe
 @pytest.fixture
 def put(tmp_path, monkeypatch):
     """put("vae", "folder/name other", ...) writes empty files into model folders of the test's own."""
-    for key in ("ar_models", "ar_drafters", "vae", "text_encoders"):
+    for key in ("ar_models", "ar_drafters", "vae", "text_encoders", "checkpoints"):
         (tmp_path / key).mkdir()
         extensions = folder_paths.folder_names_and_paths[key][1]
         monkeypatch.setitem(folder_paths.folder_names_and_paths, key, ([str(tmp_path / key)], extensions))
     monkeypatch.setattr(folder_paths, "filename_list_cache", {})
+    monkeypatch.setattr(elsewhere, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def put(key, *names):
         for name in " ".join(names).split():
@@ -93,20 +94,55 @@ def test_a_file_in_the_root_or_of_another_kind_stands_for_itself(put, tmp_path, 
     assert folders.resolve("mine/model.safetensors", "loras") == tmp_path / "loras/mine/model.safetensors"
 
 
-@pytest.mark.parametrize("name", folders.OTHER_PACKS)
-def test_models_in_the_folder_of_another_pack_are_listed_where_they_lie(put, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_paths, "models_dir", str(tmp_path))
-    monkeypatch.setitem(folder_paths.folder_names_and_paths, "ar_models", ([], set()))
-    for folder in ("ar_models/mine", f"{name}/Model"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "model.safetensors").touch()
+@pytest.mark.parametrize("known_by", ["its default", "extra_model_paths.yaml"])
+def test_models_in_the_folders_of_other_packs_are_listed(put, monkeypatch, known_by):
+    put("models/Janus-Pro", "Janus-Pro-1B/config.json Janus-Pro-1B/pytorch_model.bin")
+    put("models/emu35", *(f"Emu3.5-Image-NF4/{name}" for name in SHARDS.split()))
+    root = put("models/lumina_mgpt", "Lumina-mGPT-7B-768/model.safetensors")
+    put("models/other", "no.safetensors")
+    default = known_by == "its default"
+    monkeypatch.setattr(folder_paths, "models_dir", str(root.parent if default else root / "nothing"))
+    if not default:
+        for name in elsewhere.OTHER_PACKS:
+            places = ([str(root.parent / name)], set())
+            monkeypatch.setitem(folder_paths.folder_names_and_paths, name, places)
     folders.register_folders()
-    assert own(folders.model_choices()) == ["Model/model.safetensors", "mine/model.safetensors"]
-    assert folders.resolve("Model/model.safetensors", folders.MODELS) == tmp_path / name / "Model"
-    there = [str(tmp_path / "ar_models"), str(tmp_path / name)]
-    assert folder_paths.get_folder_paths("ar_models") == there, (
-        "new files go into the first; the other packs' are absent"
-    )
+    assert own(folders.model_choices()) == [
+        "Emu3.5-Image-NF4/model-00001-of-00002.safetensors",
+        "Janus-Pro-1B/pytorch_model.bin",
+        "Lumina-mGPT-7B-768/model.safetensors",
+    ]
+    for choice in ("Lumina-mGPT-7B-768", "Lumina-mGPT-7B-768/model.safetensors"):
+        assert folders.resolve(choice, folders.MODELS) == root / "Lumina-mGPT-7B-768"
+    first = folder_paths.get_folder_paths(folders.MODELS)[0]
+    assert first == str(root.parents[1] / "ar_models"), "new files go into the pack's own"
+
+
+@pytest.mark.parametrize("root", ["checkpoints/{name}", "hub/models--zai-org--{name}/snapshots/0a1b"])
+def test_of_shared_folders_released_models_are_listed(put, root):
+    """Of models/checkpoints and the cache of huggingface_hub, not what is not ours."""
+    for name, part in (("GLM-Image", "vision_language_encoder/"), ("Llama", ""), ("Janus-Pro-7B", "")):
+        files = f"{SHARDS} model.safetensors.index.json tokenizer/model.safetensors".split()
+        put(root.format(name=name), *(f"{part}{file}" for file in files))
+        (put(f"hub/models--zai-org--{name}/refs", "main") / "main").write_text("0a1b\n")
+    shard = "model-00001-of-00002.safetensors"
+    expected = {f"GLM-Image/vision_language_encoder/{shard}", f"Janus-Pro-7B/{shard}"}
+    assert {*own(folders.model_choices())} == expected
+    assert own(folders.drafter_choices()) == []
+    for choice in (*expected, "Janus-Pro-7B"):
+        assert os.path.exists(folders.resolve(choice, folders.MODELS) / "model.safetensors.index.json")
+    with pytest.raises(FileNotFoundError):
+        folders.resolve("Llama", folders.MODELS)
+
+
+def test_a_model_in_the_cache_of_huggingface_hub_loads_under_its_name(put):
+    home = put("hub/models--deepseek-ai--Janus-Pro-1B/snapshots/0a1b")
+    home.mkdir(parents=True)
+    tiny_janus.write(home)
+    (put("hub/models--deepseek-ai--Janus-Pro-1B/refs", "main") / "main").write_text("0a1b\n")
+    [choice] = own(folders.model_choices())
+    assert choice == "Janus-Pro-1B/model.safetensors"
+    assert title(folders.resolve(choice, folders.MODELS) / "model.safetensors") == "Janus-Pro-1B"
 
 
 def test_a_decoder_inside_a_model_s_folder_is_no_model(put):

@@ -28,7 +28,9 @@ def test_summary_of_a_model_of_token_ids(run, nodes, tiny, drafters):
     assert summary["caches"] == tuple(model.kv_bytes(1, model.layout(), 0, guided) for guided in (False, True))
     assert summary["sizes"] == [(32, 32)] and summary["sequence"] == 16 and summary["defaults"]["cfg"] == 2.0
     assert summary["decoder"] == "vq.safetensors"
-    assert summary["drafters"] == ["eagle", "small.safetensors"], "the bundled ones are of another size"
+    assert summary["drafters"] == ["eagle/model.safetensors", "small.safetensors"], (
+        "the bundled ones are of another size"
+    )
     rows = [line for line in text.splitlines() if line.startswith("  ")]
     assert [row.split(":")[0].strip() for row in rows] == [row["dtype"] for row in summary["memory"]]
     assert all(row.endswith(", fits") for row in rows) and "memory by dtype on cpu" in text
@@ -39,7 +41,7 @@ def test_summary_of_a_continuous_model(run, nodes, continuous, small_vectors, dr
     text, summary = info(run, nodes, continuous[0])
     assert summary["tokens"] == "vectors" and summary["caches"] is None and summary["codes"] is None
     assert summary["memory"] == []
-    assert "vectors.safetensors" in summary["drafters"] and "eagle" not in summary["drafters"]
+    assert "vectors.safetensors" in summary["drafters"] and "eagle/model.safetensors" not in summary["drafters"]
     assert "caches" not in text
 
 
@@ -140,7 +142,7 @@ def test_large_drafters_are_recognised_by_their_tensors(
 ):
     monkeypatch.setattr("comfyui_specar.nodes.model_info.LARGEST_TO_LOAD", 0)
     _, summary = info(run, nodes, tiny[0])
-    assert {"eagle", "small.safetensors"} <= set(summary["drafters"])
+    assert {"eagle/model.safetensors", "small.safetensors"} <= set(summary["drafters"])
     assert not {"EAGLE drafter (bundled)", "vectors.safetensors"} & set(summary["drafters"])
     _, summary = info(run, nodes, continuous[0])
-    assert "vectors.safetensors" in summary["drafters"] and "eagle" not in summary["drafters"]
+    assert "vectors.safetensors" in summary["drafters"] and "eagle/model.safetensors" not in summary["drafters"]

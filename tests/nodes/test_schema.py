@@ -130,10 +130,15 @@ def test_bundled_models_and_drafters_are_listed_first(nodes, drafters, vectors):
         for name, widget in (("SpecARLoadCheckpoint", "model_name"), ("SpecARLoadDrafter", "drafter_name"))
     }
     shipped = ["default (bundled)", "continuous MAR (bundled)"]
-    own = ["tiny", "vectors", "classes.safetensors", "nogrid.safetensors"]
+    own = ["tiny/model.safetensors", "vectors/model.safetensors", "classes.safetensors", "nogrid.safetensors"]
     assert choices["SpecARLoadCheckpoint"] == [*shipped, *own]
     shipped = ["EAGLE drafter (bundled)", "small model (bundled)", "small continuous MAR (bundled)"]
-    assert choices["SpecARLoadDrafter"] == [*shipped, "eagle", "small.safetensors", "vectors.safetensors"]
+    assert choices["SpecARLoadDrafter"] == [
+        *shipped,
+        "eagle/model.safetensors",
+        "small.safetensors",
+        "vectors.safetensors",
+    ]
 
 
 def test_folders_are_registered_once_with_their_extensions():

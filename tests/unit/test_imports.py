@@ -63,7 +63,7 @@ FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
     "model_loaders": {"torch", "einops", "safetensors", "transformers", "torchvision"},
     "api": {"torch"},
     "reports": {"torch", "numpy", "PIL"},
-    "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
+    "nodes": {"torch", "numpy", "PIL", "aiohttp", "huggingface_hub"} | HOST,
     "batch": {"aiohttp", "pydantic", "tqdm", "yarl", "numpy", "PIL", "ray"},  # ray: an extra, for batch/ray_cluster.py
 }
 
