@@ -14,8 +14,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients of the referen
 
 
 def multiplies_bf16(device: str) -> bool:
-    """Whether the device has matrix units for bf16. On CPUs without them, bf16 is far slower than fp32."""
-    return device != "cpu" or torch.cpu._is_amx_tile_supported()
+    """Whether the device multiplies bf16 in hardware. On CPUs that do not, bf16 is far slower than fp32."""
+    return device != "cpu" or torch.cpu._is_avx512_bf16_supported()
 
 
 def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
