@@ -150,7 +150,7 @@ def test_the_map_is_shown_once_and_kept_nowhere_and_arrow_keys_walk_over_its_tok
         MAP,
     )
     assert shown == {
-        "widgets": ["metric", "opacity", "specar_view"],
+        "widgets": ["metric", "opacity", "specar_result", "specar_view"],
         "images": int(renderer == "vue"),
         "saved": ["source", 0.5],
     }

@@ -124,7 +124,7 @@ def test_of_shared_folders_released_models_are_listed(put, root):
     for name, part in (("GLM-Image", "vision_language_encoder/"), ("Llama", ""), ("Janus-Pro-7B", "")):
         files = f"{SHARDS} model.safetensors.index.json tokenizer/model.safetensors".split()
         put(root.format(name=name), *(f"{part}{file}" for file in files))
-        (put(f"hub/models--zai-org--{name}/refs", "main") / "main").write_text("0a1b\n")
+        (put(f"hub/models--zai-org--{name}/refs", "main") / "main").write_text("0a1b\n", encoding="utf-8")
     shard = "model-00001-of-00002.safetensors"
     expected = {f"GLM-Image/vision_language_encoder/{shard}", f"Janus-Pro-7B/{shard}"}
     assert {*own(folders.model_choices())} == expected
@@ -139,7 +139,7 @@ def test_a_model_in_the_cache_of_huggingface_hub_loads_under_its_name(put):
     home = put("hub/models--deepseek-ai--Janus-Pro-1B/snapshots/0a1b")
     home.mkdir(parents=True)
     tiny_janus.write(home)
-    (put("hub/models--deepseek-ai--Janus-Pro-1B/refs", "main") / "main").write_text("0a1b\n")
+    (put("hub/models--deepseek-ai--Janus-Pro-1B/refs", "main") / "main").write_text("0a1b\n", encoding="utf-8")
     [choice] = own(folders.model_choices())
     assert choice == "Janus-Pro-1B/model.safetensors"
     assert title(folders.resolve(choice, folders.MODELS) / "model.safetensors") == "Janus-Pro-1B"
