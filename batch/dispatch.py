@@ -69,6 +69,10 @@ class QueuedJob:
     refused: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
 
+    def to_send(self, maps: bool) -> Workflow:
+        """The prompt as a server gets it. The fingerprint is that without maps."""
+        return with_maps(self.prompt) if maps else self.prompt
+
 
 @dataclass(eq=False)
 class Worker:
@@ -164,7 +168,7 @@ class Batch:
                 pause = min(2 * pause, LONGEST_PAUSE)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.over.wait(), pause)
-        if self.stopping and self._own(worker):
+        if self.stopping and _not_given_back(worker, self.waiting):
             await self._cancel(worker)
 
     async def _visit(self, worker: Worker) -> None:
@@ -209,7 +213,7 @@ class Batch:
     def _give_back(self, worker: Worker, silent: float, others: bool) -> None:
         """The last job goes to the front: the first one was running, may be what ends servers, and should not take the
         same others with it each time. All stay in `given`, for a server that was only silent."""
-        own = self._own(worker)
+        own = _not_given_back(worker, self.waiting)
         if own:
             where = "go to servers that answer" if others else "wait for a server that answers"
             logger.warning(
@@ -219,14 +223,6 @@ class Batch:
             self._queue_again(worker, queued)
         if worker.excluded:
             worker.given.clear()
-
-    def _own(self, worker: Worker) -> dict[str, QueuedJob]:
-        """The jobs that the server has and has not given back."""
-        return {
-            prompt_id: queued
-            for prompt_id, queued in worker.given.items()
-            if queued.prompt_id == prompt_id and queued not in self.waiting
-        }
 
     async def _collect(self, worker: Worker, here: set[str]) -> None:
         """Records what has ended. here: ids of all prompts in the server's queue."""
@@ -245,7 +241,7 @@ class Batch:
     async def _finish(self, worker: Worker, queued: QueuedJob) -> None:
         """A prompt that is no longer in the server's queue has ended, or the server has lost it."""
         prompt_id = queued.prompt_id
-        found = await worker.server.history(prompt_id, self._sent(queued))
+        found = await worker.server.history(prompt_id, queued.to_send(self.options.maps))
         restarted = worker.failures  # which loses prompts, too
         if not (found or restarted or worker.excluded or self.stopping) and await worker.server.knows(prompt_id):
             self._exclude(worker, SEVERAL)
@@ -283,19 +279,12 @@ class Batch:
                 self.waiting.remove(queued)
                 error = "; ".join(f"{url}: {reason}" for url, reason in queued.refused.items())
                 self._end(worker, queued, Entry("error", error))
-            elif worker in able and self._is_its_turn(worker, able):
+            elif worker in able and _is_its_turn(worker, able, len(self.waiting), self.options.in_flight):
                 self.waiting.remove(queued)
                 return queued
             elif not queued.refused and not queued.lost:
                 return None  # nor are those after it
         return None
-
-    def _is_its_turn(self, worker: Worker, able: list[Worker]) -> bool:
-        """A server whose queue is full, by prompts of others, too, gets a job only if none has a shorter queue; another
-        one leaves as many jobs as make shorter queues as long as its own."""
-        if worker.load >= self.options.in_flight:
-            return worker.load == min(each.load for each in able)
-        return len(self.waiting) > sum(max(0, worker.load - each.load) for each in able)
 
     async def _submit(self, worker: Worker, queued: QueuedJob) -> None:
         """Gives the server a job, which ends or goes back into the queue where it is refused."""
@@ -306,7 +295,7 @@ class Batch:
         worker.given[prompt_id] = queued  # also if the answer is lost: the next visit finds out
         name = job.id if queued.attempt == 1 else f"{job.id}.try{queued.attempt}"
         try:
-            refused = await server.submit(name_files(self._sent(queued), name), prompt_id, self.client)
+            refused = await server.submit(name_files(queued.to_send(self.options.maps), name), prompt_id, self.client)
         except ServerAwayError as error:
             queued.tries -= error.unexpected  # which is not the job's fault
             raise
@@ -344,10 +333,6 @@ class Batch:
         error = f"given up after {count_of(queued.tries, 'attempt')}: its server was lost, last {worker.server.url}"
         self._end(worker, queued, Entry("lost", error))
 
-    def _sent(self, queued: QueuedJob) -> Workflow:
-        """What a server gets of a job. The fingerprint is that without maps."""
-        return with_maps(queued.prompt) if self.options.maps else queued.prompt
-
     def _end(self, worker: Worker, queued: QueuedJob, found: Entry, copies: dict[str, Any] | None = None) -> None:
         """Records the one result of a job. copies: fields of the result about its files."""
         record = {
@@ -383,3 +368,20 @@ class Batch:
                 await asyncio.sleep(self.options.poll)
         except ServerAwayError as error:
             logger.warning("%s", error)
+
+
+def _not_given_back(worker: Worker, waiting: deque[QueuedJob]) -> dict[str, QueuedJob]:
+    """The jobs that the server has and has not given back."""
+    return {
+        prompt_id: queued
+        for prompt_id, queued in worker.given.items()
+        if queued.prompt_id == prompt_id and queued not in waiting
+    }
+
+
+def _is_its_turn(worker: Worker, able: list[Worker], waiting: int, in_flight: int) -> bool:
+    """A server whose queue is full, by prompts of others, too, gets a job only if none has a shorter queue; another
+    one leaves as many jobs as make shorter queues as long as its own."""
+    if worker.load >= in_flight:
+        return worker.load == min(each.load for each in able)
+    return waiting > sum(max(0, worker.load - each.load) for each in able)

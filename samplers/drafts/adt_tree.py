@@ -174,18 +174,7 @@ class ADTTree(Structure):
         """The memory before any tree was verified."""
         is_free = layout.forced.cpu().expand(batch, -1) < 0  # on the CPU: Apple's GPUs have had no cummax
         free = torch.where(is_free, torch.arange(layout.length), 0).cummax(1).values.to(device)
-        return History(self.opening(free), self.opening(free[:, 0]), free)
-
-    def opening(self, like: Tensor) -> TreeShapes:
-        """The first shape, in tensors of the size of ``like``; never verified."""
-        depth, width = self.clamp(*(torch.full_like(like, x) for x in self.first))
-        return TreeShapes(depth, width, torch.full_like(like, torch.nan, dtype=torch.float32))
-
-    def clamp(self, depth: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-        """Depth and width (int64) clamped to the bounds."""
-        depth = depth.clamp(*self.depths)
-        widest = torch.where(depth > 1, min(self.widths[1], self.nodes), self.nodes)
-        return depth, torch.minimum(width.clamp(min=self.widths[0]), widest)
+        return History(opening(self, free), opening(self, free[:, 0]), free)
 
     def shape(self, history: History, committed: Tensor, layout: TokenLayout, u: Tensor) -> tuple[Tensor, Tensor]:
         """Depth and width [B] (int64) of the tree after ``committed`` [B] (int64, at least 1) tokens, eq. (2).
@@ -193,54 +182,14 @@ class ADTTree(Structure):
         Before any tree was verified, the first shape. u [B, 2]: uniform numbers in [0, 1) for ``random``.
         """
         position = committed.clamp(max=layout.length - 1)  # the shape for complete images does not matter
-        base = self.neighbour(history, position, layout, u)
+        base = neighbour(self, history, position, layout, u)
         good, bad = base.alpha >= self.beta, base.alpha < self.beta  # both false for NaN
         way = good.long() - bad.long()
         depth, width = (
             torch.full_like(near, fixed) if fixed else near
             for near, fixed in zip((base.depth, base.width), self.base, strict=True)
         )
-        return self.clamp(depth + way * self.depth_step, width - way * self.width_step)
-
-    def neighbour(self, history: History, position: Tensor, layout: TokenLayout, u: Tensor) -> TreeShapes:
-        """The shape [B] to adapt, and the alpha that decides the direction (section IV-A; eqs. 6-8)."""
-        last = history.last
-        if self.initial == "random":
-            depth, width = (
-                (low + (x * (high - low + 1)).long()).clamp(max=high)
-                for x, (low, high) in zip(u.unbind(1), (self.depths, self.widths), strict=True)
-            )
-            return TreeShapes(depth, width, last.alpha)
-        if self.initial == "tokenflock":
-            return self.flock(history, position, layout)
-        return self.above(history, position, layout) if self.initial == "vertical" else last
-
-    def above(self, history: History, position: Tensor, layout: TokenLayout) -> TreeShapes:
-        """The tree of the upper neighbour [B], or the last tree if there is none or it was not verified."""
-        up = position - layout.stride
-        found = history.at.at(history.free.gather(1, up.clamp(min=0)[:, None])[:, 0])
-        return found.where((up >= 0) & ~found.alpha.isnan(), history.last)
-
-    def flock(self, history: History, position: Tensor, layout: TokenLayout) -> TreeShapes:
-        """The rounded weighted mean of the trees around position [B], or the last tree if none is near."""
-        place, at = torch.arange(layout.length, device=position.device), history.at
-        here = position[:, None]
-        rows = torch.div(here, layout.stride, rounding_mode="floor") - torch.div(
-            place, layout.stride, rounding_mode="floor"
-        )
-        columns = here % layout.stride - place % layout.stride
-        distance = (rows**2 + columns**2).float().sqrt()
-        known = (history.free == place) & ~at.alpha.isnan()  # not forced, and decided: later positions have no alpha
-        near = known & (distance <= self.radius)
-        measured = distance if self.flock_distance == "euclidean" else columns
-        weight = torch.where(near, self.radius + 1 - measured, 0)
-        total = weight.sum(1)
-
-        def mean(values: Tensor) -> Tensor:  # rounds half up, in spite of round-off
-            return ((weight * values).sum(1) / total.clamp(min=1e-9) + 0.5 + 1e-5).floor().long()
-
-        last = history.last
-        return TreeShapes(mean(at.depth), mean(at.width), last.alpha).where(total > 0, last)
+        return clamp(self, depth + way * self.depth_step, width - way * self.width_step)
 
     def plan(
         self, history: History, committed: Tensor, layout: TokenLayout, stream: Stream, round_index: Tensor
@@ -292,6 +241,62 @@ class ADTTree(Structure):
         levels = tree.spread()[0]
         alpha = (accepted + self.bonus) / levels
         return remember(history, before, after, TreeShapes(*plan, alpha), update & (levels > 0))
+
+
+def opening(tree: ADTTree, like: Tensor) -> TreeShapes:
+    """The first shape, in tensors of the size of ``like``; never verified."""
+    depth, width = clamp(tree, *(torch.full_like(like, x) for x in tree.first))
+    return TreeShapes(depth, width, torch.full_like(like, torch.nan, dtype=torch.float32))
+
+
+def clamp(tree: ADTTree, depth: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    """Depth and width (int64) clamped to the bounds."""
+    depth = depth.clamp(*tree.depths)
+    widest = torch.where(depth > 1, min(tree.widths[1], tree.nodes), tree.nodes)
+    return depth, torch.minimum(width.clamp(min=tree.widths[0]), widest)
+
+
+def neighbour(tree: ADTTree, history: History, position: Tensor, layout: TokenLayout, u: Tensor) -> TreeShapes:
+    """The shape [B] to adapt, and the alpha that decides the direction (section IV-A; eqs. 6-8)."""
+    last = history.last
+    if tree.initial == "random":
+        depth, width = (
+            (low + (x * (high - low + 1)).long()).clamp(max=high)
+            for x, (low, high) in zip(u.unbind(1), (tree.depths, tree.widths), strict=True)
+        )
+        return TreeShapes(depth, width, last.alpha)
+    if tree.initial == "tokenflock":
+        return flock(tree, history, position, layout)
+    return above(history, position, layout) if tree.initial == "vertical" else last
+
+
+def above(history: History, position: Tensor, layout: TokenLayout) -> TreeShapes:
+    """The tree of the upper neighbour [B], or the last tree if there is none or it was not verified."""
+    up = position - layout.stride
+    found = history.at.at(history.free.gather(1, up.clamp(min=0)[:, None])[:, 0])
+    return found.where((up >= 0) & ~found.alpha.isnan(), history.last)
+
+
+def flock(tree: ADTTree, history: History, position: Tensor, layout: TokenLayout) -> TreeShapes:
+    """The rounded weighted mean of the trees around position [B], or the last tree if none is near."""
+    place, at = torch.arange(layout.length, device=position.device), history.at
+    here = position[:, None]
+    rows = torch.div(here, layout.stride, rounding_mode="floor") - torch.div(
+        place, layout.stride, rounding_mode="floor"
+    )
+    columns = here % layout.stride - place % layout.stride
+    distance = (rows**2 + columns**2).float().sqrt()
+    known = (history.free == place) & ~at.alpha.isnan()  # not forced, and decided: later positions have no alpha
+    near = known & (distance <= tree.radius)
+    measured = distance if tree.flock_distance == "euclidean" else columns
+    weight = torch.where(near, tree.radius + 1 - measured, 0)
+    total = weight.sum(1)
+
+    def mean(values: Tensor) -> Tensor:  # rounds half up, in spite of round-off
+        return ((weight * values).sum(1) / total.clamp(min=1e-9) + 0.5 + 1e-5).floor().long()
+
+    last = history.last
+    return TreeShapes(mean(at.depth), mean(at.width), last.alpha).where(total > 0, last)
 
 
 def remember(history: History, before: Tensor, after: Tensor, tried: TreeShapes, update: Tensor) -> History:

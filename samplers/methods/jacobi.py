@@ -173,51 +173,11 @@ class SJD(DiscreteMethod):
         """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD++, eqs. 2, 3)."""
         given = run, window, p, position, exists
         if self.reuse in COMPARED:
-            return self.compare(*given)  # the guess must be a sample of p_k
+            return compare(self.reuse, *given)  # the guess must be a sample of p_k
         u, v = run.inputs.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), window.passes)
         if self.rule.exact:
-            return self.accept_or_redraw(*given, u, v)  # this very formula
-        return self.relax(*given, u, v)  # LANTERN, Cool-SD, ...
-
-    def compare(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
-        """Accept guesses that are the sample of p."""
-        if self.reuse == "gumbel":
-            token = perturbed_argmax(p, run.memory.noise.at(position))
-        else:
-            token = categorical(p, run.inputs.stream.uniform(position, Purpose.TARGET, window.passes))
-        q, ratio = self.ratio(run, window, p, position, exists)
-        return Tested(token, exists & (token == window.guess), q, ratio)
-
-    def accept_or_redraw(
-        self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
-    ) -> Tested:
-        """The exact test, for all guesses in one kernel: the maximal coupling of q and p, which samples from p and is
-        the guess as often as any test can be."""
-        drafts = run.memory.draft_probs.rows
-        return Tested(*maximal_coupling(p, drafts, position, window.guess, exists, u, v), u=u, v=v)
-
-    def relax(
-        self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
-    ) -> Tested:
-        """Accept guesses with the rule's own probability, else sample from its own residual."""
-        rule, draft, strength = self.rule, self.draft(run, window, position, exists), run.strength_at(position)
-        case = p, draft.q, draft.token, draft.depth, strength
-        accepted = exists & (u < rule.accept_probability(*case))
-        if rule.plain:  # q is zero where there is no guess, so the residual there is p
-            resampled = redraw(p, draft.q, v)
-        else:
-            resampled = categorical(torch.where(exists.unsqueeze(-1), rule.residual(*case), p), v)
-        token = torch.where(accepted, draft.token, resampled)
-        q, ratio = self.ratio(run, window, p, position, exists)
-        if rule.lossless:
-            return Tested(token, accepted, q, ratio, u=u, v=v)
-        relaxed = accepted & (u >= exact_probability(p, draft.q, draft.token))
-        return Tested(token, accepted, q, ratio, relaxed, rule.drift_bound(*case) * exists, u, v)
-
-    def ratio(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
-        """q and p / q of the guesses [B, W], 0 where there is none."""
-        q = run.memory.draft_probs.entry(position, window.guess)
-        return q * exists, at(p, window.guess) / q.clamp(min=EPS) * exists
+            return accept_or_redraw(*given, u, v)  # this very formula
+        return relax(self.rule, *given, u, v)  # LANTERN, Cool-SD, ...
 
     def refine(
         self, run: Run, window: Window, tested: Tested, p: Tensor, position: Tensor, exists: Tensor
@@ -234,11 +194,11 @@ class SJD(DiscreteMethod):
         if self.reuse in (*COMPARED, "none") or (self.reuse == "coupled" and self.rule.exact):
             return tested.token, p  # the test has done it, or nothing does
         if self.reuse == "coupled":
-            return self.accept_or_redraw(run, window, p, position, exists, tested.u, tested.v).token, p
+            return accept_or_redraw(run, window, p, position, exists, tested.u, tested.v).token, p
         resampled = categorical(p, tested.v)
         if self.reuse == "resample":
             return resampled, p
-        draft = self.draft(run, window, position, exists)
+        draft = draft_of(run, window, position, exists)
         confident = p > self.threshold * draft.q  # C > threshold, for every id
         keep = exists & confident.gather(-1, draft.token.unsqueeze(-1)).squeeze(-1)
         token = torch.where(keep, draft.token, resampled)
@@ -246,11 +206,6 @@ class SJD(DiscreteMethod):
             return token, p
         resampled_mass = (draft.q * ~confident).sum(-1, keepdim=True)
         return token, torch.where(exists.unsqueeze(-1), draft.q * confident + resampled_mass * p, p)
-
-    def draft(self, run: Run, window: Window, position: Tensor, exists: Tensor) -> Draft:
-        """The guesses of the window, with the q that they were sampled from."""
-        depth = position - window.committed[:, None] + 1
-        return Draft(window.guess, run.memory.draft_probs.at(position) * exists.unsqueeze(-1), depth)
 
     def record(
         self,
@@ -356,6 +311,56 @@ class SJD(DiscreteMethod):
     def annotate(self, trace: Trace) -> None:
         trace.settings["rule"] = self.rule.describe()  # with as many neighbours as the model has
         trace.positions["refinements"] = refinements(trace.positions["finalised_at"], self.columns)
+
+
+def compare(reuse: str, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
+    """Accept guesses that are the sample of p."""
+    if reuse == "gumbel":
+        token = perturbed_argmax(p, run.memory.noise.at(position))
+    else:
+        token = categorical(p, run.inputs.stream.uniform(position, Purpose.TARGET, window.passes))
+    q, ratio = q_and_ratio(run, window, p, position, exists)
+    return Tested(token, exists & (token == window.guess), q, ratio)
+
+
+def accept_or_redraw(
+    run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
+) -> Tested:
+    """The exact test, for all guesses in one kernel: the maximal coupling of q and p, which samples from p and is
+    the guess as often as any test can be."""
+    drafts = run.memory.draft_probs.rows
+    return Tested(*maximal_coupling(p, drafts, position, window.guess, exists, u, v), u=u, v=v)
+
+
+def relax(
+    rule: AcceptanceRule, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
+) -> Tested:
+    """Accept guesses with the rule's own probability, else sample from its own residual."""
+    draft, strength = draft_of(run, window, position, exists), run.strength_at(position)
+    case = p, draft.q, draft.token, draft.depth, strength
+    accepted = exists & (u < rule.accept_probability(*case))
+    if rule.plain:  # q is zero where there is no guess, so the residual there is p
+        resampled = redraw(p, draft.q, v)
+    else:
+        resampled = categorical(torch.where(exists.unsqueeze(-1), rule.residual(*case), p), v)
+    token = torch.where(accepted, draft.token, resampled)
+    q, ratio = q_and_ratio(run, window, p, position, exists)
+    if rule.lossless:
+        return Tested(token, accepted, q, ratio, u=u, v=v)
+    relaxed = accepted & (u >= exact_probability(p, draft.q, draft.token))
+    return Tested(token, accepted, q, ratio, relaxed, rule.drift_bound(*case) * exists, u, v)
+
+
+def q_and_ratio(run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+    """q and p / q of the guesses [B, W], 0 where there is none."""
+    q = run.memory.draft_probs.entry(position, window.guess)
+    return q * exists, at(p, window.guess) / q.clamp(min=EPS) * exists
+
+
+def draft_of(run: Run, window: Window, position: Tensor, exists: Tensor) -> Draft:
+    """The guesses of the window, with the q that they were sampled from."""
+    depth = position - window.committed[:, None] + 1
+    return Draft(window.guess, run.memory.draft_probs.at(position) * exists.unsqueeze(-1), depth)
 
 
 @dataclass(frozen=True)

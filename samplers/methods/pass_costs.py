@@ -22,9 +22,9 @@ from ...device.graphs import Graphs
 from ..constants import counting
 from ..contract import StepOut
 from ..drafts.costs import PassCosts
-from ..drafts.growing import Drafting, Root, grow_sampled
+from ..drafts.growing import Root, grow_sampled
 from ..drafts.trees import Tree, shape_of
-from .rounds import Observed, Round
+from .rounds import Observed, Round, accept, drafting, record_tokens
 
 if TYPE_CHECKING:
     from ..engine.run import Run
@@ -112,13 +112,10 @@ def _target(run: Run, width: int) -> Step:
 def _draft(run: Run, hidden: Tensor, frontier: int, committed: Tensor) -> Tree:
     """A tree of one level, after the drafter's pass over the tokens of a round; or of ``frontier`` drafts with a child
     each. The drafter keeps nothing."""
-    assert run.drafter is not None
+    work = drafting(run)
     position, _ = _chain(committed, OBSERVED)
     token, none = torch.zeros_like(position), torch.zeros_like(committed)
-    out = run.drafter.observe(run.memory, token, position, hidden, none)
-    work = Drafting(
-        run.drafter, run.memory, run.inputs.layout, run.params, run.model.vocab, run.inputs.stream, run.forcing
-    )
+    out = work.drafter.observe(run.memory, token, position, hidden, none)
     first = tuple((rank,) for rank in range(max(frontier, 1)))
     shape = shape_of((*first, *((*path, 0) for path in first[:frontier])))
     return grow_sampled(work, Root(none, committed, out), shape, none[0])
@@ -134,8 +131,8 @@ def _verification(run: Run, hidden: Tensor, committed: Tensor) -> Step:
     state = Round(committed, none, observed, None, None, None, passes=none, index=none[0])
 
     def step(committed: Tensor) -> Tensor:
-        verified, probs_after = run.method.accept(run, state, tree, logits, position)
-        run.method.record(run, state, tree, verified, torch.zeros_like(committed), probs_after)
+        verified, probs_after = accept(run.method.structure, run.method.rule, run, state, tree, logits, position)
+        record_tokens(run, state, tree, verified, torch.zeros_like(committed), probs_after)
         return verified.token
 
     return step

@@ -28,7 +28,7 @@ from ..engine.run import Extent, Halfway, Run
 from ..rng import Purpose
 from ..trace import Source, Trace
 from ..verification.tree import Verified
-from .rounds import Observed, Round
+from .rounds import Observed, Round, accept, advance, draft, record_round, record_tokens
 from .skipping import (
     NONE_SKIPPED,
     Skipping,
@@ -150,7 +150,7 @@ class VVS(DraftTree):
         """A round, in two halves: between them the host learns which images skip verification."""
         if isinstance(state, Choice):
             return self.commit(run, state, extent)
-        return self.choose_skips(run, state, self.draft(run, state, extent))
+        return self.choose_skips(run, state, draft(self.structure, run, state, extent))
 
     def choose_skips(self, run: Run, state: SkippingRound, tree: Tree) -> Choice:
         """Choose the images whose trees are verified, and those whose trees are taken as they are."""
@@ -191,7 +191,7 @@ class VVS(DraftTree):
             taken, q = self.take_unverified(run, chosen)
             decided = taken if decided is None else decided.where(~skip, taken)
         assert decided is not None  # a round verifies or skips
-        self.record_round(run, state, tree, accepted, decided.count, width, skip)
+        record_round(run, state, tree, accepted, decided.count, width, skip)
         history = self.structure.learn(
             state.history, plan, tree, verified, before, before + decided.count, accepted, verifying
         )
@@ -201,7 +201,7 @@ class VVS(DraftTree):
             observed = observed.pad(self.max_drafter_inputs)
             uncached = uncached.of_width(1 + self.structure.size()[1])
         state = replace(state, history=history, uncached=uncached, skipped=skip, observed=observed)
-        return self.advance(run, state, decided.token, decided.count)
+        return advance(self.structure, run, state, decided.token, decided.count)
 
     def verify_with_uncached(
         self, run: Run, state: SkippingRound, tree: Tree, verifying: Tensor, alike: Tensor | None
@@ -220,7 +220,9 @@ class VVS(DraftTree):
         out = run.model.step(run.cache, token, position, fed_mask(uncached, tree))
         slot = counting(slots, count.device)
         fed = torch.where(slot > 0, slot + width, count) - 1  # where the slots of the tree are fed
-        verified, probs_after = self.accept(run, state, tree, take(out.logits, fed), position.gather(1, fed))
+        verified, probs_after = accept(
+            self.structure, self.rule, run, state, tree, take(out.logits, fed), position.gather(1, fed)
+        )
 
         path = commit_path(uncached, verified)
         kept = torch.where(verifying, uncached.count + verified.accepted, 0)
@@ -233,7 +235,7 @@ class VVS(DraftTree):
         )
         if not self.skipping.fresh:
             decided = replace(decided, observed=observe_stale(self.skipping, state, decided))
-        self.record(run, state, tree, verified, decided.count, probs_after, similarity=column(alike))
+        record_tokens(run, state, tree, verified, decided.count, probs_after, similarity=column(alike))
         if width > 1:
             record_uncached(run, state, out.logits, position, verifying)
         state = replace(
