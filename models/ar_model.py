@@ -134,7 +134,7 @@ class DiscreteModel(Prompted):
         shape = batch, *size
         check_grids(shape, tokens=tokens, kept=kept, strength=strength, skippable=skippable)
         check_both(tokens, kept)
-        positive, other = self.read_both(conditioning, negative, batch, size)
+        positive, other = self.unpack_prompts(conditioning, negative, batch, size)
         own = self.image_defaults if positive.images else self.defaults
         asked = chosen_params(own, params, "models of token ids")
         if asked.guided and not self.guidance:
@@ -216,7 +216,7 @@ class DiscreteModel(Prompted):
         Raises ValueError for a prompt of another model.
         """
         grid = layout.rows, layout.cols
-        positive, other = self.read_both(conditioning, negative if guided else None, batch, grid)
+        positive, other = self.unpack_prompts(conditioning, negative if guided else None, batch, grid)
         features = positive.features
         count = features.shape[1] if other is None else other.features.shape[1]
         if guided and other is None and isinstance(self.prefix, TextPrefix):
@@ -276,7 +276,7 @@ class DiscreteModel(Prompted):
         model or one that is too long.
         """
         grid = layout.rows, layout.cols
-        positive, other = self.read_both(conditioning, negative, batch, grid)
+        positive, other = self.unpack_prompts(conditioning, negative, batch, grid)
         if positive.images and layout.lead:
             raise ValueError(
                 f"The sequence begins with {layout.lead} tokens of a preview, but after a prompt with images there is "
@@ -362,7 +362,7 @@ class DiscreteModel(Prompted):
         """
         tokens = tokens.to(self.device)
         grid = check_grid(self, *(tokens.shape[1:] if tokens.ndim == 3 else self.grid))
-        prompt = self.read_both(conditioning, None, len(tokens), grid)[0]
+        prompt = self.unpack_prompts(conditioning, None, len(tokens), grid)[0]
         layout = self.layout(*grid, prompt.images)
         if tokens.ndim == 3 and layout.lead:
             raise ValueError(f"The sequence begins with {layout.lead} tokens of a preview: pass all of it, [B, S].")

@@ -42,7 +42,7 @@ def generate(method: Method, request: AnyRequest, reserve: Reserve = leave_in_pl
         log.warning("%s", notice)
     with torch.inference_mode():
         with reserve(method, request) as callback:
-            check_captured(method, request)
+            check_captured(method, request)  # on a GPU, for a model's first image
             result = method.sample(replace(request, callback=callback))
         output = request.output(result)
     if notices := [*request.notices, *output.trace.notices]:

@@ -30,7 +30,7 @@ from ..files.errors import CheckpointError
 from ..files.names import meaning, rename
 from ..files.weights import load_weights
 from ..llama import backbone_config, backbone_tensors, positive, rope_theta, text_settings, unpad
-from .janus_reading import BEGIN, IMAGE, PLACEHOLDER, load_patch_reader
+from .janus_reading import load_patch_reader
 
 _RELEASED = {2048: ("Janus-Pro-1B", 16), 4096: ("Janus-Pro-7B", 32)}  # width -> folder, heads
 _ROOTS = ("language_model.model.", "model.language_model.")  # of the language model: original, transformers
@@ -62,9 +62,15 @@ _SKIPPED = (
     "model.vqmodel.",
     "lm_head.",
 )
+_BOS, _IMAGE_BEGIN, _IMAGE_END = "<｜begin▁of▁sentence｜>", "<begin_of_image>", "<end_of_image>"
+_EOS, _PLACEHOLDER = "<｜end▁of▁sentence｜>", "<image_placeholder>"
+_SYSTEM = (  # of every conversation about an image, in training, too
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
 _PAD = "<｜▁pad▁｜>"
 _ROLES = ("<|User|>", "<|Assistant|>")
-_OTHER_ROLES = {"t2ir1": ("User", "Assistant")}  # name of a fine-tune -> how its code calls the two
+_OTHER_ROLES = {"t2ir1": ("User", "Assistant")}  # name of a fine-tune's folder -> how its code calls the two
 
 
 def recognise(tensors: Collection[str]) -> bool:
@@ -99,13 +105,14 @@ def load(
         backbone.tok_embeddings = CodeEmbedding(codes, code_dim, config.dim, operations)
         backbone.output = CodeHead(config.dim, inner, codes, operations)
         prefix = TextPrefix(words, config.dim, partial(without_words, tokenizer), operations)
+    roles = meaning(title(path), _OTHER_ROLES) or _ROLES
     model = DiscreteModel(
         backbone,
         prefix,
         "janus-pro",
         own,
         SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
-        TextEncoder(tokenizer, partial(prompt_ids, tokenizer, meaning(title(path), _OTHER_ROLES) or _ROLES), own),
+        TextEncoder(tokenizer, partial(prompt_ids, tokenizer, roles), own),
         meta.get("pixels_per_token", 16),
         positions=SequencePositions(rope_theta(settings)),
         longest=int(positive(settings, "max_position_embeddings", 16384)),
@@ -127,7 +134,8 @@ def open_tokenizer(checkpoint: Checkpoint, dim: int, words: int, search: Sequenc
 def reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path], operations=nn) -> ImageReader:
     """What of the files of ``model`` reads images. Raises CheckpointError as ``load`` does."""
     words = model.backbone.config.dim, model.prefix.words
-    return load_patch_reader(checkpoint, model, open_tokenizer(checkpoint, *words, search), operations)
+    tokenizer = open_tokenizer(checkpoint, *words, search)
+    return load_patch_reader(checkpoint, model, tokenizer, partial(question_ids, tokenizer), _EOS, operations)
 
 
 def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor, ...]], str]:
@@ -180,10 +188,10 @@ def stated_ids(checkpoint: Checkpoint) -> dict[str, int]:
     own = settings.get("model_type") == "janus"
     beside = read_settings(checkpoint.path.parent / "generation_config.json") if own else {}
     found = {
-        PLACEHOLDER: settings.get("image_token_id"),
-        BEGIN: beside.get("bos_token_id"),
+        _PLACEHOLDER: settings.get("image_token_id"),
+        _BOS: beside.get("bos_token_id"),
         _PAD: beside.get("pad_token_id"),
-        IMAGE: (beside.get("generation_kwargs") or {}).get("boi_token_id"),
+        _IMAGE_BEGIN: (beside.get("generation_kwargs") or {}).get("boi_token_id"),
     }
     return {token: id for token, id in found.items() if id is not None}
 
@@ -195,7 +203,22 @@ def prompt_ids(tokenizer: Tokenizer, roles: tuple[str, str], text: str, _grid: t
     """
     (user, assistant), said = roles, text.strip()
     asked = f"{user}: {said}\n\n{assistant}:" if said else f"{user}:{assistant}:"
-    return [tokenizer.id(BEGIN), *tokenizer.ids(asked), tokenizer.id(IMAGE)]
+    return [tokenizer.id(_BOS), *tokenizer.ids(asked), tokenizer.id(_IMAGE_BEGIN)]
+
+
+def question_ids(tokenizer: Tokenizer, question: str, patches: int) -> tuple[list[int], int]:
+    """The conversation in which the user shows an image and asks, and the assistant begins to answer: ids, ``patches``
+    of which stand for the image, and the place of the first of these.
+
+    As VLChatProcessor of https://github.com/deepseek-ai/Janus writes it. Raises CheckpointError for the tokenizer of
+    another model.
+    """
+    message = f"{_PLACEHOLDER}\n{question}".strip()
+    ids = [tokenizer.id(_BOS), *tokenizer.ids(f"{_SYSTEM}\n\n<|User|>: {message}\n\n<|Assistant|>:")]
+    patch = tokenizer.id(_PLACEHOLDER)
+    place = ids.index(patch)  # the question comes after it
+    image: Sequence[int] = [tokenizer.id(_IMAGE_BEGIN), *[patch] * patches, tokenizer.id(_IMAGE_END)]
+    return [*ids[:place], *image, *ids[place + 1 :]], place + 1
 
 
 def without_words(tokenizer: Tokenizer, features: Tensor, _grid: tuple[int, int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""How Janus-Pro reads images (arXiv:2501.17811): its SigLIP tower, the aligner, the text head, and its conversation.
+"""How Janus-Pro reads images (arXiv:2501.17811): its SigLIP tower, the aligner and the text head.
 
 Both layouts of its files: DeepSeek's, with one projection of queries, keys and values, and transformers', with three.
 """
@@ -6,7 +6,7 @@ Both layouts of its files: DeepSeek's, with one projection of queries, keys and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from math import isqrt
 from pathlib import Path
 
@@ -23,12 +23,6 @@ from ..files.names import count
 from ..files.weights import load_weights
 from ..llama import matrix, tensor_of
 
-BEGIN, IMAGE, IMAGE_END = "<｜begin▁of▁sentence｜>", "<begin_of_image>", "<end_of_image>"
-END, PLACEHOLDER = "<｜end▁of▁sentence｜>", "<image_placeholder>"
-SYSTEM = (  # of every conversation about an image, in training, too
-    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
-    "provides, and assist the user with a variety of tasks using natural language."
-)
 _HEADS = 16  # of all towers of DeepSeek's layout, whose config.json does not say so
 _STACKED = ("q_proj", "k_proj", "v_proj")
 _TOWERS = ("vision_model.vision_tower.", "model.vision_model.")
@@ -51,16 +45,22 @@ _NAMES = (  # names in either layout, as regular expressions -> ours
 _POOLED = "vision_model.vision_tower.attn_pool."  # of SigLIP's training; Janus reads the patches themselves
 
 
-def load_patch_reader(checkpoint: Checkpoint, model: DiscreteModel, tokenizer: Tokenizer, operations=nn) -> PatchReader:
-    """What of a Janus reads images, on the CPU and in the model's dtype. Raises CheckpointError for a file without it,
-    and for tensors that are missing, unknown, misshapen or not finite."""
+def load_patch_reader(
+    checkpoint: Checkpoint,
+    model: DiscreteModel,
+    tokenizer: Tokenizer,
+    write: Callable[[str, int], tuple[list[int], int]],
+    end: str,
+    operations=nn,
+) -> PatchReader:
+    """What of a Janus reads images, on the CPU and in the model's dtype. write: see PatchReader; end: the token after
+    its answers. Raises CheckpointError for a file without it, and for tensors that are missing, unknown, misshapen or
+    not finite."""
     tensors = tensors_of(checkpoint)
     with torch.device("meta"):
         reading = Reading(config_of(checkpoint, tensors), operations)
     load_weights(reading, tensors, checkpoint, model.dtype)
-    return PatchReader(
-        model, reading, tokenizer, lambda question, patches: question_ids(tokenizer, question, patches), END
-    )
+    return PatchReader(model, reading, tokenizer, write, end)
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor | tuple[Tensor, ...]]:
@@ -113,18 +113,3 @@ def config_of(checkpoint: Checkpoint, tensors: dict[str, Tensor | tuple[Tensor, 
         )
     layers = count(plain, "tower.blocks.")
     return VisionConfig(dim, layers, stated, patch_embed.shape[-1], patches, head.shape[1], len(head))
-
-
-def question_ids(tokenizer: Tokenizer, question: str, patches: int) -> tuple[list[int], int]:
-    """The conversation in which the user shows an image and asks, and the assistant begins to answer: ids, ``patches``
-    of which stand for the image, and the place of the first of these.
-
-    As VLChatProcessor of https://github.com/deepseek-ai/Janus writes it. Raises CheckpointError for the tokenizer of
-    another model.
-    """
-    message = f"{PLACEHOLDER}\n{question}".strip()
-    ids = [tokenizer.id(BEGIN), *tokenizer.ids(f"{SYSTEM}\n\n<|User|>: {message}\n\n<|Assistant|>:")]
-    patch = tokenizer.id(PLACEHOLDER)
-    place = ids.index(patch)  # the question comes after it
-    image: Sequence[int] = [tokenizer.id(IMAGE), *[patch] * patches, tokenizer.id(IMAGE_END)]
-    return [*ids[:place], *image, *ids[place + 1 :]], place + 1

@@ -1,6 +1,6 @@
 """Prompt -> features (``encode(text) -> [1, n, F]``, fp32): the bundled word table, token ids, class names.
 
-(T5 is in t5.py.)
+(T5 is in model_loaders/text/t5.py.)
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def grids_of(images: Images) -> list[tuple[int, int]]:
 
 
 def features_of(ids: Sequence[int]) -> Tensor:
-    """Token ids as the features [1, n, 1] (fp32) of a CONDITIONING."""
+    """Token ids as the features [1, n, 1] of a CONDITIONING, in fp32 as every model's."""
     return torch.tensor(ids, dtype=torch.float32)[None, :, None]
 
 

@@ -128,7 +128,7 @@ class Prompted(Placed):
         own_cfg: float,
         grid: tuple[int, int],
     ) -> tuple[str, ...]:
-        """What the model does not use of the prompts of a run on ``grid`` (rows, cols), ``read`` before, and a ``cfg``
+        """What the model does not use of the prompts of a run on ``grid`` (rows, cols), unpacked before, and a ``cfg``
         far above ``own_cfg``, the model's default, a sentence each."""
         guided = cfg != 1
         if prompt_text(negative) == "":  # which is none
@@ -168,7 +168,7 @@ class Prompted(Placed):
         """CONDITIONING of a language model's token ids, special tokens included, without a template."""
         return self.encode_features(features_of(ids))
 
-    def read(
+    def unpack_prompt(
         self,
         conditioning: Conditioning | EncodedPrompt | None,
         batch: int,
@@ -178,10 +178,10 @@ class Prompted(Placed):
         """The prompt of a CONDITIONING for ``batch`` images of ``grid`` (rows, cols), on the model's device; None for
         no negative prompt, which an empty one is, too.
 
-        Of an EncodedPrompt only the device changes: it may have been read before the model was moved. A prompt whose
-        template contains the image size is encoded again for each grid, and so is a negative one with another
-        template. Raises ValueError for a CONDITIONING of another model, or one that was changed, TypeError for anything
-        else.
+        Of an EncodedPrompt only the device changes: it may have been unpacked before the model was moved. Token ids are
+        compared with those of the prompt's text, so that a change is noticed, and made anew for negative prompts and
+        for other grids, whose templates may differ. Raises ValueError for a CONDITIONING of another model, or one that
+        was changed, TypeError for anything else.
         """
         negative = name == "negative"
         if isinstance(conditioning, EncodedPrompt):
@@ -226,16 +226,19 @@ class Prompted(Placed):
                 features = features_of(encoder.ids(text, grid, negative, images))
         return EncodedPrompt(features.to(self.device), text, images)
 
-    def read_both(
+    def unpack_prompts(
         self,
         conditioning: Conditioning | EncodedPrompt,
         negative: Conditioning | EncodedPrompt | None,
         batch: int,
         grid: tuple[int, int],
     ) -> tuple[EncodedPrompt, EncodedPrompt | None]:
-        """Both prompts of a run (see ``read``). Where the second branch reads the images of the prompt, too, one
-        without images gets them, also if there is no negative prompt."""
-        positive, other = self.read(conditioning, batch, "positive", grid), self.read(negative, batch, "negative", grid)
+        """Both prompts of a run (see ``unpack_prompt``). Where the second branch reads the images of the prompt, too,
+        one without images gets them, also if there is no negative prompt."""
+        positive, other = (
+            self.unpack_prompt(conditioning, batch, "positive", grid),
+            self.unpack_prompt(negative, batch, "negative", grid),
+        )
         assert positive is not None, "only a negative prompt may be missing"
         encoder, reads = self.prompt_encoder, self.image_prompts
         if positive.images and not (other and other.images) and reads and reads.write_negative:

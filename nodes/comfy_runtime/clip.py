@@ -15,8 +15,10 @@ NODE = "CLIP Text Encode"
 
 
 class Tokens(str):
-    """What ``ARClip.tokenize`` gives: the whole text. Nodes for other models look for the parts of their own tokenizers
-    in it (CLIPTextEncodeFlux for "t5xxl"), and learn which node to use."""
+    """What ``ARClip.tokenize`` gives: the whole text, of which ``encode_prompt`` makes token ids.
+
+    Nodes for other models look for the parts of their own tokenizers in it (CLIPTextEncodeFlux for "t5xxl"), and learn
+    which node to use."""
 
     def __getitem__(self, name: Any) -> Any:
         raise ValueError(wrong_node(f"tokens {name!r}"))
@@ -29,7 +31,7 @@ class Tokens(str):
 
 
 class ARClip:
-    """The interface that CLIP Text Encode calls. An empty text selects the model's unconditional branch."""
+    """The interface that CLIP Text Encode calls."""
 
     def __init__(self, model: DiscreteModel | ContinuousBase):
         self._model = model

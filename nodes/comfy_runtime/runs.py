@@ -46,9 +46,9 @@ class TooLargeError(ValueError):
 
 
 @contextmanager
-def place(loaded: LoadedModel, beside: Beside | None, method: Method, request: AnyRequest) -> Iterator[None]:
-    """Model and what it needs beside it on the compute device, with memory for the run. Raises TooLargeError if it
-    needs more memory than there is: on a CPU, the system would kill the process."""
+def place(loaded: LoadedModel, beside: Beside | None, method: Method, request: AnyRequest) -> Iterator[int]:
+    """Model and what it needs beside it on the compute device, with memory for the run: yields how many bytes it will
+    still take. Raises TooLargeError if it needs more than there is: on a CPU, the system would kill the process."""
     memory, session_key = method.run_bytes(request) + cast_room(loaded.model), method.session_key(request)
     there_is = total_memory(loaded.patcher.load_device)
     if memory > there_is:
@@ -63,7 +63,7 @@ def place(loaded: LoadedModel, beside: Beside | None, method: Method, request: A
     for patcher in together:
         bring_the_rest(patcher.model, loaded.model.device)
     try:
-        yield
+        yield bytes_missing(loaded, memory, session_key)  # moving the model may have ended its sessions
     finally:
         mm.soft_empty_cache()
 
@@ -74,9 +74,7 @@ def sampling(
 ) -> Iterator[Report]:
     """Model and drafter placed (see ``place``), and the callback of the run, which shows progress and previews and
     raises if the user interrupts."""
-    with place(loaded, drafter, method, request):
-        key = method.session_key(request)
-        memory = bytes_missing(loaded, method.run_bytes(request) + cast_room(loaded.model), key)
+    with place(loaded, drafter, method, request) as memory:
         previews = previews_of(loaded, memory, request.length, request.sketch)
         report = Report(request.length, previews, Status(request).show)
         yield report
@@ -86,7 +84,7 @@ def sampling(
 def bytes_missing(loaded: LoadedModel, memory: int, session_key: Hashable) -> int:
     """Additional bytes that a run needs: none if an earlier run with the same settings left its session with the model,
     whose caches and captured steps are reused."""
-    return 0 if session_key is not None and session_key in loaded.patcher.sessions else memory
+    return 0 if session_key is not None and session_key in loaded.model.sessions else memory
 
 
 def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher) -> Previews | None:

@@ -117,7 +117,7 @@ class DiscreteMethod(Method):
         started = time.perf_counter()
         with use_session(self, request, getattr(self, "drafter", None)) as session:
             run, state, known = begin(self.bound(request), request, session)
-            host = decode(run, request, session.graphs, state, known, started)
+            host = run_rounds(run, request, session.graphs, state, known, started)
             settings = self.describe(request) | run.method.own_choices() | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
             trace = run.record.finish(run.inputs.layout, request.seed, settings, seconds, width=width, **host)
@@ -174,8 +174,8 @@ class Run:
         """Keep the first ``count`` [B] of the tokens fed, or of ``path`` [B, P] (indices), in the target's cache."""
         self.model.commit(self.cache, count, path)
 
-    def before_first_rejection(self, accepted: Tensor, committed: Tensor) -> Tensor:
-        """Tokens [B] that images decide: the accepted ones [B, W] (bool) before the first rejection, and the one there.
+    def count_decided(self, accepted: Tensor, committed: Tensor) -> Tensor:
+        """How many tokens [B] images decide: those before the first that is not ``accepted`` [B, W] (bool), and this.
 
         The last column has no guess and is never accepted.
         """
@@ -215,6 +215,7 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, StepSta
         memory = drafter.start(cache, *prompt, slack=slack, guided=params.guided, into=old)
     session.adopt(cache, memory)
     session.record = session.record or Record.empty(layout.length, batch, device, round_fields=method.round_fields)
+    # Without prefix tokens, it starts at the prompt's own prediction.
     start = read_prefix(model, cache, layout, batch, drafter, memory, request.callback)
     check_finite(start.out)
     run = Run(
@@ -235,7 +236,7 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, StepSta
     return run, run.method.begin(run, start.committed, start.out), start.prefix_length + 1
 
 
-def decode(
+def run_rounds(
     run: Run, request: Request, graphs: Graphs, state: StepState, known: Tensor, started: float
 ) -> dict[str, Any]:
     """Launch rounds until all images are complete; returns what the host measured, as Record.finish takes it.

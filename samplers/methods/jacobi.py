@@ -19,11 +19,14 @@ position n + k: p_k(x) = p(x | prompt, committed tokens, guesses 0 .. k-1). Gues
 prediction for the same position one pass earlier (or, for a new position, the probabilities of a neighbour). So a pass
 is a step of speculative decoding whose drafter is the last Jacobi iteration:
 
-1. test      accept the first guesses while u_k < p_k(x_k) / q_k(x_k), and sample the token after them
-2. refine    choose new guesses past these tokens, by p_k of this pass
+1. test      accept guess k if u_k < p_k(x_k) / q_k(x_k), else sample another token from [p_k - q_k]+; commit all up to
+             the first rejection, whose new token is the last one (gumbel, equality: sample from p_k, and accept the
+             guess if it is the sample)
+2. refine    choose new guesses past these tokens, by p_k of this pass: coupled, gumbel and equality take what the test
+             has sampled there, the others sample anew
 3. move      the window past the committed tokens, and sample first guesses at its end
 
-The lossless modes rest on one invariant: given the guesses before it, guess k is distributed as q_k.
+The lossless modes rest on one invariant: given the guesses before it in the window, guess k is a sample from q_k.
 
 With settling (settling.py), guesses that hardly change any more are accepted without a test.
 """
@@ -116,7 +119,7 @@ class SJD(DiscreteMethod):
         tested = self.test(run, window, p, position, exists)
         if window.settled_count is not None:
             tested = accept_settled(run, window, tested, p, position)
-        count = run.before_first_rejection(tested.accepted, window.committed)
+        count = run.count_decided(tested.accepted, window.committed)
         max_count = int(count.max()) if may_read(count) else columns
         decided = counting(columns, device) < count[:, None]
         self.record(run, window, tested, p, position, decided, max_count, unguessed)
@@ -170,13 +173,13 @@ class SJD(DiscreteMethod):
         return Window(window.committed + count, token, window.passes + 1, window.initial, settled_count)
 
     def test(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
-        """Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+) (SJD++, eqs. 2, 3)."""
+        """Test every guess by itself, also those past the first rejection."""
         given = run, window, p, position, exists
         if self.reuse in COMPARED:
-            return compare(self.reuse, *given)  # the guess must be a sample of p_k
+            return compare(self.reuse, *given)  # is the guess the token that is sampled from p_k
         u, v = run.inputs.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), window.passes)
         if self.rule.exact:
-            return accept_or_redraw(*given, u, v)  # this very formula
+            return couple(*given, u, v)  # SJD's own test
         return relax(self.rule, *given, u, v)  # LANTERN, Cool-SD, ...
 
     def refine(
@@ -188,13 +191,14 @@ class SJD(DiscreteMethod):
         coupled: keep x_k with min(1, p_k/q_k), else sample from [p_k - q_k]+ (MC-SJD); q is p_k.
         resample: sample from p_k (SJD; SJD++, eq. 6); q is p_k.
         threshold_*: keep x_k if its confidence C_k = p_k(x_k) / q_k(x_k) > threshold, else sample from p_k. As q,
-        threshold_paper states p_k (SJD++, eq. 2; biased), threshold_exact the true distribution of the new guess,
+        threshold_paper takes p_k, although a kept guess is no sample from it (SJD++, eq. 2 of the next pass; biased),
+        threshold_exact the true distribution of the new guess,
         q_k 1[p_k/q_k > threshold] + (sum q_k 1[p_k/q_k <= threshold]) p_k.
         """
         if self.reuse in (*COMPARED, "none") or (self.reuse == "coupled" and self.rule.exact):
-            return tested.token, p  # the test has done it, or nothing does
-        if self.reuse == "coupled":
-            return accept_or_redraw(run, window, p, position, exists, tested.u, tested.v).token, p
+            return tested.token, p  # which the test has sampled from p (none: it is not used)
+        if self.reuse == "coupled":  # tokens of a relaxed test are no samples from p
+            return couple(run, window, p, position, exists, tested.u, tested.v).token, p
         resampled = categorical(p, tested.v)
         if self.reuse == "resample":
             return resampled, p
@@ -314,7 +318,7 @@ class SJD(DiscreteMethod):
 
 
 def compare(reuse: str, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
-    """Accept guesses that are the sample of p."""
+    """Sample a token from p, and accept the guess if it is the same."""
     if reuse == "gumbel":
         token = perturbed_argmax(p, run.memory.noise.at(position))
     else:
@@ -323,11 +327,9 @@ def compare(reuse: str, run: Run, window: Window, p: Tensor, position: Tensor, e
     return Tested(token, exists & (token == window.guess), q, ratio)
 
 
-def accept_or_redraw(
-    run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
-) -> Tested:
-    """The exact test, for all guesses in one kernel: the maximal coupling of q and p, which samples from p and is
-    the guess as often as any test can be."""
+def couple(run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Tested:
+    """SJD's test (SJD++, eqs. 2, 3): the maximal coupling of q and p, in one kernel. The token is a sample from p, and
+    equals the guess with the highest possible probability, 1 - TV(p, q)."""
     drafts = run.memory.draft_probs.rows
     return Tested(*maximal_coupling(p, drafts, position, window.guess, exists, u, v), u=u, v=v)
 
@@ -340,10 +342,10 @@ def relax(
     case = p, draft.q, draft.token, draft.depth, strength
     accepted = exists & (u < rule.accept_probability(*case))
     if rule.plain:  # q is zero where there is no guess, so the residual there is p
-        resampled = redraw(p, draft.q, v)
+        redrawn = redraw(p, draft.q, v)
     else:
-        resampled = categorical(torch.where(exists.unsqueeze(-1), rule.residual(*case), p), v)
-    token = torch.where(accepted, draft.token, resampled)
+        redrawn = categorical(torch.where(exists.unsqueeze(-1), rule.residual(*case), p), v)
+    token = torch.where(accepted, draft.token, redrawn)
     q, ratio = q_and_ratio(run, window, p, position, exists)
     if rule.lossless:
         return Tested(token, accepted, q, ratio, u=u, v=v)

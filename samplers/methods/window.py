@@ -56,7 +56,7 @@ class Tested:
     token (int64): the guess where it is ``accepted`` (bool), else the token sampled in its place; q, ratio: q_k(x_k)
     and p_k(x_k) / q_k(x_k) of the guess (0 without one); relaxed (bool): accepted by a relaxed rule only; drift_bound:
     what it adds to that (both None where nothing is relaxed); u, v: uniform numbers for the test and for sampling (None
-    with Gumbel noise); tv_change: total variation of q_k and p_k (None without settling).
+    where tokens are compared); tv_change: total variation of q_k and p_k (None without settling).
     """
 
     token: Tensor

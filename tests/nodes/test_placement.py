@@ -44,7 +44,7 @@ def test_every_family_runs_when_half_of_it_stays_in_main_memory(family, storage,
     offload_embedding(model)
     prompt = model.encode_class(3) if family == "llamagen-c2i" else model.encode_ids([1, 2, 3])
     if family != "llamagen":  # ids of words are checked, which tensors without data cannot be
-        embedded = model.prefix(model.read(prompt, 1, "positive", model.grid).features)
+        embedded = model.prefix(model.unpack_prompt(prompt, 1, "positive", model.grid).features)
         model.prefix.forward = lambda features: embedded.to(GPU)
     request.getfixturevalue("gpu")
     load_half(model)

@@ -180,7 +180,7 @@ def test_official_logits(models):
 
 def test_official_prompt_and_image(folders, models):
     model, (written, null) = models["lumina2"], contexts(folders["lumina2"], "lumina2", (4, 12))
-    wide = model.read(model.encode_prompt(PROMPT), 1, "positive", (4, 12)).features[0, :, 0].long().tolist()
+    wide = model.unpack_prompt(model.encode_prompt(PROMPT), 1, "positive", (4, 12)).features[0, :, 0].long().tolist()
     assert wide == OFFICIAL2["prompt"] + OFFICIAL2["image"][:3] == written
     assert model.prefix.null(torch.zeros(1, 9, 1), (4, 12))[0, :, 0].tolist() == OFFICIAL2["image"][:3] == null
     codes = torch.arange(48).view(1, 4, 12) % 32

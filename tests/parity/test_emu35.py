@@ -86,7 +86,8 @@ def ids_of(text):
 
 
 def test_official_prompts(model):
-    written = model.read(model.encode_prompt(PROMPT), 1, "positive", model.grid).features[0, :, 0].long().tolist()
+    features = model.unpack_prompt(model.encode_prompt(PROMPT), 1, "positive", model.grid).features
+    written = features[0, :, 0].long().tolist()
     null = model.prefix.null(torch.zeros(1, 9, 1), model.grid)[0, :, 0].long().tolist()
     assert [written, null] == contexts(model.grid)
 
@@ -106,7 +107,7 @@ READ = OFFICIAL["x2i"]["prompts"], 2 * OFFICIAL["x2i"]["image"]
 
 
 def test_official_prompts_with_images(model):
-    both = model.read_both(model.encode_prompt(PROMPT, IMAGES), None, 1, model.grid)
+    both = model.unpack_prompts(model.encode_prompt(PROMPT, IMAGES), None, 1, model.grid)
     assert [each.features[0, :, 0].long().tolist() for each in both] == contexts(model.grid, *READ)
 
 

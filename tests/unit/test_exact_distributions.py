@@ -13,7 +13,7 @@ import torch
 from comfyui_specar.kernels.sampling import at, categorical
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.engine.run import Run
-from comfyui_specar.samplers.methods.jacobi import INITIAL, SJD
+from comfyui_specar.samplers.methods.jacobi import INITIAL, SJD, draft_of
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.rng import Purpose
 
@@ -75,7 +75,7 @@ def test_guidance_temperatures_and_filters_are_part_of_the_distribution(method, 
 
 def sticky_refine(self, run, window, tested, p, position, exists):
     """A kept guess keeps the distribution it was sampled from, as if having been kept said nothing about it."""
-    draft = self.draft(run, window, position, exists)
+    draft = draft_of(run, window, position, exists)
     confident = at(p, draft.token) > self.threshold * at(draft.q, draft.token)
     keep = exists & confident
     token = torch.where(keep, draft.token, categorical(p, tested.v))
@@ -86,7 +86,7 @@ def stale_coupling(self, run, window, tested, p, position, exists, real=SJD.refi
     """A draft that the test accepted keeps the distribution it had, as in the published code of MC-SJD
     (tools/benchmarks/results/references.md)."""
     token, q = real(self, run, window, tested, p, position, exists)
-    return token, torch.where(tested.accepted.unsqueeze(-1), self.draft(run, window, position, exists).q, q)
+    return token, torch.where(tested.accepted.unsqueeze(-1), draft_of(run, window, position, exists).q, q)
 
 
 def fours(values):
@@ -94,7 +94,7 @@ def fours(values):
     return values.unflatten(0, (-1, 4)).amin(1, keepdim=True).expand(-1, 4).flatten()
 
 
-def truncated_count(run, accepted, committed, real=Run.before_first_rejection):
+def truncated_count(run, accepted, committed, real=Run.count_decided):
     """All four images of a batch commit what the slowest unfinished one commits."""
     count, length = real(run, accepted, committed), run.inputs.layout.length
     busy = committed < length
@@ -105,7 +105,7 @@ def truncated_refine(self, run, window, tested, p, position, exists, official):
     """Decided tokens after the cut stay in the window; ``official``: accepted ones with the distribution they had
     before.
     """
-    draft = self.draft(run, window, position, exists)
+    draft = draft_of(run, window, position, exists)
     decided = torch.cat((torch.ones_like(tested.accepted[:, :1]), tested.accepted[:, :-1]), dim=1).long().cumprod(1)
     redrawn = categorical(p, run.inputs.stream.uniform(position, Purpose.DRAFT, window.passes))
     token = torch.where(decided.bool(), tested.token, redrawn)
@@ -133,14 +133,14 @@ def test_keeping_the_old_distribution_of_coupled_tokens_is_biased(monkeypatch):
 
 
 def test_truncating_a_batch_with_stale_distributions_is_biased(monkeypatch):
-    monkeypatch.setattr(Run, "before_first_rejection", truncated_count)
+    monkeypatch.setattr(Run, "count_decided", truncated_count)
     monkeypatch.setattr(SJD, "refine", partialmethod(truncated_refine, official=True))
     assert_biased("resample")
 
 
 def test_truncating_a_batch_with_the_new_distributions_is_exact(monkeypatch):
     """The harness of the test above is not what fails: with the right distribution the same truncation is exact."""
-    monkeypatch.setattr(Run, "before_first_rejection", truncated_count)
+    monkeypatch.setattr(Run, "count_decided", truncated_count)
     monkeypatch.setattr(SJD, "refine", partialmethod(truncated_refine, official=False))
     assert_method_is_exact(SHARP, "plain", runs=MANY)
 

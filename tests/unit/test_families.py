@@ -116,7 +116,7 @@ def test_prompts_are_framed_as_in_training(models, folders, family):
     prompt = model.encode_prompt("a {} cup")
     for name, text in (("positive", PROMPTS[family][0]), ("negative", PROMPTS[family][-1])):
         wanted = tokenizer.encode(text.replace("{}", "a {} cup"), add_special_tokens=False).ids
-        assert model.read(prompt, 1, name, (4, 4)).features.flatten().tolist() == wanted
+        assert model.unpack_prompt(prompt, 1, name, (4, 4)).features.flatten().tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_branches_of_several_lengths_do_not_disturb_each_other(models, family):
     """Of two prompts, and of a prompt and the unconditional one, if nobody wrote another."""
     model, layout = models[family], models[family].layout()
     short, long = model.encode_prompt("a cup"), model.encode_prompt("anything but a very long prompt")
-    cases = [(short, long, model.read(long, 1, "negative", model.grid).features)]
+    cases = [(short, long, model.unpack_prompt(long, 1, "negative", model.grid).features)]
     if model.guidance:
         cases.append((short, None, model.prefix.null(short[0][0], model.grid)))
     for prompt, negative, ids in cases:

@@ -142,14 +142,14 @@ def test_a_negative_prompt_is_all_that_the_user_says(model):
     start, end = SPECIAL["<|im_start|>"], SPECIAL["<|im_end|>"]
     for text in ("blurry", " Generate a cat. "):
         wanted = [start, *f"user\n{text}".encode(), end, *b"\n", start, *b"assistant\n"]
-        assert model.read(model.encode_prompt(text), 1, "negative").features.flatten().tolist() == wanted
-    assert model.read(model.encode_prompt(""), 1, "negative") is None
+        assert model.unpack_prompt(model.encode_prompt(text), 1, "negative").features.flatten().tolist() == wanted
+    assert model.unpack_prompt(model.encode_prompt(""), 1, "negative") is None
 
 
 def test_prompts_that_another_node_changed_are_refused(model):
     [[features, extra]] = model.encode_prompt("a dog")
     with pytest.raises(ValueError, match="positive was changed"):
-        model.read([[features * 0, extra]], 1, "positive")
+        model.unpack_prompt([[features * 0, extra]], 1, "positive")
 
 
 def test_the_tokenizer_is_found_in_every_place_it_may_have(tmp_path):

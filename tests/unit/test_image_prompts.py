@@ -76,7 +76,7 @@ def test_both_branches_read_them(family):
     """Where the model was trained so, also after a negative prompt of CLIP Text Encode, which has none."""
     model, grid = family.model, family.model.grid
     prompts = [None, model.encode_prompt("2"), model.encode_prompt("2", IMAGES)]
-    none, without, with_images = (model.read_both(family.prompt, each, 1, grid)[1].features for each in prompts)
+    none, without, with_images = (model.unpack_prompts(family.prompt, each, 1, grid)[1].features for each in prompts)
     assert torch.equal(without, with_images) and not torch.equal(none, with_images)
     assert none.shape[1] == without.shape[1] - 1
     counted = model.prompt_tokens(family.prompt, None, 1, model.layout(), guided=True)
@@ -99,7 +99,7 @@ def test_what_is_no_prompt_with_images(family, tmp_path):
     features, extra = model.encode_prompt("3", IMAGES[:1])[0]
     others = {"ar": extra["ar"] | {"images": IMAGES[1:]}}
     with pytest.raises(ValueError, match="changed by another node"):
-        model.read([[features, others]], 1, "positive", model.grid)
+        model.unpack_prompt([[features, others]], 1, "positive", model.grid)
     other = load_model(tiny_emu3.write(tmp_path))
     with pytest.raises(ValueError, match="cannot read images"):
         other.encode_prompt("a", IMAGES)

@@ -66,7 +66,7 @@ class PlainJacobi(DiscreteMethod):
         sampled = categorical(p, run.inputs.stream.uniform(position, Purpose.TARGET, now.passes))
         guess = torch.cat((now.token[:, 1:], now.token[:, :1]), dim=1)
         accepted = (sampled == guess) & (column < most - 1)  # the last column has no guess
-        count = run.before_first_rejection(accepted, now.committed)
+        count = run.count_decided(accepted, now.committed)
         run.record.write(position, column < count[:, None], sampled, p, source=source, finalised_at=now.passes)
         last = torch.cat((now.token[:, :1], sampled), dim=1)  # the window moves past the last token decided
         token = last.gather(1, (count[:, None] + column).clamp(max=self.window))

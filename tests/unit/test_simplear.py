@@ -32,7 +32,7 @@ def words(text):
 
 
 def read(model, conditioning, name="positive"):
-    return model.read(conditioning, 1, name).features[0, :, 0].long().tolist()
+    return model.unpack_prompt(conditioning, 1, name).features[0, :, 0].long().tolist()
 
 
 def test_recognition(folder, tmp_path):

@@ -118,10 +118,11 @@ def test_prompts_name_the_size_of_the_image(model):
     """A prompt that was encoded once generates every size, and tells the model which."""
     conditioning = model.encode_prompt("fox")
     for grid in GRIDS:
-        assert model.read(conditioning, 1, "p", grid).features.flatten().tolist()[-3:] == [*map(float, grid), BEGIN]
+        ids = model.unpack_prompt(conditioning, 1, "p", grid).features.flatten().tolist()
+        assert ids[-3:] == [*map(float, grid), BEGIN]
         out = api.sample(model, conditioning, SJD(), layout=model.layout(*grid), seed=1)
         assert out.tokens.shape == (1, *grid) and out.latent.shape == (1, 4, *grid)
-    assert model.read(model.encode_ids([3, 4]), 1, "p", GRIDS[2]).features.flatten().tolist() == [3, 4]
+    assert model.unpack_prompt(model.encode_ids([3, 4]), 1, "p", GRIDS[2]).features.flatten().tolist() == [3, 4]
 
 
 def test_illegal_sizes_and_lengths_are_named(model):

@@ -181,7 +181,7 @@ def test_an_empty_negative_prompt_is_the_models_own(sources, family):
     else:
         prompt = model.encode_prompt("3" if family in ("llamagen-c2i", "mar", "xar") else TEXT)
         empty = model.encode_prompt("")
-    assert model.read(empty, 1, "negative", model.grid) is None
+    assert model.unpack_prompt(empty, 1, "negative", model.grid) is None
     request = partial(model.request, prompt, cfg=1.0 if family == "glm-image" else 3.0)
     assert request(negative=empty).negative is None is request().negative
     if model.continuous:
@@ -201,7 +201,7 @@ def test_an_empty_prompt_is_written_for_every_grid(sources, family):
     assert empty[0][1]["ar"]["text"] == "" and model.encode_ids([1])[0][1]["ar"]["text"] is None
     written = []
     for grid in dict.fromkeys((model.grid, model.grids[0], model.grids[-1])):
-        features = model.read(empty, 1, "positive", grid).features
+        features = model.unpack_prompt(empty, 1, "positive", grid).features
         assert torch.equal(features, features_of(model.prompt_encoder.ids("", grid)))
         written.append(tuple(features.flatten().tolist()))
     if family in ("lumina-mgpt", "emu3"):  # which tell the size, and here have several

@@ -82,7 +82,7 @@ def draw(logits: Tensor, params) -> Tensor:
 def plain_loop(model, conditioning, params, layout, batch: int, behind: int, tokens: int) -> list[float]:
     """Draw ``tokens`` image tokens of ``batch`` images of a layout, ``behind`` others standing in the cache already
     (as zeros), and say when each was there."""
-    features = model.read(conditioning, batch, "positive").features
+    features = model.unpack_prompt(conditioning, batch, "positive").features
     branches = [model.prefix(features)]
     if params.cfg != 1:
         branches.append(model.prefix.unconditional(features, (layout.rows, layout.cols)))

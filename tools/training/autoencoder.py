@@ -23,7 +23,7 @@ from .loop import Training, autocast
 from .perception import Perception
 from .settings import BACKGROUNDS, PLACES, AutoencoderSetting, Setting
 
-WHOLE_IMAGES_FROM = 0.4  # fraction of the time after which whole images, whose statistics differ, replace crops
+WHOLE_IMAGES_FROM = 0.25  # fraction of the time after which whole images, whose statistics differ, replace crops
 POWER, FLOOR = 0.6, 0.03  # sharpening: errors below the floor (of pixels in -1..1) are squared again
 HELD_OUT = 48  # images to measure on
 HELD_OUT_EVERY = 21  # one portrait in so many is held out: no multiple of the number of styles, which take turns
