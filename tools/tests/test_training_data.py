@@ -4,6 +4,7 @@ import pytest
 import torch
 from comfyui_specar.models.networks.vq import VQModel
 from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images, square
+from comfyui_specar.tools.training import autoregressive, export
 from comfyui_specar.tools.training.autoregressive import Batches, TextToImage
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.data import augment, recolour
@@ -141,3 +142,15 @@ def test_learning_rate_ends_low_and_starts_warm():
     assert rate(0.0, 0) == pytest.approx(0.02)
     assert rate(0.3, 1000) == 1.0
     assert rate(1.0, 1000) == pytest.approx(0.02)
+
+
+def test_training_goes_on_from_an_exported_model(tmp_path, captions):
+    torch.manual_seed(0)
+    model, vq = TextToImage(SETTING, len(captions.words)).half().float(), VQModel(SETTING.tokenizer.config)
+    for name, module in (("model.pt", model), ("tokenizer.pt", vq)):
+        torch.save({"average": module.state_dict()}, tmp_path / name)
+    export.write(SETTING, captions, tmp_path, tmp_path / "default")
+    another = TextToImage(SETTING, len(captions.words))
+    autoregressive.take_weights(another, tmp_path / "default" / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(another.state_dict()[name], tensor), name

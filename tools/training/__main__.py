@@ -22,7 +22,9 @@ def main() -> None:
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
     parser.add_argument("--stage", choices=(*STAGES, *OTHER_STAGES), action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time of the stage instead of the setting's")
-    parser.add_argument("--from", dest="start", type=Path, help="VQ file from which to begin the tokenizer")
+    parser.add_argument(
+        "--from", dest="start", type=Path, help="trained file from which to begin the tokenizer or the model"
+    )
     options = parsed(parser)
     setting, out, exported = SETTINGS[options.setting], options.out, options.out / "default"
     for stage in options.stage or STAGES:
@@ -33,7 +35,7 @@ def main() -> None:
         if stage == "model" and views.exists():
             captions = Captions(setting)
             source = partial(autoregressive.Stored, setting, captions, views)
-            autoregressive.train(setting, captions, source, out, options.minutes)
+            autoregressive.train(setting, captions, source, out, options.minutes, options.start)
             continue
         images = load_images(options.cache, setting.portrait_count)
         captions = Captions(setting, images.words)
@@ -54,7 +56,7 @@ def main() -> None:
             if stage == "views":
                 autoregressive.encode(setting, source, views)
             else:
-                autoregressive.train(setting, captions, source, out, options.minutes)
+                autoregressive.train(setting, captions, source, out, options.minutes, options.start)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.attention import additive
+from ...model_loaders.detect import load_model
+from ...models.ar_model import DiscreteModel
 from ...models.networks.backbone import Backbone, BackboneConfig
 from ...models.networks.positions import GridPositions, rotation_at
 from ...models.networks.prefix import CaptionPrefix
 from ...models.networks.vq import VQModel
+from ...models.text.prompt_encoders import WordEncoder
 from .captions import Captions, View
 from .data import Images
 from .loop import Training, autocast, restored
@@ -156,20 +159,35 @@ def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor
     return float(torch.stack(losses).mean())
 
 
+@torch.no_grad()
+def take_weights(model: TextToImage, file: Path) -> None:
+    """Copy the weights of an exported model of the same structure and words."""
+    trained = load_model(file, dtype=torch.float32)
+    assert isinstance(trained, DiscreteModel) and isinstance(trained.prompt_encoder, WordEncoder)
+    model.backbone.load_state_dict(trained.backbone.state_dict())
+    model.prefix.cap_proj.load_state_dict(trained.prefix.get_submodule("cap_proj").state_dict())
+    model.null_caption.copy_(trained.prefix.get_buffer("uncond_embedding"))
+    model.words.weight.copy_(trained.prompt_encoder.table)
+
+
 def train(
     setting: Setting,
     captions: Captions,
     source: Callable[[int], Batches | Stored],
     out: Path,
     minutes: float | None = None,
+    start: Path | None = None,
 ) -> None:
     """Train for the time (or resume from ``out``/model.pt); at the end, that file has the averaged model.
 
-    source: seed -> training images.
+    source: seed -> training images. start: the file of an exported model to begin from.
     """
     cfg, device, mixed = setting.model, torch.device(setting.device), autocast(setting)
     torch.manual_seed(1)
-    model = TextToImage(setting, len(captions.words)).to(device)
+    model = TextToImage(setting, len(captions.words))
+    if start is not None:
+        take_weights(model, start)
+    model.to(device)
     outer, minutes = ("tok_embeddings", "output", "words", "null_caption"), minutes or cfg.minutes
     training = Training(model, out / "model.pt", minutes, cfg.learning_rate, outer, cfg.ema, cfg.weight_decay)
     captions.random.seed(training.step)

@@ -250,7 +250,7 @@ PORTRAITS = replace(
         whole_batch=2,
         sharpening_minutes=60,
     ),
-    model=replace(CPU.model, minutes=600, dim=320, layers=10, heads=5),
+    model=replace(CPU.model, minutes=200),
     caption_slots=16,
     portraits=0.75,
     portrait_count=12_000,
