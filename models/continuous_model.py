@@ -98,8 +98,8 @@ class ContinuousBase(Prompted):
         check_grids((batch, *grid, self.channels), tokens=tokens)
         check_both(tokens, kept)
         asked = chosen_params(self.defaults, params, "continuous models")
-        positive = self.read(conditioning, batch, "positive")
-        other = self.read(negative, batch, "negative")
+        positive = self.unpack_prompt(conditioning, batch, "positive")
+        other = self.unpack_prompt(negative, batch, "negative")
         notices = self.notices(conditioning, negative, asked.cfg, self.defaults.cfg, grid)
         tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
         return ContinuousRequest(self, positive, grid, asked, other, seed, batch, callback, tokens, kept, notices)
@@ -128,7 +128,7 @@ class ContinuousBase(Prompted):
     def features(self, conditioning: Conditioning | None, batch: int, name: str) -> Tensor | None:
         """Features [batch, n, F] of a CONDITIONING; None for no negative prompt. Raises ValueError for one of another
         model."""
-        prompt = self.read(conditioning, batch, name)
+        prompt = self.unpack_prompt(conditioning, batch, name)
         return None if prompt is None else prompt.features.expand(batch, -1, -1)
 
     def to_latent(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
