@@ -198,7 +198,7 @@ def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[s
 
 
 class ARSampler(io.ComfyNode):
-    """The sampler with one choice instead of a method's settings, first among the samplers."""
+    """AR Sampler, with one choice instead of a method's settings, first among the samplers."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
