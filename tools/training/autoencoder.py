@@ -151,7 +151,7 @@ def train(
     evaluate: model and held-out pixels -> numbers to report, and reconstructions, which are drawn beside ``file``.
     """
     device, mixed = torch.device(setting.device), autocast(setting)
-    training = Training(model.to(device), file, minutes or cfg.minutes, cfg.learning_rate, OUTER)
+    training = Training(model.to(device), file, cfg.minutes if minutes is None else minutes, cfg.learning_rate, OUTER)
     sampler = Sampler(setting, cfg, images, seed=training.step)
     held_out = Sampler(setting, cfg, images, seed=10**6).whole(HELD_OUT, only_chosen=True)
     perception = Perception().to(device)
@@ -191,7 +191,7 @@ def sharpen(
     model = model.to(device).requires_grad_(False)
     model.decoder.requires_grad_(True)
     model.post_quant_conv.requires_grad_(True)
-    minutes = minutes or cfg.sharpening_minutes
+    minutes = cfg.sharpening_minutes if minutes is None else minutes
     training = Training(model, file, minutes, cfg.sharpening_rate, ("conv_out",), decay=0.998)
     sampler = Sampler(setting, cfg, images, seed=10**5 + training.step)
     held_out = Sampler(setting, cfg, images, seed=10**6).whole(HELD_OUT, only_chosen=True)

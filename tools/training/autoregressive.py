@@ -188,7 +188,8 @@ def train(
     if start is not None:
         take_weights(model, start)
     model.to(device)
-    outer, minutes = ("tok_embeddings", "output", "words", "null_caption"), minutes or cfg.minutes
+    outer = ("tok_embeddings", "output", "words", "null_caption")
+    minutes = cfg.minutes if minutes is None else minutes
     training = Training(model, out / "model.pt", minutes, cfg.learning_rate, outer, cfg.ema, cfg.weight_decay)
     captions.random.seed(training.step)
     batches, unseen = source(training.step), source(10**6)

@@ -93,7 +93,7 @@ class Training(Generic[M]):
     @property
     def fraction(self) -> float:
         """The elapsed share of the time, 0 to 1."""
-        return min(self.spent / self.seconds, 1.0)
+        return min(self.spent / self.seconds, 1.0) if self.seconds else 1.0
 
     def run(
         self, losses: Callable[[float], Mapping[str, Tensor]], held_out: Callable[[], object], save_minutes: float = 3.0
@@ -103,6 +103,8 @@ class Training(Generic[M]):
         losses: elapsed share -> scalars by name, the first of which is minimised; the others are only reported.
         held_out: what to report of the averaged module whenever the file is written.
         """
+        if not self.file.exists():
+            self._save()
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         begin, running, fraction = self.step, torch.zeros(()), self.fraction
         while fraction < 1.0:

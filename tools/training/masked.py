@@ -222,7 +222,7 @@ def train(
     torch.manual_seed(2)
     model = MaskedTextToImage(setting, cfg, words).to(device)
     outer = ("pos_embed", "mask_token", "fake_latent", "z_proj", "input_proj", "final_layer.linear", "guess")
-    minutes = minutes or cfg.minutes
+    minutes = cfg.minutes if minutes is None else minutes
     training = Training(model, file, minutes, cfg.learning_rate, outer, cfg.ema, cfg.weight_decay)
     captions.random.seed(training.step)
     latents = Latents(setting, cfg, images, captions, vae, scale, seed=training.step)
