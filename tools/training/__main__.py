@@ -21,9 +21,7 @@ def main() -> None:
     parser = command("tools.training", __doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
     parser.add_argument("--stage", choices=(*STAGES, *OTHER_STAGES), action="append", help="default: all, in order")
-    parser.add_argument(
-        "--minutes", type=float, help="time of the stage instead of the setting's; 0: its weights as they are"
-    )
+    parser.add_argument("--minutes", type=float, help="time of the stage; 0: leave its weights as they are")
     parser.add_argument(
         "--from", dest="start", type=Path, help="trained file from which to begin the tokenizer or the model"
     )
