@@ -12,7 +12,7 @@ beside="$(dirname "$root")"
 PYTHON="${PYTHON:-python3}"
 WHEELS_FOR="${WHEELS_FOR:-3.12}" # version of Python on the other machine
 MOST=60                         # MiB of an archive
-CODE=(__init__.py api.py pyproject.toml LICENSE assets/continuous assets/default batch common kernels locales
+CODE=(__init__.py api.py pyproject.toml LICENSE assets/continuous assets/default batch device kernels limits locales
     model_loaders models nodes reports samplers subgraphs tests/support tools web workflows/api)
 # What ComfyUI needs beyond torch, transformers and aiohttp. Its front end is not needed.
 PACKAGES=(alembic annotated-types av blake3 comfy-aimdo comfy-kitchen einops mako pydantic pydantic-core

@@ -7,6 +7,7 @@ anew. Take many: a model that sees the same tokens four times overfits.
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -196,13 +197,18 @@ def train(
     unseen = [unseen.sample(cfg.batch, held_out=True) for _ in range(4)]
     predict = torch.compile(model, dynamic=False) if setting.compile else model
 
-    def losses(_fraction: float) -> dict[str, Tensor]:
-        caption, dropped, tokens = batches.sample(cfg.batch)
-        with mixed():
-            logits = predict(caption, dropped, tokens)
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.flatten())}
+    with ThreadPoolExecutor(1) as pool:  # a batch is encoded while the model learns the last one
+        following = pool.submit(batches.sample, cfg.batch)
 
-    training.run(losses, lambda: f"{held_out_loss(training.average, unseen):.4f} nats per token")
+        def losses(_fraction: float) -> dict[str, Tensor]:
+            nonlocal following
+            caption, dropped, tokens = following.result()
+            following = pool.submit(batches.sample, cfg.batch)
+            with mixed():
+                logits = predict(caption, dropped, tokens)
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.flatten())}
+
+        training.run(losses, lambda: f"{held_out_loss(training.average, unseen):.4f} nats per token")
 
 
 def restore(setting: Setting, words: int, out: Path) -> TextToImage:
