@@ -3,10 +3,12 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +32,7 @@ from comfyui_specar.tools.benchmarks.gpu.command import begun, page
 from comfyui_specar.tools.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, OUT_OF_TIME, Findings, NotRun
 from comfyui_specar.tools.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 NOTHING = {"summary": "all well", "rows": [], "failures": [], "warnings": [], "not_run": {}, "at": None}
 
@@ -456,3 +459,10 @@ def test_differences():
     assert kernels.difference(a, a + torch.tensor([0.5, 1.0, 0, 0])) == 0.5
     assert kernels.difference(a, torch.zeros(4)) == torch.inf
     assert kernels.difference(torch.arange(4), torch.tensor([0, 1, 2, 9])) == 0.25
+
+
+def test_the_whole_pack_goes_to_another_machine():
+    script = (ROOT / "tools/gpu.sh").read_text(encoding="utf-8")
+    [packed] = re.findall(r"^CODE=\(([^)]*)\)", script, re.MULTILINE)
+    assert all((ROOT / name).exists() for name in packed.split()), packed
+    assert {package.parent.name for package in ROOT.glob("*/__init__.py")} <= set(packed.split())
