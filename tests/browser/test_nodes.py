@@ -1,5 +1,6 @@
 """What our nodes say, offer and look like in the real front end."""
 
+import json
 import re
 
 import pytest
@@ -112,7 +113,7 @@ def test_what_a_run_took_stays_on_its_sampler(page, renderer):
     screenshot(page, f"result-{renderer}")
 
 
-def test_what_a_run_took_comes_back_with_its_tab_and_its_page(own_page):
+def test_what_a_run_took_comes_back_with_its_tab_and_its_page(own_page, tmp_path):
     page, text = own_page, "() => document.querySelector('.specar-result:not([hidden])')?.textContent"
     load(page, ROOT / f"workflows/{SJD}.json", name="one")
     set_prompts(page, "apple, xyz")  # its notice stays, too
@@ -124,6 +125,13 @@ def test_what_a_run_took_comes_back_with_its_tab_and_its_page(own_page):
     assert not page.evaluate(text)
     page.locator(".workflow-tab", has_text="one").first.click()
     page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')")
+    page.wait_for_function(f"took => ({text})() === took", arg=took)
+    same = tmp_path / "same.json"
+    same.write_text(json.dumps(page.evaluate("() => app.graph.serialize()")), encoding="utf-8")
+    load(page, same, name="opened anew")
+    page.wait_for_timeout(500)
+    assert not page.evaluate(text)
+    page.locator(".workflow-tab", has_text="one").first.click()
     page.wait_for_function(f"took => ({text})() === took", arg=took)
     page.wait_for_timeout(1500)  # for the front end to keep its tabs
     page.reload(wait_until="domcontentloaded")

@@ -90,6 +90,7 @@ function show(node, output) {
 const toasted = new Set(); // notices of this run that were toasts: a sampler repeats those of its prompts
 let running = null; // {node, run} that was shown last, of the prompt that runs
 let prompt = null; // its id
+let restored = false; // has the page shown a graph
 
 function showRun({ detail }) {
   running = detail;
@@ -133,8 +134,11 @@ app.registerExtension({
     window.LiteGraph.slot_types_default_in.LATENT?.push("SpecAREmptyLatent"); // offered where latent_image is dropped
     await loadWords(app);
   },
-  /** What runs took before the page was loaded again. */
+  /** What runs took before the page was loaded again. Graphs that are opened later have not run yet, or come with their
+   * outputs (see below). */
   afterConfigureGraph() {
+    if (restored) return;
+    restored = true;
     for (const [locator, run] of Object.entries(keptResults(rootGraph().id, widgetsOf(rootGraph())))) showResult(nodeAt(locator), run);
   },
   nodeCreated(node) {
