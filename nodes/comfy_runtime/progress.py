@@ -64,9 +64,6 @@ def _page() -> tuple[Any, str] | None:
     return server, context.node_id
 
 
-Run = dict[str, Any]
-
-
 class Status:
     """Says how far a run is."""
 
@@ -79,7 +76,7 @@ class Status:
         """Show it on the node that is executing."""
         show_run(self(progress))
 
-    def __call__(self, progress: Any) -> Run:
+    def __call__(self, progress: Any) -> dict[str, Any]:
         """After a pass, with the seconds that are left, once these are known."""
         now, done = time.perf_counter(), self.request.count_sampled(progress.committed)
         self.first = self.first or (now, done)
@@ -90,7 +87,7 @@ class Status:
         return run | {"left": duration((now - began) * (self.total - done) / (done - before))}
 
 
-def finished_run(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Run:
+def finished_run(request: AnyRequest, trace: Trace, pixels_per_token: int) -> dict[str, Any]:
     """After a run: also the passes that one for each sampled token would be (``plain``), the seconds that it took, the
     ``size`` (width, height) of an image, the settings that were ``used``, and ``notices`` of what was asked for but not
     done."""
@@ -108,7 +105,7 @@ def finished_run(request: AnyRequest, trace: Trace, pixels_per_token: int) -> Ru
     }
 
 
-def counts(images: int, passes: int, done: float, total: float) -> Run:
+def counts(images: int, passes: int, done: float, total: float) -> dict[str, Any]:
     return {"images": images, "passes": passes, "done": round(done), "total": round(total)}
 
 
