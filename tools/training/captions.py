@@ -82,7 +82,7 @@ SYNONYMS = _by_synonym(
 # The same for portraits, whose words have precedence, and words that say nothing in their prompts.
 PORTRAIT_SYNONYMS = _by_synonym(
     {
-        "person": "people human portrait avatar somebody someone",
+        "person": "people human avatar somebody someone adult man men woman women boy girl guy lady kid child",
         "avataaars": "avataaar avataars",
         "personas": "persona",
         "pixel-art": "pixel pixelart pixelated 8-bit",
@@ -140,7 +140,9 @@ COLOURS_OF = {  # synonyms of the colours of one noun
     ),
     "skin": _by_synonym({"light": "pale fair", "tan": "tanned"}),
 }
-PORTRAIT_STOP_WORDS = "art character clothes face faced hair has head looking skin wearing wears who whose".split()
+PORTRAIT_STOP_WORDS = (
+    "art character clothes face faced hair has head looking portrait skin wearing wears who whose".split()
+)
 
 # Tags that describe rather than name: "happy dog" must not become a smiley and a dog.
 VAGUE = frozenset(
