@@ -44,15 +44,14 @@ def module(path: Path) -> str:
 
 def count_lines() -> dict[str, int]:
     """Lines of the files that git knows."""
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.split(
-        "\n"
-    )
+    found = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    names = [name for name in found.stdout.splitlines() if (ROOT / name).exists()]
     lines = {"pack": 0, "tools": 0, "tests": 0}
     for name in (name for name in names if name.endswith(".py")):
         folders = Path(name).parts[:-1]
         part = "tests" if "tests" in folders else "tools" if "tools" in folders else "pack"
         lines[part] += len((ROOT / name).read_text(encoding="utf-8").splitlines())
-    entries = {name.split("/")[0] for name in names if name and not name.startswith(".")}
+    entries = {name.split("/")[0] for name in names if not name.startswith(".")}
     return {**{f"lines, {part}": count for part, count in lines.items()}, "entries of the top level": len(entries)}
 
 

@@ -179,9 +179,9 @@ class Prompted(Placed):
         no negative prompt, which an empty one is, too.
 
         Of an EncodedPrompt only the device changes: it may have been unpacked before the model was moved. Token ids are
-        compared with those of the prompt's text, so that a change is noticed, and made anew for negative prompts and
-        for other grids, whose templates may differ. Raises ValueError for a CONDITIONING of another model, or one that
-        was changed, TypeError for anything else.
+        compared with those of the prompt's text, so that a change is noticed, and encoded again for negative prompts
+        and for other grids, whose templates may differ. Raises ValueError for a CONDITIONING of another model, or one
+        that was changed, TypeError for anything else.
         """
         negative = name == "negative"
         if isinstance(conditioning, EncodedPrompt):

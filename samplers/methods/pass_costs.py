@@ -24,7 +24,7 @@ from ..contract import StepOut
 from ..drafts.costs import PassCosts
 from ..drafts.growing import Root, grow_sampled
 from ..drafts.trees import Tree, shape_of
-from .rounds import Observed, Round, accept, drafting, record_tokens
+from .rounds import Observed, Round, accept, record_tokens, start_drafting
 
 if TYPE_CHECKING:
     from ..engine.run import Run
@@ -112,7 +112,7 @@ def _target(run: Run, width: int) -> Step:
 def _draft(run: Run, hidden: Tensor, frontier: int, committed: Tensor) -> Tree:
     """A tree of one level, after the drafter's pass over the tokens of a round; or of ``frontier`` drafts with a child
     each. The drafter keeps nothing."""
-    work = drafting(run)
+    work = start_drafting(run)
     position, _ = _chain(committed, OBSERVED)
     token, none = torch.zeros_like(position), torch.zeros_like(committed)
     out = work.drafter.observe(run.memory, token, position, hidden, none)

@@ -84,7 +84,7 @@ class Drafted(Halfway):
     extent: ClassVar[None] = None
 
 
-def drafting(run: Run) -> Drafting:
+def start_drafting(run: Run) -> Drafting:
     """What a tree is grown with."""
     assert run.drafter is not None
     inputs = run.inputs
@@ -93,7 +93,7 @@ def drafting(run: Run) -> Drafting:
 
 def draft(structure: Structure, run: Run, state: Round, extent: Extent) -> Tree:
     """Let the drafter observe the tokens of the last round, and grow a tree."""
-    new, work = state.observed, drafting(run)
+    new, work = state.observed, start_drafting(run)
     position = new.begin[:, None] + counting(new.token.shape[1], new.begin.device)
     out = work.drafter.observe(run.memory, new.token, position, new.hidden, new.count)
     return structure.grow(work, Root(state.root, state.committed, out), state.plan, extent, state.index)

@@ -128,7 +128,7 @@ def test_what_a_run_took_comes_back_with_its_tab_and_its_page(own_page, tmp_path
     page.wait_for_function(f"took => ({text})() === took", arg=took)
     same = tmp_path / "same.json"
     same.write_text(json.dumps(page.evaluate("() => app.graph.serialize()")), encoding="utf-8")
-    load(page, same, name="opened anew")
+    load(page, same, name="opened again")
     page.wait_for_timeout(500)
     assert not page.evaluate(text)
     page.locator(".workflow-tab", has_text="one").first.click()

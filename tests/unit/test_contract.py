@@ -100,15 +100,18 @@ def test_parameters_that_a_model_does_not_have_are_named(models):
             model.request(model.encode_prompt(PROMPT), **unfit)
 
 
-def test_a_prompt_is_read_once(models, monkeypatch):
+def test_a_prompt_is_unpacked_once(models, monkeypatch):
     model = models[False]
-    read, prompt = [], model.encode_prompt(PROMPT)
-    whole = type(model).read
-    monkeypatch.setattr(
-        type(model), "read", lambda self, given, *rest: read.append(type(given).__name__) or whole(self, given, *rest)
-    )
+    unpacked, prompt = [], model.encode_prompt(PROMPT)
+    whole = type(model).unpack_prompt
+
+    def unpack_prompt(self, given, *rest):
+        unpacked.append(type(given).__name__)
+        return whole(self, given, *rest)
+
+    monkeypatch.setattr(type(model), "unpack_prompt", unpack_prompt)
     request = model.request(prompt, layout=model.layout().beginning(2))
     method = api.methods.NextToken()
     method.run_bytes(request)
     method.sample(request)
-    assert read.count("list") == 1 and set(read) == {"list", "EncodedPrompt", "NoneType"}
+    assert unpacked.count("list") == 1 and set(unpacked) == {"list", "EncodedPrompt", "NoneType"}

@@ -87,13 +87,13 @@ class Session:
     def model_reference(self, row: int, decided: int, drafts: list[int]) -> Tensor:
         """The target's logits [V] after the same tokens."""
         tokens = torch.cat((IMAGE[row % 2, :decided], torch.tensor(drafts, dtype=torch.int64)))
-        prefix = self.target.prefix(self.target.read(self.prompts[0], 1, "positive").features)
+        prefix = self.target.prefix(self.target.unpack_prompt(self.prompts[0], 1, "positive").features)
         if row >= 2:
             negative = self.prompts[1]
             prefix = (
                 self.target.prefix.unconditional(prefix, self.target.grid)
                 if negative is None
-                else self.target.prefix(self.target.read(negative, 1, "negative").features)
+                else self.target.prefix(self.target.unpack_prompt(negative, 1, "negative").features)
             )
         padded = torch.cat((tokens, torch.zeros(1, dtype=torch.int64)))  # the last token is never fed
         return self.target(prefix, padded[None])[0, -1]

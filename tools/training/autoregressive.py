@@ -192,8 +192,9 @@ def train(
     outer = ("tok_embeddings", "output", "words", "null_caption")
     minutes = cfg.minutes if minutes is None else minutes
     training = Training(model, out / "model.pt", minutes, cfg.learning_rate, outer, cfg.ema, cfg.weight_decay)
-    captions.random.seed(training.step)
-    batches, unseen = source(training.step), source(10**6)
+    seed = training.step + 10**5 * (start is not None)  # other views than those of the steps before
+    captions.random.seed(seed)
+    batches, unseen = source(seed), source(10**6)
     unseen = [unseen.sample(cfg.batch, held_out=True) for _ in range(4)]
     predict = torch.compile(model, dynamic=False) if setting.compile else model
 
