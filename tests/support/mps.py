@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 TABLE = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
 RECENT = frozenset((Path(__file__).parent / "mps_kernels_since_2_5.txt").read_text(encoding="utf-8").split())
-backend_registration._setup_privateuseone_for_python_backend("metal")  # a kind of device that torch knows nothing of
-DEVICE = torch.device("metal", 0)
+KIND = "metal"  # of device, of which torch knows nothing
+DEVICE = f"{KIND}:0"
 UNKNOWN = {torch.float64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2}
 WHOLE = {  # composite operators that look where their operands lie or change their size -> whose kernel they use there
     "scaled_dot_product_attention": "_scaled_dot_product_attention_math_for_mps",
@@ -83,6 +83,7 @@ class MetalTensor(Tensor):
 @contextmanager
 def metal(exact: bool = True) -> Iterator[Metal]:
     """The device exists while this lasts. exact: are its int64 products right?"""
+    register()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(numbers, device=...) makes them on the CPU first
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # moved parameters are MetalTensors
     try:
@@ -91,6 +92,12 @@ def metal(exact: bool = True) -> Iterator[Metal]:
     finally:
         torch._C._set_only_lift_cpu_tensors(False)
         torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@cache
+def register() -> None:
+    """Make torch accept this kind of device. Not on import: from then on a process cannot index fake CUDA tensors."""
+    backend_registration._setup_privateuseone_for_python_backend(KIND)
 
 
 class Metal(TorchDispatchMode):
@@ -105,7 +112,7 @@ class Metal(TorchDispatchMode):
         given = dict(zip(wanted, args, strict=False)) | (kwargs or {})
         tensors = leaves(list(given.values()))
         target = torch.device(given["device"]) if given.get("device") is not None else None
-        if not any(isinstance(x, MetalTensor) for x in tensors) and (target is None or target.type != DEVICE.type):
+        if not any(isinstance(x, MetalTensor) for x in tensors) and (target is None or target.type != KIND):
             return operator(*args, **kwargs or {})
         view = is_view(operator)
         if not view and name not in WHOLE and name not in MOVES and (composite := composite_of(operator)):
@@ -121,7 +128,7 @@ class Metal(TorchDispatchMode):
         assert all(x.shape == x.inner.shape for x in held.values()), f"{name} changed the size of an operand"
         if name == "mul.Tensor" and not self.exact and result.dtype == torch.int64:
             result = result.float().long()
-        if target is not None and target.type != DEVICE.type:
+        if target is not None and target.type != KIND:
             return result
         return map_tensors(lambda x: held[id(x)] if id(x) in held else on_device(x), result)
 

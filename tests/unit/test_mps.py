@@ -136,7 +136,7 @@ DECODERS = {
 
 def moved(module):
     """As ComfyUI moves a model to its device when a run begins."""
-    module.to(DEVICE).device = DEVICE
+    module.to(DEVICE).device = torch.device(DEVICE)
 
 
 @pytest.mark.parametrize("kind", ["discrete", "continuous"])
@@ -251,4 +251,4 @@ def test_the_device_computes():
     wanted[0, 0] = 7
     assert same(found, torch.stack((wanted[[1, 0]], wanted.softmax(-1).flip(0))))
     assert {"mul_.Tensor", "index.Tensor", "_softmax", "cat"} <= device.called
-    assert x.device == DEVICE and x.device.type not in ("cpu", "cuda") and not x.is_cuda
+    assert x.device == torch.device(DEVICE) and x.device.type not in ("cpu", "cuda") and not x.is_cuda
