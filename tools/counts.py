@@ -1,4 +1,4 @@
-"""Counts what grows unnoticed: python -m tools.numbers [--list]
+"""Counts what grows unnoticed: python -m tools.counts [--list]
 
 * lines of Python of the pack, of its tools and of all tests; entries of the top level
 * methods of the largest class
