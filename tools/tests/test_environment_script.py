@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -78,3 +79,8 @@ def another_tree_comes_from_an_archive_and_has_an_environment_of_its_own(checkou
     (wanted,) = (tmp_path / ".cache/comfyui-specar").glob("tree-*/requirements.txt")
     kept, front_end = wanted.read_text(encoding="utf-8").splitlines()  # torch is the shared environment's
     assert kept == "einops" and front_end.split("==")[0] == "comfyui-frontend-package" and "1.0.0" not in front_end
+
+
+def test_scripts_shadow_no_module_of_python():
+    """They run from their folder, which Python searches first."""
+    assert not {script.stem for script in (ROOT / "tools").glob("*.py")} & sys.stdlib_module_names
