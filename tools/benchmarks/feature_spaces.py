@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
-from comfyui_specar.tools.training.classifier import FILE, Classifier
+from comfyui_specar.tools.training.classifier import FILE, Classifier, labels_for
 from comfyui_specar.tools.training.perception import Backbone
+from comfyui_specar.tools.training.settings import Setting
 from torch import Tensor
 
 FOLDER = Path(__file__).parent / "classifier"
@@ -16,12 +17,13 @@ SPACES = ("own", "imagenet")  # the classifier of tools/training/classifier.py; 
 
 
 class Spaces:
-    """The networks. names: those of SPACES that are used, the second one only if ``imagenet``, as it needs packages
-    (see tools/training/perception.py); accuracy: the classifier's, as its file says; checksum: of its weights."""
+    """The networks for images of a setting. names: those of SPACES that are used, the second one only if ``imagenet``,
+    as it needs packages (see tools/training/perception.py); accuracy: the classifier's, as its file says; checksum: of
+    its weights."""
 
-    def __init__(self, imagenet: bool = True, file: Path = FOLDER / FILE):
-        self.names = SPACES[: 1 + imagenet]
-        self.classifier, self.backbone = Classifier.load(file), Backbone() if imagenet else None
+    def __init__(self, setting: Setting, imagenet: bool = True):
+        file, self.setting, self.names = FOLDER / setting.name / FILE, setting, SPACES[: 1 + imagenet]
+        self.classifier, self.backbone = Classifier.load(file, labels_for(setting)), Backbone() if imagenet else None
         self.accuracy = open_checkpoint(file).metadata["held_out"]
         self.checksum = str(zlib.crc32(file.read_bytes()))
 

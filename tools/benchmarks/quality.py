@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from comfyui_specar.tools.training.settings import BUNDLED
 
 from .feature_spaces import Spaces
 from .quality_cases import PROMPTS, prompts
@@ -33,13 +34,14 @@ from .quality_reports import check_joins, merged, rounded
 from .report import command, measured_on, parsed, write
 
 PARTS = ("draw", "measure")
-MODELS = ("default", "continuous")
 ALARM_RATE = 0.01  # probability that the check fails although every lossless method is exact, for each model
 
 
 def main() -> None:
     parser = command("quality", __doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="bundled models (default: both)")
+    parser.add_argument(
+        "--models", nargs="+", choices=BUNDLED, default=[*BUNDLED], help="bundled models (default: both)"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: both)")
     parser.add_argument(
         "--images",
@@ -65,7 +67,7 @@ def main() -> None:
         help="precision of the models, for the images and their likelihood (default: %(default)s)",
     )
     options = parsed(parser)
-    wanted, device, dtype = prompts(options.images), torch.device(options.device), getattr(torch, options.dtype)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     models = [ModelUnderTest.load(name, options.cfg, device, dtype, options.folder) for name in options.models]
     names = [case.name for tested in models for case in tested.cases]
     only = set(options.only or names)
@@ -81,16 +83,15 @@ def main() -> None:
         for tested in models:
             for case in tested.cases:
                 if case.name in only:
-                    tested.draw(case, wanted, options.batch)
+                    tested.draw(case, prompts(options.images, tested.setting), options.batch)
     if "measure" not in options.parts:
         return
-    spaces = Spaces(not options.without_imagenet)
-    classifier = {"checksum": spaces.checksum, "held_out": spaces.accuracy}
     measured = measured_on(device)
     outside = []
     for tested in models:
+        wanted, spaces = prompts(options.images, tested.setting), Spaces(tested.setting, not options.without_imagenet)
         model = {"name": tested.name, **tested.conditions(wanted, spaces)}
-        new = rounded({"alarm_rate": ALARM_RATE, "classifier": classifier, "models": [model]})
+        new = rounded({"alarm_rate": ALARM_RATE, "models": [model]})
         earlier = earlier_report(options.out) or new | {"models": []}
         check_joins(earlier, new)  # before it takes minutes
         found = tested.measure(wanted, spaces)

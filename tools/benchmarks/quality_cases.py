@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import zlib
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import comfyui_specar as specar
-from comfyui_specar.tools.training.classifier import LABELS
+from comfyui_specar.tools.training.classifier import NO_HAIR, labels_for
+from comfyui_specar.tools.training.settings import Setting
 
 from . import documents
 from .runs import Case, cases, drafter_cases
 
-PROMPTS = 512  # of the 1440 that name a subject, a style and a background
+PROMPTS = 512  # of the 1440 that name an emoji, a style and a background, or the 576 that name a portrait's
 FLOOR = ", other seeds"  # after the name of the reference: what two sets of one method differ by
 
 # Besides the README's methods. Lossless ones for the check, then relaxed ones.
@@ -34,24 +35,30 @@ MORE = (
 
 
 class Prompt(NamedTuple):
-    """A number for each of LABELS."""
+    """What an image is asked to show: a name of each of the classifier's labels."""
 
-    subject: int
-    style: int
-    background: int
+    subject: str
+    style: str
+    background: str
 
     @property
     def text(self) -> str:
-        subject, style, background = (names[i] for names, i in zip(LABELS.values(), self, strict=True))
-        return f"{subject}, {style}, on {'an' if background == 'orange' else 'a'} {background} background"
+        article = "an" if self.background == "orange" else "a"
+        return f"{self.subject}, {self.style}, on {article} {self.background} background"
+
+    @property
+    def possible(self) -> bool:
+        """Is there such an image? One style of portraits has robots, and no others."""
+        return self.subject != NO_HAIR and self.subject.endswith(" robot") == (self.style == "bottts")
 
 
-def prompts(count: int) -> list[Prompt]:
-    """The first ``count`` of PROMPTS different random ones. Raises ValueError for more than there are."""
+def prompts(count: int, setting: Setting) -> list[Prompt]:
+    """The first ``count`` of PROMPTS different random ones for a model of a setting. Raises ValueError for more than
+    there are."""
     if not 1 <= count <= PROMPTS:
         raise ValueError(f"{count} images per method were asked for, but must be 1 to {PROMPTS}: each has its prompt.")
-    every = [Prompt(*numbers) for numbers in itertools.product(*(range(len(names)) for names in LABELS.values()))]
-    return random.Random(0).sample(every, PROMPTS)[:count]
+    every = (Prompt(*names) for names in product(*labels_for(setting).values()))
+    return random.Random(0).sample([prompt for prompt in every if prompt.possible], PROMPTS)[:count]
 
 
 def first_seed(name: str) -> int:
@@ -143,4 +150,4 @@ def _with_other_seeds(listed: Sequence[Case]) -> list[Case]:
 
 def settings_of(case: Case, model) -> dict[str, Any]:
     """What a method says of itself in traces, "lossless" among it."""
-    return case.method.describe(model.request(model.encode_prompt(prompts(1)[0].text)))
+    return case.method.describe(model.request(model.encode_prompt("")))

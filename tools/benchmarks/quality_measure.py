@@ -7,45 +7,39 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from comfyui_specar.tools.training.classifier import LABELS
 from torch import Tensor
 
 from .image_metrics import entropy, frechet_distance, kernel_distance, kernel_terms, precision_recall
-from .quality_cases import Prompt
 from .resampling import bootstrap, exchange_test, jackknife, paired_test, rejected
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+PARTS = ("subject", "style", "background")  # of what an image shows
 
 
-def right(shown: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-    """Whether each image shows what was asked for: fp64 [N] for each of LABELS, and "all" of them."""
-    each = shown == torch.tensor(prompts)
-    return {**dict(zip(LABELS, each.double().unbind(1), strict=True)), "all": each.all(1).double()}
+def right(shown: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+    """Whether each image shows what was asked for, both [N, 3]: fp64 [N] for each of PARTS, and "all" of them."""
+    each = shown == wanted
+    return {**dict(zip(PARTS, each.double().unbind(1), strict=True)), "all": each.all(1).double()}
 
 
-def agreement(shown: Tensor, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
+def agreement(shown: Tensor, wanted: Tensor) -> dict[str, dict[str, Any]]:
     """The fraction of images that show what was asked for, by part."""
-    return {part: bootstrap(values) for part, values in right(shown, prompts).items()}
+    return {part: bootstrap(values) for part, values in right(shown, wanted).items()}
 
 
 class Measurement:
     """The rows of a report on one model.
 
-    seen: features, shown classes and likelihood of every image, by case; sources [N, D]: features of source images of
-    the same prompts by space. The reference is the first case. Features are divided by the root mean square of the
-    sources', so that the kernel's
-    scale does not depend on the network.
+    wanted: the classes [N, 3] that the prompts name; seen: features, shown classes and likelihood of every image, by
+    case; sources [N, D]: features of source images of the same prompts by space. The reference is the first case.
+    Features are divided by the root mean square of the sources', so that the kernel's scale does not depend on the
+    network.
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        seen: dict[str, dict[str, Tensor]],
-        sources: dict[str, Tensor],
-        vocab: int | None,
+        self, wanted: Tensor, seen: dict[str, dict[str, Tensor]], sources: dict[str, Tensor], vocab: int | None
     ):
-        self.prompts, self.seen, self.vocab = prompts, seen, vocab
+        self.wanted, self.seen, self.vocab = wanted, seen, vocab
         self.reference = next(iter(seen))
         self.scale = {space: features.double().square().mean().sqrt() for space, features in sources.items()}
         self.sources = {space: features.double() / self.scale[space] for space, features in sources.items()}
@@ -64,7 +58,7 @@ class Measurement:
             "passes": bootstrap(passes),
             "drift_bound_per_token": None if math.isnan(bound) else bound,
             **({"log_p": self.likelihood(seen["log_p"], tokens)} if "log_p" in seen else {}),
-            "agreement": agreement(seen["shown"], self.prompts),
+            "agreement": agreement(seen["shown"], self.wanted),
             "distances": {space: self.distances(case, space) for space in self.sources},
             **(
                 {"changes": {}, "p_values": {}}
@@ -107,7 +101,7 @@ class Measurement:
         """What each image [N] has more than the reference's of its prompt: whether it shows all that was asked for, and
         its log-probability."""
         own, base = self.seen[case], self.seen[self.reference]
-        agree, agree_base = (right(seen["shown"], self.prompts)["all"] for seen in (own, base))
+        agree, agree_base = (right(seen["shown"], self.wanted)["all"] for seen in (own, base))
         return {"agreement": agree - agree_base, **({"log_p": own["log_p"] - base["log_p"]} if "log_p" in own else {})}
 
     def changes(self, case: str) -> dict[str, dict[str, Any]]:

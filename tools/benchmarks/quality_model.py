@@ -21,6 +21,8 @@ from comfyui_specar.api import Output
 from comfyui_specar.limits.replacing import replace
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.probabilities import sampling_probs
+from comfyui_specar.tools.training.classifier import numbered
+from comfyui_specar.tools.training.settings import BUNDLED, Setting
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -128,6 +130,11 @@ class ModelUnderTest:
         cases = discrete_cases(specar.load_drafter(find(f"{name}/eagle"), model), small)
         return cls(name, model, decoder, cases, {"cfg": cfg, **BASE}, folder / f"{name}-{cfg:g}")
 
+    @property
+    def setting(self) -> Setting:
+        """What it was trained on."""
+        return BUNDLED[self.name]
+
     def file(self, case: Case, kind: str = "images") -> Path:
         return self.folder / kind / f"{re.sub('[^a-z0-9.]+', '-', case.name.lower()).strip('-')}.safetensors"
 
@@ -233,6 +240,7 @@ class ModelUnderTest:
             "prompts": zlib.crc32("\n".join(prompt.text for prompt in prompts).encode()),
             "settings": self.parameters or vars(self.model.defaults),
             "spaces": spaces.names,
+            "classifier": {"checksum": spaces.checksum, "held_out": spaces.accuracy},
         }
 
     def measure(self, prompts: Sequence[Prompt], spaces: Spaces) -> dict[str, Any]:
@@ -244,7 +252,8 @@ class ModelUnderTest:
         settings = {case.name: settings_of(case, self.model) for case in self.cases}
         sources = quality_sources.read(spaces, len(prompts))
         vocab = None if self.model.continuous else self.model.vocab
-        table = Measurement(prompts, seen, {space: sources[space] for space in spaces.names}, vocab)
+        wanted = numbered(prompts, spaces.classifier.labels)
+        table = Measurement(wanted, seen, {space: sources[space] for space in spaces.names}, vocab)
         rows = []
         for case, found in drawn.items():
             lossless = settings[case.name].get("lossless", False)
@@ -253,7 +262,7 @@ class ModelUnderTest:
             print(line(rows[-1]), flush=True)
         return {
             "reference": table.reference,
-            "sources": {"agreement": agreement(sources["shown"], prompts)},
+            "sources": {"agreement": agreement(sources["shown"], wanted)},
             "cases": settings,
             "rows": rows,
         }

@@ -21,9 +21,11 @@ from comfyui_specar.tools.benchmarks.quality_cases import FLOOR, PROMPTS, Prompt
 from comfyui_specar.tools.benchmarks.quality_measure import Measurement, check, right
 from comfyui_specar.tools.benchmarks.quality_model import Images, ModelUnderTest, conditioning, log_probs
 from comfyui_specar.tools.benchmarks.runs import Case
-from comfyui_specar.tools.training.classifier import LABELS
+from comfyui_specar.tools.training.classifier import labels_for, numbered
+from comfyui_specar.tools.training.settings import BUNDLED, EMOJI, PORTRAITS
 
-WANTED = prompts(5)
+WANTED = prompts(5, EMOJI)
+CLASSES = numbered(WANTED, labels_for(EMOJI))
 NEXT = Case("next_token", specar.methods.NextToken())
 SJD = Case("sjd coupled w32", specar.methods.SJD())
 
@@ -31,7 +33,7 @@ SJD = Case("sjd coupled w32", specar.methods.SJD())
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     folder, cpu = tmp_path_factory.mktemp("images"), torch.device("cpu")
-    return {name: ModelUnderTest.load(name, 2.0, cpu, torch.float32, folder) for name in quality.MODELS}
+    return {name: ModelUnderTest.load(name, 2.0, cpu, torch.float32, folder) for name in BUNDLED}
 
 
 @pytest.fixture
@@ -41,13 +43,22 @@ def tested(loaded, tmp_path) -> ModelUnderTest:
     return ModelUnderTest("default", found.model, found.decoder, found.cases, found.parameters, tmp_path)
 
 
-def test_prompts_are_different_and_those_of_a_small_run_are_the_first():
-    assert len(set(prompts(PROMPTS))) == PROMPTS and prompts(PROMPTS)[:5] == WANTED
-    assert Prompt(5, 1, 4).text == "cat, noto, on an orange background"
-    assert {len(part) for part in map(set, zip(*prompts(PROMPTS), strict=True))} == {40, 3, 12}
+@pytest.mark.parametrize(("setting", "names"), [(EMOJI, [40, 3, 12]), (PORTRAITS, [18, 5, 12])])
+def test_prompts_are_different_and_those_of_a_small_run_are_the_first(setting, names):
+    every = prompts(PROMPTS, setting)
+    assert len(set(every)) == PROMPTS and prompts(5, setting) == every[:5]
+    assert [len(set(part)) for part in zip(*every, strict=True)] == names
     for count in (0, PROMPTS + 1):
         with pytest.raises(ValueError, match=str(PROMPTS)):
-            prompts(count)
+            prompts(count, setting)
+
+
+def test_prompts_say_what_there_is():
+    assert Prompt("cat", "noto", "orange").text == "cat, noto, on an orange background"
+    robots = {prompt.style for prompt in prompts(PROMPTS, PORTRAITS) if "robot" in prompt.subject}
+    others = {prompt.style for prompt in prompts(PROMPTS, PORTRAITS) if "hair" in prompt.subject}
+    assert robots == {"bottts"} and others == {"avataaars", "big-smile", "personas", "pixel-art"}
+    assert not any(prompt.subject == "no hair" for prompt in prompts(PROMPTS, PORTRAITS))
 
 
 def test_every_case_has_its_name_file_and_seeds(loaded):
@@ -105,10 +116,10 @@ def test_the_log_probability_is_that_of_the_sampler(tested, cfg):
 
 
 def test_what_an_image_shows():
-    shown = torch.tensor(WANTED)
+    shown = CLASSES.clone()
     shown[1, 0] += 1
     shown[2, 2] += 1
-    assert {name: values.tolist() for name, values in right(shown, WANTED).items()} == {
+    assert {name: values.tolist() for name, values in right(shown, CLASSES).items()} == {
         "subject": [1, 0, 1, 1, 1],
         "style": [1] * 5,
         "background": [1, 1, 0, 1, 1],
@@ -117,7 +128,7 @@ def test_what_an_image_shows():
 
 
 def seen(count: int, shift: float = 0.0) -> dict[str, torch.Tensor]:
-    shown = torch.tensor(prompts(count))
+    shown = numbered(prompts(count, EMOJI), labels_for(EMOJI))
     shown[:, 1] = torch.where(torch.rand(count) < 0.1, (shown[:, 1] + 1) % 3, shown[:, 1])
     return {"own": torch.randn(count, 4) + shift, "shown": shown, "log_p": torch.randn(count).double() - 1}
 
@@ -127,7 +138,9 @@ def test_the_check_passes_what_is_exact_and_names_what_is_not():
     tokens, passes = torch.randint(16, (count, 2, 2)).to(torch.uint16), torch.full((count,), 7, dtype=torch.int32)
     exact = [NEXT.name, NEXT.name + FLOOR, "a", "b"]
     found = {name: seen(count) for name in exact} | {"biased": seen(count, 1.0), "relaxed": seen(count, 1.0)}
-    table = Measurement(prompts(count), found, {"own": torch.randn(count, 4)}, vocab=16)
+    table = Measurement(
+        numbered(prompts(count, EMOJI), labels_for(EMOJI)), found, {"own": torch.randn(count, 4)}, vocab=16
+    )
     unknown = torch.full((count,), torch.nan)
     rows = [table.row(name, tokens, passes, unknown, lossless=name != "relaxed") for name in found]
     assert check(rows, 0.01) == ["biased"]
@@ -153,13 +166,14 @@ def a_report(name: str = "default", **rows: float) -> dict:
         "settings": {"cfg": 2},
         "reference": "a",
         "spaces": ("own",),
+        "classifier": {"checksum": "1"},
         "cases": {case: {"lossless": True, "n": (1, 2)} for case in "abc"},
         "rows": [
             {"name": case, "lossless": True, "p_values": {} if case == "a" else {"log_p": p}, "measured": p}
             for case, p in rows.items()
         ],
     }
-    return quality_reports.rounded({"alarm_rate": 0.01, "classifier": {"checksum": "1"}, "models": [model]})
+    return quality_reports.rounded({"alarm_rate": 0.01, "models": [model]})
 
 
 def joined(earlier: dict, new: dict) -> dict:
@@ -179,14 +193,12 @@ def test_a_report_grows_and_keeps_its_other_models():
 
 def test_rows_under_other_conditions_do_not_join():
     others = {"weights": {"model": 8}, "dtype": "fp32", "images": 5, "prompts": 6, "settings": {"cfg": 3.0}}
-    for key, value in (others | {"spaces": ["own", "x"]}).items():
+    for key, value in (others | {"spaces": ["own", "x"], "classifier": {"checksum": "2"}}).items():
         new = a_report(a=1, b=0.5)
         new["models"][0][key] = value
         with pytest.raises(ValueError, match=f"default, {key}.*--out"):
             joined(a_report(a=1, c=0.5), new)
     new = a_report(a=1, b=0.5)
-    with pytest.raises(ValueError, match="classifier"):
-        joined(a_report(a=1), new | {"classifier": {"checksum": "2"}})
     new["models"][0]["cases"]["c"]["n"] = [1, 3]
     with pytest.raises(ValueError, match="settings of 'c'"):
         joined(a_report(a=1, c=0.5), new)
@@ -196,7 +208,7 @@ def test_rows_under_other_conditions_do_not_join():
 
 
 def test_sources_of_another_classifier_are_refused_and_the_card_says_how_good_it_is():
-    spaces = Spaces(imagenet=False)
+    spaces = Spaces(EMOJI, imagenet=False)
     found = quality_sources.read(spaces, 3)
     assert {name: values.shape for name, values in found.items()} == {"own": (3, 128), "shown": (3, 3)}
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
@@ -231,7 +243,7 @@ def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     assert "EAGLE-2" in report["missing"] and rows["next_token"]["passes"]["value"] == 256
     assert rows["Cool-SD delta 2"]["drift_bound_per_token"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
     for row in rows.values():
-        assert set(row["agreement"]) == {*LABELS, "all"} and -4 < row["log_p"]["value"] < 0
+        assert set(row["agreement"]) == {"subject", "style", "background", "all"} and -4 < row["log_p"]["value"] < 0
         assert row["agreement"]["background"]["value"] >= 0.75, "the model nearly always draws the background"
     looked = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/seen/*")}
     called("--parts", "measure")

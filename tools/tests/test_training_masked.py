@@ -16,13 +16,13 @@ from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images
 from comfyui_specar.tools.training import autoencoder, export, kl_vae, masked, tokenizer
 from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.export import save
-from comfyui_specar.tools.training.settings import CPU, MaskedSetting
+from comfyui_specar.tools.training.settings import EMOJI, MaskedSetting
 from comfyui_specar.tools.training.views import Scenes
 
 TINY = MaskedSetting(1, dim=32, layers=1, heads=2, head_width=32, head_depth=1, batch=4)
 CONTINUOUS = replace(
     SETTING,
-    kl_vae=replace(CPU.kl_vae, config=KLConfig(4, (1, 1, 1, 1, 1, 1), 32, 1), crop_batch=1, whole_batch=1),
+    kl_vae=replace(EMOJI.kl_vae, config=KLConfig(4, (1, 1, 1, 1, 1, 1), 32, 1), crop_batch=1, whole_batch=1),
     masked=TINY,
     masked_drafter=replace(TINY, dim=16, head_width=16),
 )
@@ -203,7 +203,7 @@ def test_divergence_is_that_of_torch():
 
 def test_shallow_layers_come_from_the_vq_tokenizer():
     vq = VQModel(VQConfig(16, 4, (1, 1, 2, 4, 4), 32, 32, 1))
-    model = KLModel(CPU.kl_vae.config)
+    model = KLModel(EMOJI.kl_vae.config)
     assert kl_vae.copy_shared_layers(model, vq) > 100
     mine, theirs = model.state_dict(), vq.state_dict()
     for new, old in {

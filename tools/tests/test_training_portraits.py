@@ -1,7 +1,5 @@
 """Portraits: their words, their colours and captions, and training on encoded views. No download."""
 
-import io
-import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +10,7 @@ import pytest
 import torch
 from comfyui_specar.models.networks.vq import VQModel
 from comfyui_specar.models.text.prompt_encoders import WordEncoder
-from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images
+from comfyui_specar.tests.support.tiny_training import CONCEPTS, DRAWN, SETTING, some_portraits, with_portraits
 from comfyui_specar.tools.training import autoregressive, contact_sheet, tokenizer
 from comfyui_specar.tools.training.autoencoder import HELD_OUT_EVERY, Sampler
 from comfyui_specar.tools.training.autoregressive import Batches, Stored
@@ -20,16 +18,9 @@ from comfyui_specar.tools.training.captions import MOST_PORTRAIT_WORDS, Captions
 from comfyui_specar.tools.training.contact_sheet import portrait_prompts
 from comfyui_specar.tools.training.export import half, save
 from comfyui_specar.tools.training.portrait_styles import DARK, EYES, PALETTES, PORTRAIT_STYLES, SKIN
-from comfyui_specar.tools.training.portraits import Portraits, portrait, words_of_portraits
+from comfyui_specar.tools.training.portraits import portrait, words_of_portraits
 from comfyui_specar.tools.training.settings import BACKGROUNDS, PORTRAITS
 from PIL import Image
-
-DRAWN = replace(SETTING, portraits=0.5, caption_slots=16, views=2)
-
-
-def some(count: int) -> list[tuple[list[str], dict[str, str]]]:
-    rng = random.Random(0)
-    return [portrait(style, rng) for _ in range(count) for style in PORTRAIT_STYLES]
 
 
 @pytest.fixture
@@ -43,35 +34,25 @@ def encoder() -> WordEncoder:
 
 @pytest.fixture
 def drawn(tmp_path):
-    """Images with 360 portraits, of one colour each."""
-    files, words = [], []
-    for i, (said, _) in enumerate(some(72)):
-        file = io.BytesIO()
-        Image.new("RGBA", (256, 256), (i // 2, 0, 0, 255)).save(file, "WEBP", lossless=True)
-        files.append(file.getvalue())
-        words.append(said)
-    joined = np.frombuffer(b"".join(files), np.uint8)
-    ends = np.cumsum([len(file) for file in files])
-    np.savez(tmp_path / "portraits-0000.npz", files=joined, ends=ends, words=json.dumps(words))
-    return replace(images(), portraits=Portraits(tmp_path, 360))
+    return with_portraits(tmp_path)
 
 
 def test_words_of_portraits_are_known_and_fit_a_caption():
     known = set(words_of_portraits())
-    seen = Counter(word for words, _ in some(400) for word in words)
+    seen = Counter(word for words, _ in some_portraits(400) for word in words)
     assert seen.keys() == known and min(seen.values()) > 5
-    assert max(len(words) for words, _ in some(400)) < MOST_PORTRAIT_WORDS, "and a background"
+    assert max(len(words) for words, _ in some_portraits(400)) < MOST_PORTRAIT_WORDS, "and a background"
 
 
 def test_skin_tones_have_equal_shares():
-    tones = Counter(word for words, _ in some(1000) for word in words if word.startswith("skin_"))
+    tones = Counter(word for words, _ in some_portraits(1000) for word in words if word.startswith("skin_"))
     assert tones.keys() == {f"skin_{tone}" for tone in SKIN}
     for count in tones.values():
         assert count / tones.total() == pytest.approx(1 / len(SKIN), abs=0.02)
 
 
 def test_words_say_what_the_options_draw():
-    for words, options in some(300):
+    for words, options in some_portraits(300):
         if options.get("hairColor") and (colour := next((w[5:] for w in words if w.startswith("hair_")), "")):
             assert PALETTES["hair"][colour] in options.values()
         assert not (EYES & set(words) and DARK & set(words)), "eyes behind dark glasses"
@@ -110,7 +91,7 @@ def test_what_people_type(encoder, prompt, known):
 
 def test_captions_of_portraits_are_complete_or_short():
     captions = Captions(DRAWN, CONCEPTS)
-    words, _ = some(1)[0]
+    words, _ = some_portraits(1)[0]
     teal = list(BACKGROUNDS).index("teal")
     complete = captions.sample_portrait(words, teal, drop=0.0)
     assert {captions.words[i] for i in complete} == {*words, "bg_teal"}

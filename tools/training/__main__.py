@@ -19,7 +19,7 @@ OTHER_STAGES = ("vq", "views")
 
 def main() -> None:
     parser = command("tools.training", __doc__)
-    parser.add_argument("--setting", choices=SETTINGS, default="cpu")
+    parser.add_argument("--setting", choices=SETTINGS, default="emoji")
     parser.add_argument("--stage", choices=(*STAGES, *OTHER_STAGES), action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time of the stage; 0: leave its weights as they are")
     parser.add_argument(

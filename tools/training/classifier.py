@@ -2,15 +2,15 @@
 
 A measuring tool of ``python -m tools.benchmarks quality``, not a part of any model: it names the subject, the style and
 the background of an image, and its features are one of the spaces in which sets of images are compared. It is trained
-on newly composed views of the source images, of which one (image, background) pair in twenty is held out. Training
-takes a fixed number of steps from a fixed seed.
+on newly composed views of a setting's emoji or, if it has them, portraits, of which one (image, background) pair in
+twenty is held out. Training takes a fixed number of steps from a fixed seed.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,18 +19,34 @@ import torch
 import torch.nn.functional as F
 from comfyui_specar.model_loaders.detect import bundled, load_image_decoder
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
-from comfyui_specar.tools.training.captions import Captions
+from comfyui_specar.tools.training.captions import Captions, View
 from comfyui_specar.tools.training.command import command, parsed
 from comfyui_specar.tools.training.data import Images, load_images
 from comfyui_specar.tools.training.export import half, save
 from comfyui_specar.tools.training.loop import Average, autocast, rate, set_rate
-from comfyui_specar.tools.training.settings import BACKGROUNDS, COMMON_CONCEPTS, CPU, STYLES, Augmentation, Setting
+from comfyui_specar.tools.training.portrait_styles import HAIR, PORTRAIT_STYLES, ROBOT
+from comfyui_specar.tools.training.settings import (
+    BACKGROUNDS,
+    BUNDLED,
+    COMMON_CONCEPTS,
+    SETTINGS,
+    STYLES,
+    Augmentation,
+    Setting,
+)
 from comfyui_specar.tools.training.views import Scenes, Views
 from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 
-LABELS = {"subject": tuple(COMMON_CONCEPTS.values()), "style": STYLES, "background": tuple(BACKGROUNDS)}
+Labels = Mapping[str, Sequence[str]]  # "subject", "style", "background" -> their names
+EMOJI_LABELS = {"subject": (*COMMON_CONCEPTS.values(),), "style": STYLES, "background": (*BACKGROUNDS,)}
+NO_HAIR = "no hair"
+PORTRAIT_LABELS = {
+    "subject": (*(f"{colour} hair" for colour in HAIR), *(f"{colour} robot" for colour in ROBOT), NO_HAIR),
+    "style": (*PORTRAIT_STYLES,),
+    "background": (*BACKGROUNDS,),
+}
 SIDE = 128  # pixels that the network reads
 WIDTHS = (24, 48, 80, 128)  # channels at strides 2, 4, 8, 16; the last ones, averaged, are the features
 GROUPS = 8
@@ -41,15 +57,21 @@ HELD_OUT_SEED = 10**6
 FILE = "classifier.safetensors"
 
 
-class Classifier(nn.Module):
-    """A convolutional network with a head for each of LABELS. Its features are [B, 128]."""
+def labels_for(setting: Setting) -> Labels:
+    """What the classifier of a setting tells apart."""
+    return PORTRAIT_LABELS if setting.portraits else EMOJI_LABELS
 
-    def __init__(self) -> None:
+
+class Classifier(nn.Module):
+    """A convolutional network with a head for each of ``labels``. Its features are [B, 128]."""
+
+    def __init__(self, labels: Labels) -> None:
         super().__init__()
+        self.labels = labels
         self.stem = _layer(3, WIDTHS[0], stride=2)
         self.down = nn.ModuleList(_layer(few, many, stride=2) for few, many in pairwise(WIDTHS))
         self.residual = nn.ModuleList(_layer(width, width) for width in WIDTHS[1:])
-        self.heads = nn.ModuleDict({name: nn.Linear(WIDTHS[-1], len(labels)) for name, labels in LABELS.items()})
+        self.heads = nn.ModuleDict({name: nn.Linear(WIDTHS[-1], len(names)) for name, names in labels.items()})
 
     def features(self, pixels: Tensor) -> Tensor:
         """[B, 128] (fp32) of pixels [B, 3, H, W] in [-1, 1], H and W being multiples of SIDE."""
@@ -61,7 +83,7 @@ class Classifier(nn.Module):
         return x.float().mean((2, 3))
 
     def logits(self, features: Tensor) -> list[Tensor]:
-        """Of each head, in the order of LABELS."""
+        """Of each head, in the order of the labels."""
         return [head(features) for head in self.heads.values()]
 
     def forward(self, pixels: Tensor) -> list[Tensor]:
@@ -72,12 +94,12 @@ class Classifier(nn.Module):
         return torch.stack([logits.argmax(1) for logits in self.logits(features)], dim=1)
 
     @classmethod
-    def load(cls, file: Path) -> Classifier:
+    def load(cls, file: Path, labels: Labels) -> Classifier:
         """Raises ValueError for a file that was trained with other labels."""
         checkpoint = open_checkpoint(file)
-        if checkpoint.metadata["labels"] != {name: list(labels) for name, labels in LABELS.items()}:
+        if checkpoint.metadata["labels"] != {name: list(names) for name, names in labels.items()}:
             raise ValueError(f"{file} knows other subjects, styles or backgrounds: train it again.")
-        model = cls()
+        model = cls(labels)
         model.load_state_dict({name: tensor.float() for name, tensor in checkpoint.tensors.items()})
         return model.eval().requires_grad_(False)
 
@@ -86,23 +108,29 @@ def _layer(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(GROUPS, outputs), nn.ReLU())
 
 
-def halved(images: Images) -> Images:
-    """The images with half as many pixels a side, so that their views have the size that the network reads."""
-    return replace(images, rgba=F.avg_pool2d(images.rgba.float(), 2).round().byte())
-
-
 def views_of(images: Images, setting: Setting, augmentation: Augmentation, seed: int) -> Views:
-    """Random views whose encodings are their pixels."""
+    """Random views whose encodings are their pixels: of portraits alone, if the setting has them."""
     captions = Captions(setting, images.words)
-    chosen = images.select(setting.concepts)
+    chosen, setting = images.select(setting.concepts), replace(setting, portraits=float(setting.portraits > 0))
     return Views(setting, augmentation, chosen, captions, torch.device("cpu"), lambda pixels: (pixels,), seed)
 
 
-def labels_of(views: Views, scenes: Scenes) -> Tensor:
-    """Subject, style and background [B, 3] (int64) of scenes."""
-    codes, shown = list(COMMON_CONCEPTS), views.images
-    image = torch.tensor([(codes.index(shown.code[i]), shown.style[i]) for i in scenes.image.tolist()])
-    return torch.cat((image, scenes.background[:, None]), dim=1)
+def shown(view: View) -> tuple[str, str, str]:
+    """Subject, style and background of a view."""
+    background, words = list(BACKGROUNDS)[view.background], view.words
+    if view.code:
+        return COMMON_CONCEPTS[view.code], STYLES[view.style], background
+    if "robot" in words:
+        subject = f"{next(word for word in words if word in ROBOT)} robot"
+    else:
+        hair = (word.removeprefix("hair_") for word in words if word.startswith("hair_"))
+        subject = next((f"{colour} hair" for colour in hair), NO_HAIR)
+    return subject, words[0], background
+
+
+def numbered(rows: Iterable[Sequence[str]], labels: Labels) -> Tensor:
+    """Names of a subject, a style and a background in each row -> their numbers [B, 3] (int64)."""
+    return torch.tensor([[names.index(name) for names, name in zip(labels.values(), row, strict=True)] for row in rows])
 
 
 def damaged(pixels: Tensor, generator: torch.Generator) -> Tensor:
@@ -115,14 +143,15 @@ def damaged(pixels: Tensor, generator: torch.Generator) -> Tensor:
 def train(images: Images, setting: Setting, steps: int) -> Classifier:
     """The averaged network after ``steps`` batches of new views."""
     torch.manual_seed(0)
-    model, mixed = Classifier(), autocast(setting)
+    labels = labels_for(setting)
+    model, mixed = Classifier(labels), autocast(setting)
     average = Average(model, 0.998)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
-    views, begun = views_of(halved(images.select(setting.concepts)), setting, AUGMENTATION, 0), time.monotonic()
+    views, begun = views_of(images, setting, AUGMENTATION, 0), time.monotonic()
     for step in range(steps):
         set_rate([optimizer], LEARNING_RATE, rate(step / steps, step))
         scenes, [pixels] = views.encoded(BATCH)
-        wanted = labels_of(views, scenes)
+        wanted = numbered(map(shown, views.views(scenes)), labels)
         with mixed():
             found = model(damaged(pixels, views.generator).contiguous())  # faster than channels last
         losses = [
@@ -149,7 +178,7 @@ def accuracy(model: Classifier, pixels: Iterable[Tensor], wanted: Tensor) -> dic
     """Fraction of right answers of each head, and of images with all of them ("all"). wanted [N, 3] (int64)."""
     right = torch.cat([model.classes(model.features(few)) for few in pixels]) == wanted
     return {
-        **dict(zip(LABELS, right.double().mean(0).tolist(), strict=True)),
+        **dict(zip(model.labels, right.double().mean(0).tolist(), strict=True)),
         "all": float(right.all(1).double().mean()),
     }
 
@@ -162,7 +191,7 @@ def held_out_accuracy(
     views = views_of(images, setting, setting.model.augmentation, HELD_OUT_SEED)
     scenes = views.scenes(count, held_out=True)
     parts = (change(views.pixels(Scenes(*few))) for few in zip(*(values.split(32) for values in scenes), strict=True))
-    return accuracy(model, parts, labels_of(views, scenes))
+    return accuracy(model, parts, numbered(map(shown, views.views(scenes)), model.labels))
 
 
 def decoded(name: str) -> Callable[[Tensor], Tensor]:
@@ -179,17 +208,19 @@ def decoded(name: str) -> Callable[[Tensor], Tensor]:
 
 def main() -> None:
     parser = command("tools.training.classifier", __doc__)
+    parser.add_argument("--setting", choices=SETTINGS, default="emoji")
     parser.add_argument("--steps", type=int, default=1600, help=f"batches of {BATCH} views (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=2400, help="held-out views (default: %(default)s)")
     arguments = parsed(parser)
-    images, labels = load_images(arguments.cache), {name: list(labels) for name, labels in LABELS.items()}
-    model = train(images, CPU, arguments.steps)
+    setting = SETTINGS[arguments.setting]
+    images, labels = load_images(arguments.cache, setting.portrait_count), labels_for(setting)
+    model = train(images, setting, arguments.steps)
     file, about = arguments.out / FILE, {"labels": labels, "steps": arguments.steps}
     save(file, half(model.state_dict()), about)
-    model = Classifier.load(file)  # whose weights were rounded
-    found = {"views": held_out_accuracy(model, images, CPU, arguments.held_out)}
-    for name in ("default", "continuous"):
-        found[f"decoded, {name}"] = held_out_accuracy(model, images, CPU, arguments.held_out // 5, decoded(name))
+    model = Classifier.load(file, labels)  # whose weights were rounded
+    found = {"views": held_out_accuracy(model, images, setting, arguments.held_out)}
+    for name in (name for name, of in BUNDLED.items() if of == setting):
+        found[f"decoded, {name}"] = held_out_accuracy(model, images, setting, arguments.held_out // 5, decoded(name))
     for name, shares in found.items():
         log.info("held out, %s: %s", name, ", ".join(f"{head} {share:.2%}" for head, share in shares.items()))
     save(file, half(model.state_dict()), {**about, "held_out": found})

@@ -15,7 +15,7 @@ STAGES = ("vae", "decoder", "model", "drafter", "export", "sheet")
 
 def main() -> None:
     parser = command("tools.training.continuous", __doc__)
-    parser.add_argument("--setting", choices=SETTINGS, default="cpu")
+    parser.add_argument("--setting", choices=SETTINGS, default="emoji")
     parser.add_argument("--stage", choices=STAGES, action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time of the stage instead of the setting's")
     parser.add_argument(

@@ -211,8 +211,8 @@ class Setting:
     drop_caption: float = 0.10
 
 
-CPU = Setting(
-    name="cpu",
+EMOJI = Setting(
+    name="emoji",
     device="cpu",
     compile=True,
     concepts=tuple(COMMON_CONCEPTS),
@@ -239,22 +239,23 @@ CPU = Setting(
 
 # Portraits, and emoji as before; start its tokenizer from a trained one (--from).
 PORTRAITS = replace(
-    CPU,
+    EMOJI,
     name="portraits",
     tokenizer=replace(
-        CPU.tokenizer,
+        EMOJI.tokenizer,
         minutes=150,
-        config=replace(CPU.tokenizer.config, codebook_size=2048),
+        config=replace(EMOJI.tokenizer.config, codebook_size=2048),
         learning_rate=8e-4,
         crop_batch=8,
         whole_batch=2,
         sharpening_minutes=60,
     ),
-    model=replace(CPU.model, minutes=200),
+    model=replace(EMOJI.model, minutes=200),
     caption_slots=16,
     portraits=0.6,
     portrait_count=12_000,
     views=60_000,
 )
 
-SETTINGS = {each.name: each for each in (CPU, PORTRAITS)}
+SETTINGS = {each.name: each for each in (EMOJI, PORTRAITS)}
+BUNDLED = {"default": EMOJI, "continuous": EMOJI}  # what the bundled models were trained on
