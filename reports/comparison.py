@@ -29,12 +29,11 @@ WIDTH, LABELS, ROW, HEAD, MARGIN, BAR = 640, 290, 46, 56, 12, 10  # pixels
 
 @dataclass(frozen=True)
 class Column:
-    """One measure: its heading, its unit, which values are better ("lower" or "higher"), a number per run (None: not
-    known), how it is written, and, where a number stands for several, the least and the greatest of them."""
+    """One measure: its heading, its unit, a number per run (None: not known), how it is written, and, where a number
+    stands for several, the least and the greatest of them."""
 
     name: str
     unit: str
-    better: str
     values: list[float | None]
     form: Callable[[float], str]
     spans: list[tuple[float, float] | None] | None = None
@@ -55,20 +54,18 @@ def columns(traces: list[Trace]) -> list[Column]:
     """The measures, per image. Wall times only of runs that may be compared (see :func:`times_compare`)."""
     totals = [t.summary() for t in traces]
     chosen = [
-        Column(
-            "model passes", "per image", "lower", [sum(t["passes_per_image"]) / t["images"] for t in totals], _count
-        ),
-        Column("draft passes", "per run", "lower", [t["draft_passes"] for t in totals], _count),
-        Column("tokens", "per model pass", "higher", [t["accepted_length"] for t in totals], "{:.2f}".format),
-        Column("acceptance", "of drafts", "higher", [_acceptance(t) for t in totals], "{:.0%}".format),
+        Column("model passes", "per image", [sum(t["passes_per_image"]) / t["images"] for t in totals], _count),
+        Column("draft passes", "per run", [t["draft_passes"] for t in totals], _count),
+        Column("tokens", "per model pass", [t["accepted_length"] for t in totals], "{:.2f}".format),
+        Column("acceptance", "of drafts", [_acceptance(t) for t in totals], "{:.0%}".format),
     ]
     if not all(t.continuous for t in traces):
         bounds = [t.drift_bound for t in traces]
-        chosen.append(Column("drift bound", "sum per image", "lower", bounds, "{:.2f}".format))
+        chosen.append(Column("drift bound", "sum per image", bounds, "{:.2f}".format))
     if any(t.continuous for t in traces):
-        chosen.append(Column("distance", "mean square", "lower", [_distance(t) for t in totals], "{:.3g}".format))
+        chosen.append(Column("distance", "mean square", [_distance(t) for t in totals], "{:.3g}".format))
     if not times_compare(traces):
-        chosen.append(Column("wall time", "seconds per run", "lower", [t["seconds"] for t in totals], "{:.2f}".format))
+        chosen.append(Column("wall time", "seconds per run", [t["seconds"] for t in totals], "{:.2f}".format))
     return chosen
 
 

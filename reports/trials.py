@@ -200,7 +200,6 @@ def trial_columns(trials: list[Trial], plain: Trial) -> list[Column]:
         Column(
             "time",
             "ms per token",
-            "lower",
             [t and 1000 * t.median for t in measured],
             "{:.3g}".format,
             [t and (1000 * t.range[0], 1000 * t.range[1]) for t in measured],
@@ -208,20 +207,19 @@ def trial_columns(trials: list[Trial], plain: Trial) -> list[Column]:
         Column(
             "speed",
             "times next token",
-            "higher",
             [s and s[0] for s in speeds],
             "{:.2f}".format,
             [s and s[1:] if t is not plain else None for t, s in zip(trials, speeds, strict=True)],
         ),
-        Column("model passes", "per token", "lower", [t and t.passes_per_token for t in measured], "{:.2f}".format),
+        Column("model passes", "per token", [t and t.passes_per_token for t in measured], "{:.2f}".format),
     ]
     if any(not trial.method.exact for trial in trials):
         bounds = [t and t.drift_bound_per_token for t in measured]
-        chosen.append(Column("drift bound", "per token", "lower", bounds, "{:.3f}".format))
+        chosen.append(Column("drift bound", "per token", bounds, "{:.3f}".format))
     qualities = [trial.method.quality for trial in trials]
     if any(quality and not trial.method.exact for trial, quality in zip(trials, qualities, strict=True)):
         losses = [t and q and q.loss for t, q in zip(measured, qualities, strict=True)]
-        chosen.append(Column("log p loss", "bundled model", "lower", losses, lambda loss: _sign(loss).lstrip("+")))
+        chosen.append(Column("log p loss", "bundled model", losses, lambda loss: _sign(loss).lstrip("+")))
     return chosen
 
 
