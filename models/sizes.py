@@ -22,13 +22,13 @@ def legal_grid(grid: Sequence[int]) -> Grid:
     return int(grid[0]), int(grid[1])
 
 
-def nearest_grids(wanted: Grid, grids: Iterable[Grid], count: int = 3) -> list[Grid]:
-    """The ``count`` grids whose sides differ least from the wanted ones, by ratio."""
+def nearest_grids(wanted: Grid, grids: Iterable[Grid]) -> list[Grid]:
+    """The three grids whose sides differ least from the wanted ones, by ratio."""
 
     def distance(grid: Grid) -> float:
         return sum(abs(log(side / asked)) for side, asked in zip(grid, wanted, strict=True))
 
-    return sorted(grids, key=distance)[:count]
+    return sorted(grids, key=distance)[:3]
 
 
 def choose_grid(path: Path, wanted: Sequence[int] | None, default: Sequence[int], grids: Sequence[Grid]) -> Grid:

@@ -18,9 +18,9 @@ MARGIN, HEAD, FOOT = 16, 48, 68  # pixels beside, above and below the images
 GROUND, INK, QUIET, BAR, DONE = (24, 24, 24), (230, 230, 230), (150, 150, 150), (60, 60, 60), (86, 180, 233)
 
 
-def panel_size(height: int, width: int, runs: int = 2) -> tuple[int, int]:
-    """Width and height of each image in the film. The height is even, as video codecs want it of the whole."""
-    across = (WIDTH - (runs + 1) * MARGIN) // runs
+def panel_size(height: int, width: int) -> tuple[int, int]:
+    """Width and height of each of a film's two images. The height is even, as video codecs want it of the whole."""
+    across = (WIDTH - 3 * MARGIN) // 2
     return across, round(across * height / width / 2) * 2
 
 
