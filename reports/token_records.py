@@ -9,7 +9,6 @@ from typing import Any
 from ..samplers.trace import Trace
 from .acceptance_map import CONTINUOUS_NAMES, SOURCES
 
-SCHEMA = "specar.tokens/2"
 DIGITS = 4  # significant ones that are kept of fractions
 
 
@@ -25,7 +24,6 @@ def token_numbers(trace: Trace, image: int, map_size: tuple[int, int], legend: d
     fields = {name: [_short(value) for value in grid.flatten().tolist()] for name, grid in grids.items() if grid.any()}
     return json.dumps(
         {
-            "schema": SCHEMA,
             "rows": trace.rows,
             "cols": trace.cols,
             "map": map_size,
