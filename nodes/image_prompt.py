@@ -14,7 +14,7 @@ from .checks import show
 from .comfy_runtime.glm_image import GlmImageVae
 from .comfy_runtime.models import LoadedModel
 from .comfy_runtime.progress import notify
-from .comfy_runtime.sources import encoder_of
+from .comfy_runtime.sources import encode_source
 from .comfy_runtime.vae import image_tokens
 from .latents import empty_latent
 from .regions import nearest_grid
@@ -114,7 +114,7 @@ def encode_image(model: LoadedModel, vae: Any, reads: ImagePrompts, name: str, i
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if reads.seen:
-        tokens = encoder_of(model).tokens(reads.seen(image, side))
+        tokens = encode_source(model, reads.seen(image, side))
     else:
         tokens = image_tokens(vae, pixels[None], model.model.vocab)[0]
     return {"tokens": tokens, "image": pixels}

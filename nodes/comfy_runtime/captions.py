@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ...model_loaders.detect import load_reader
 from ...models.image_reader import ImageReader
+from ...models.text.prompts import EncodedPrompt
 from ...samplers.contract import Method
 from ...samplers.ending import generate_until, until
 from ...samplers.generate import AnyRequest
 from ...samplers.methods.next_token import NextToken
-from .memory import Patcher, load_models_gpu
-from .models import LoadedModel, patcher_of
+from .memory import load_models_gpu
+from .models import LoadedModel, LoadedPart
 from .progress import Report, notify, show_text
 from .runs import bring_the_rest, place
 from .vae import image_tokens
@@ -27,31 +26,12 @@ TOGETHER, TOKENS = 4, 2048  # most images that are described in one run, and mos
 SHOWN = 300  # characters at the end of an answer that the node shows while it is written
 
 
-@dataclass(frozen=True, repr=False)  # ComfyUI quotes the inputs of a node that failed
-class LoadedReader:
-    """What of a model reads images, under ComfyUI's memory management."""
-
-    reader: ImageReader
-    patcher: Patcher
-
-    def look(self, images: Tensor, question: str) -> Any:
-        """The prompt about images (see ``ImageReader.prompt``); the weights are on the compute device for it."""
-        reading = self.reader.reading
-        load_models_gpu([self.patcher], memory_required=reading.activation_bytes(len(images)))
-        bring_the_rest(reading, reading.device)
-        return self.reader.prompt(images, question)
-
-
-# As long as a model is loaded: its weights for reading images are read when the first image is.
-_readers: WeakKeyDictionary[torch.nn.Module, LoadedReader] = WeakKeyDictionary()
-
-
-def reader_of(loaded: LoadedModel) -> LoadedReader:
-    """What of a model's files reads images. Raises ValueError for a model that does not."""
-    if loaded.model not in _readers:
-        reader = loaded.more(load_reader)
-        _readers[loaded.model] = LoadedReader(reader, patcher_of(reader.reading, loaded.model))
-    return _readers[loaded.model]
+def look(held: LoadedPart[ImageReader], images: Tensor, question: str) -> EncodedPrompt:
+    """The prompt about images (see ``ImageReader.prompt``); the weights are on the compute device for it."""
+    reading = held.content.reading
+    load_models_gpu([held.patcher], memory_required=reading.activation_bytes(len(images)))
+    bring_the_rest(reading, reading.device)
+    return held.content.prompt(images, question)
 
 
 class Writing:
@@ -75,22 +55,21 @@ def answer(
     Image i gets seed + i. vae: makes tokens of images for a model that reads these. Raises ValueError for a model that
     does not read images, without its VAE if it needs that, and for a question that is too long.
     """
-    held, texts, together = reader_of(loaded), [], max(1, min(TOGETHER, TOKENS // most))
+    held = loaded.part(load_reader, lambda reader: reader.reading)
+    reader, texts, together = held.content, [], max(1, min(TOGETHER, TOKENS // most))
     for first in range(0, len(images), together):
 
         @contextmanager
         def reserve(method: Method, request: AnyRequest, first: int = first) -> Iterator[Report]:
             with place(loaded, held, method, request):
-                report = Report(request.length, None, Writing(held.reader, first, len(images)).show)
+                report = Report(request.length, None, Writing(reader, first, len(images)).show)
                 yield report
                 report.finish()
 
-        prompt = held.look(
-            images_to_read(loaded, held.reader, images[first : first + together, ..., :3], vae), question
-        )
-        request = held.reader.request(prompt, most, temperature, seed + first)
+        seen = images_to_read(loaded, reader, images[first : first + together, ..., :3], vae)
+        request = reader.request(look(held, seen, question), most, temperature, seed + first)
         notify(request.notices)
-        texts += map(held.reader.text, generate_until(NextToken(), request, held.reader.end, reserve))
+        texts += map(reader.text, generate_until(NextToken(), request, reader.end, reserve))
     return texts
 
 

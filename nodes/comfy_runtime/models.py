@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import comfy.model_management as mm
 import torch
@@ -27,11 +28,24 @@ from .memory import Patcher, load_models_gpu
 from .operations import Operations
 from .vae import LoadedDecoder, manage_decoder, open_decoder
 
+T = TypeVar("T")
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
 NO_GRAPHS = ("disable_cuda_graphs", "disable_comfy_compiler")  # options of newer ComfyUIs against them
 
 
 @dataclass(frozen=True, repr=False)  # ComfyUI quotes the inputs of a node that failed
+class LoadedPart(Generic[T]):
+    """What only some nodes need of a model's files, and its weights under ComfyUI's memory management."""
+
+    content: T
+    patcher: Patcher
+
+
+# As long as a model is loaded: its parts, by the functions of detect.py that read them.
+_parts: WeakKeyDictionary[torch.nn.Module, dict[Callable[..., Any], LoadedPart[Any]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, repr=False)
 class LoadedModel:
     """An AR model under ComfyUI's memory management, its image decoder if one was found, and its name.
 
@@ -49,11 +63,16 @@ class LoadedModel:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     choice: str = ""
 
-    def more(self, load: Callable[..., Any]) -> Any:
-        """What ``load``, of detect.py, reads from the model's files besides the model."""
-        choice, _, _, loras = self.loaded_with
-        adapters = [(resolve(lora, LORAS), strength) for lora, strength in loras]
-        return load(resolve(choice, MODELS), self.model, Operations, search_folders(), adapters)
+    def part(self, load: Callable[..., T], weights: Callable[[T], torch.nn.Module]) -> LoadedPart[T]:
+        """What ``load``, of detect.py, reads from the model's files besides the model, at its first use. weights: those
+        of what it reads. Raises ValueError for files without it."""
+        parts = _parts.setdefault(self.model, {})
+        if load not in parts:
+            choice, _, _, loras = self.loaded_with
+            adapters = [(resolve(lora, LORAS), strength) for lora, strength in loras]
+            content = load(resolve(choice, MODELS), self.model, Operations, search_folders(), adapters)
+            parts[load] = LoadedPart(content, patcher_of(weights(content), self.model))
+        return parts[load]
 
     def check_kind(self, continuous: bool) -> None:
         """Raise ValueError if the sampler is for the other kind of models."""
@@ -133,7 +152,7 @@ def manage_text_encoder(encoder: T5Encoder) -> None:
     encoder.place = place
 
 
-@dataclass(eq=False, repr=False)  # ComfyUI quotes the inputs of a node that failed
+@dataclass(eq=False, repr=False)
 class LoadedDrafter:
     """A drafter under ComfyUI's memory management, its name, and the model it was loaded for."""
 

@@ -9,7 +9,7 @@ import torch
 from comfyui_specar.model_loaders.detect import load_model, load_reader
 from comfyui_specar.models.image_reader import ImageReader, TokenReader
 from comfyui_specar.models.memory import offload_embedding
-from comfyui_specar.nodes.comfy_runtime import captions
+from comfyui_specar.nodes.comfy_runtime.models import _parts
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
 from ..support import tiny_chameleon, tiny_emu3
@@ -77,10 +77,10 @@ def test_an_answer_ends_at_the_end_token(caption, monkeypatch, progress):
 def test_who_only_generates_images_pays_nothing(load, run, nodes, monkeypatch):
     """Neither memory nor time before the first caption; and the weights go with the model."""
     model = load("janus-to-caption")[0]
-    assert model.model not in captions._readers
+    assert model.model not in _parts
     run(nodes["SpecARCaption"], model=model, image=IMAGES[:1], question="?", max_tokens=1, temperature=0, seed=0)
-    held = captions._readers[model.model]
-    assert captions.reader_of(model) is held
+    held = _parts[model.model][load_reader]
+    assert model.part(load_reader, pytest.fail) is held
     reader = weakref.ref(held)
     del model, held
     mm.unload_all_models()
@@ -116,7 +116,7 @@ def test_models_that_read_tokens_take_their_vae(caption, readers, name, monkeypa
     monkeypatch.setattr(TokenReader, "prompt", noted)
     texts = caption(model=model, vae=vae, temperature=0.9, seed=3)
     assert [len(tokens) for tokens, _ in asked] == [4, 1] and len({*texts}) > 1
-    reader, pixels = captions.reader_of(model).reader, model.model.pixels_per_token
+    reader, pixels = _parts[model.model][load_reader].content, model.model.pixels_per_token
     scaled = torch.stack([reader.scale(image, pixels) for image in IMAGES])
     assert torch.equal(torch.cat([tokens for tokens, _ in asked]), vae.tokens(scaled, 32).cpu())
     assert caption(model=model, vae=vae, image=IMAGES[4:], temperature=0.9, seed=7) == texts[4:]

@@ -10,7 +10,7 @@ import torch
 from comfyui_specar.model_loaders.detect import load_encoder, load_model
 from comfyui_specar.model_loaders.families import IMAGE_READERS
 from comfyui_specar.models.pictures import resize
-from comfyui_specar.nodes.comfy_runtime import sources
+from comfyui_specar.nodes.comfy_runtime.models import _parts
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from safetensors.torch import load_file, save_file
 
@@ -174,17 +174,17 @@ def test_samplers_run_on_sources(ask_glm, nodes, run, glm_image, sampler):
 def test_the_encoder_is_loaded_for_the_first_image(load, run, nodes, ask_glm, loads):
     """With memory for its activations; and its weights go with the model."""
     model = load("GLM-Image/vision_language_encoder")[0]
-    assert model.model not in sources._encoders
+    assert model.model not in _parts
     ask_glm(model=model)
-    held, count = sources.encoder_of(model), len(sources._encoders)
+    held, count = _parts[model.model][load_encoder], len(_parts)
     asked = [options["memory_required"] for models, options in loads if models[0] is held.patcher]
-    assert asked == [held.module.activation_bytes(9), held.module.activation_bytes(6)] and asked[1] > 0
+    assert asked == [held.content.activation_bytes(9), held.content.activation_bytes(6)] and asked[1] > 0
     del model, held
     loads.clear()
     mm.unload_all_models()
     mm.cleanup_models_gc()
     gc.collect()
-    assert len(sources._encoders) == count - 1
+    assert len(_parts) == count - 1
 
 
 def test_a_lora_changes_the_encoder_too(ask_glm, glm_image, nodes, run, models):
