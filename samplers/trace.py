@@ -321,14 +321,14 @@ class Record:
         seconds: float,
         draft_passes: int = 0,
         width: int = 1,
-        **host: Sequence[float],
+        expected: Sequence[float] = (),
     ) -> Trace:
         """The trace, on the CPU. Rounds in which nothing was decided (a GPU is one ahead) are left out, and tokens that
         the layout forces have that source.
 
-        width: tokens that every pass after the prompt's is fed, where rounds are not recorded. host: further numbers
-        of every round, measured on the host. A round in which all images skip verification is no pass. Raises
-        ValueError where the model's predictions were NaN.
+        width: tokens that every pass after the prompt's is fed, where rounds are not recorded. expected: tokens that
+        every round was expected to decide, where that chose its tree. A round in which all images skip verification is
+        no pass. Raises ValueError where the model's predictions were NaN.
         """
         types = POSITION_FIELDS | CONTINUOUS_FIELDS
         values = self.positions[:, :-1].to("cpu", copy=True).unbind(-1)  # the next run writes there
@@ -337,8 +337,8 @@ class Record:
         if "p" in positions:
             check_predicted(positions["p"])
         rounds = self._rounds() if self.round_fields else rounds_of(positions, width, layout.end.cpu())
-        count = len(rounds["width"])
-        rounds |= {name: torch.tensor(list(numbers)[:count]) for name, numbers in host.items()}
+        if expected:
+            rounds["expected"] = torch.tensor(expected[: len(rounds["width"])])
         verified = rounds["committed"] > 0
         if "skipped" in rounds:
             verified &= ~rounds["skipped"]

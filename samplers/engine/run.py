@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -52,11 +52,10 @@ class StepState(Protocol):
 class Halfway:
     """The state within a round of two steps.
 
-    The host looks there at the clock, or at an ``extent`` [N] (int64; None: there is none), which is that of the second
-    step and decides what the step does.
+    The host reads its ``extent`` [N] (int64), which is that of the second step and decides what the step does.
     """
 
-    extent: Any
+    extent: Tensor
 
 
 class DiscreteMethod(Method):
@@ -117,7 +116,7 @@ class DiscreteMethod(Method):
         started = time.perf_counter()
         with use_session(self, request, getattr(self, "drafter", None)) as session:
             run, state, known = begin(self.bound(request), request, session)
-            host = run_rounds(run, request, session.graphs, state, known, started)
+            host = run_rounds(run, request, session.graphs, state, known)
             settings = self.describe(request) | run.method.own_choices() | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
             trace = run.record.finish(run.inputs.layout, request.seed, settings, seconds, width=width, **host)
@@ -236,19 +235,17 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, StepSta
     return run, run.method.begin(run, start.committed, start.out), start.prefix_length + 1
 
 
-def run_rounds(
-    run: Run, request: Request, graphs: Graphs, state: StepState, known: Tensor, started: float
-) -> dict[str, Any]:
-    """Launch rounds until all images are complete; returns what the host measured, as Record.finish takes it.
+def run_rounds(run: Run, request: Request, graphs: Graphs, state: StepState, known: Tensor) -> dict[str, Any]:
+    """Launch rounds until all images are complete; returns what the host counted, as Record.finish takes it.
 
-    known [B] (int64, on the CPU): tokens decided, as far as the host knows. started: perf_counter() at the start of the
-    run. On a GPU one round more than necessary is launched.
+    known [B] (int64, on the CPU): tokens decided, as far as the host knows. On a GPU one round more than necessary is
+    launched.
     """
     method, model, length, end = run.method, run.model, run.inputs.layout.length, run.inputs.end.cpu()
     width, extent = method.width(request), Extent()
     past_end = width if method.feeds_tree else 0
     inputs = StepInputs(run.inputs, state)
-    poll, extents, ends, drafted = Poll(model.device, request.batch), [], [time.perf_counter()], [started]
+    poll, extents = Poll(model.device, request.batch), []
     passes = 1 - poll.lag
     while True:
         state = inputs.state
@@ -270,24 +267,16 @@ def run_rounds(
         shape.append(extent.variant)
         inputs, second = graphs(tuple(shape), step_of(run, extent), inputs), Extent()
         if isinstance(inputs.state, Halfway):
-            drafted.append(time.perf_counter())
             second = Extent(read_extent(inputs.state))
             inputs = graphs((*shape, second), step_of(run, second), inputs)
         passes += method.target_passes(second)
         extents.append(extent)
-        ends.append(time.perf_counter())
-    surplus = min(poll.lag, len(extents))
-    ends, extents = ends[surplus:], extents[: len(extents) - surplus]
-    begins = [started, *ends[:-1]]
-    host = {
-        "draft_passes": sum(extent.drafter_passes for extent in extents),
-        "milliseconds": milliseconds(begins, ends),
+    needed = extents[: max(0, len(extents) - poll.lag)]
+    expected = [extent.expected_tokens for extent in needed]
+    return {
+        "draft_passes": sum(extent.drafter_passes for extent in needed),
+        "expected": [1.0, *expected] if any(expected) else (),
     }
-    if not poll.lag and run.drafter is not None and len(drafted) == len(begins):  # a GPU's host never waits
-        host["draft_milliseconds"] = milliseconds(begins, drafted)
-    if any(expected := [extent.expected_tokens for extent in extents]):
-        host["expected"] = [1.0, *expected]
-    return host
 
 
 def read_extent(state: StepState | Halfway) -> tuple[int, ...]:
@@ -302,11 +291,6 @@ def step_of(run: Run, extent: Extent = Extent()) -> Callable[[StepInputs], StepI
         return replace(given, state=run.method.step(replace(run, inputs=given.inputs), given.state, extent))
 
     return step
-
-
-def milliseconds(begins: Sequence[float], ends: Sequence[float]) -> list[float]:
-    """Between two lists of seconds."""
-    return [1000 * (end - begin) for begin, end in zip(begins, ends, strict=True)]
 
 
 def check_skippable(skippable: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:

@@ -15,7 +15,7 @@ from ..constants import counting
 from ..drafts.growing import Drafting, Root
 from ..drafts.structures import Extent, Structure
 from ..drafts.trees import Tree
-from ..engine.run import Halfway, Run
+from ..engine.run import Run
 from ..rules.acceptance import AcceptanceRule
 from ..verification.tree import (
     RoundRandom,
@@ -73,15 +73,6 @@ class Round:
     passes: Tensor
     index: Tensor
     draft: ClassVar[None] = None
-
-
-@dataclass(frozen=True)
-class Drafted(Halfway):
-    """A round whose trees are drafted, and not yet verified."""
-
-    round: Round
-    tree: Tree
-    extent: ClassVar[None] = None
 
 
 def start_drafting(run: Run) -> Drafting:

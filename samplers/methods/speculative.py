@@ -34,14 +34,13 @@ from ..contract import Drafter, Request, StepOut
 from ..drafts.auto import Auto
 from ..drafts.costs import USUAL
 from ..drafts.structures import Structure
-from ..drafts.trees import Tree
-from ..engine.run import DiscreteMethod, Extent, Halfway, Run
+from ..engine.run import DiscreteMethod, Extent, Run
 from ..engine.session import session_key
 from ..rng import Purpose
 from ..rules.acceptance import AcceptanceRule, Exact, bound
 from ..trace import Source, Trace
 from .pass_costs import pass_costs
-from .rounds import Drafted, Observed, Round, accept, advance, draft, record_round, record_tokens
+from .rounds import Observed, Round, accept, advance, draft, record_round, record_tokens
 
 log = logging.getLogger(__name__)
 DRAFTERS = {"eagle": "EAGLE", "model": "small model"}  # kind of a drafter -> for people
@@ -85,15 +84,9 @@ class DraftTree(DiscreteMethod):
         state = Round(committed, token[:, 0], observed, history, None, None, passes=one, index=torch.zeros_like(one[0]))
         return advance(self.structure, run, state, token, one)
 
-    def step(self, run: Run, state: Any, extent: Extent = Extent()) -> Round | Halfway:
-        """A round, or a half of it where the host measures drafting."""
-        if isinstance(state, Drafted):
-            return self.verify(run, state.round, state.tree)
+    def step(self, run: Run, state: Round, extent: Extent = Extent()) -> Round:
+        """Draft a tree, verify it with one forward pass, and commit what it accepts."""
         tree = draft(self.structure, run, state, extent)
-        return self.verify(run, state, tree) if run.pads else Drafted(state, tree)
-
-    def verify(self, run: Run, state: Round, tree: Tree) -> Round:
-        """Verify the tree with one forward pass, and commit what it accepts."""
         position = (state.committed[:, None] + tree.depth - 1).clamp(min=0)
         out = run.model.step(run.cache, tree.token, position, tree.tree_mask())
         verified, probs_after = accept(self.structure, self.rule, run, state, tree, out.logits, position)

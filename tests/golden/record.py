@@ -16,7 +16,6 @@ from comfyui_specar.api import Output
 from torch import Tensor
 
 CLOSE = 1e-4  # relative: how far sums may be apart on another processor, which rounds every step of fp32 in its own way
-TIMES = ("seconds", "milliseconds", "draft_milliseconds")
 
 
 def entry(output: Output) -> dict[str, Any]:
@@ -24,8 +23,8 @@ def entry(output: Output) -> dict[str, Any]:
     trace = output.trace
     fields = {"tokens": output.tokens, "latent": output.latent}
     fields |= {f"position {name}": values for name, values in trace.positions.items()}
-    fields |= {f"round {name}": values for name, values in trace.rounds.items() if name not in TIMES}
-    totals = {name: value for name, value in trace.totals.items() if name not in TIMES}
+    fields |= {f"round {name}": values for name, values in trace.rounds.items()}
+    totals = {name: value for name, value in trace.totals.items() if name != "seconds"}
     used = {name: numbers(values) for name, values in fields.items() if values is not None and values.any()}
     return {
         "totals": totals,

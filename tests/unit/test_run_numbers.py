@@ -1,4 +1,4 @@
-"""What is counted around a run: bytes before it, and milliseconds of its passes."""
+"""What is counted around a run: bytes before it, and its seconds."""
 
 import itertools
 import time
@@ -6,17 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.engine.memory import LOGITS, PROBABILITIES, run_bytes
 from comfyui_specar.samplers.engine.prefill import CHUNK
 from comfyui_specar.samplers.engine.run import Run
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import SJD
-from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.trace import Record, Source, rounds_of
 
-from ..support.toy import ToyDrafter, ToyModel, plain, request
+from ..support.toy import ToyModel, plain, request
 
 
 class Bytes:
@@ -54,15 +52,11 @@ def test_the_bytes_of_a_run_are_those_of_its_widest_pass(guided, width, draft_wi
     assert (PROBABILITIES, LOGITS) == (8, 4)
 
 
-def test_every_pass_has_its_milliseconds(monkeypatch):
+def test_the_seconds_of_a_run(monkeypatch):
     layout, looks = plain(2, 3), itertools.count()
     asked = request(ToyModel(layout), layout, batch=2)
     monkeypatch.setattr(time, "perf_counter", lambda: next(looks) / 4)
-    trace = SJD(window=3).sample(asked).trace
-    passes = trace.totals["target_passes"]
-    # The clock is read after every pass, and at the end.
-    assert trace.rounds["milliseconds"].tolist() == [250.0] * passes
-    assert trace.totals["seconds"] == (passes + 1) / 4
+    assert SJD(window=3).sample(asked).trace.totals["seconds"] == 0.25
 
 
 def test_a_round_too_many_is_written_past_the_others():
@@ -109,17 +103,6 @@ def test_the_strength_of_a_rule_is_that_of_the_position_and_past_the_end_that_of
         else torch.stack([strength.expand(2, -1)[b][position[b].clamp(max=3)] for b in range(2)])
     )
     assert torch.equal(Run.strength_at(run, position), wanted)
-
-
-def test_drafting_has_its_share_of_the_milliseconds(monkeypatch):
-    """On the CPU, where the host waits for it."""
-    layout, looks = plain(2, 3), itertools.count()
-    model = ToyModel(layout)
-    monkeypatch.setattr(time, "perf_counter", lambda: next(looks) / 4)
-    trace = DraftTree(ToyDrafter(model), Chain(2)).sample(request(model, layout)).trace
-    drafted, whole = trace.rounds["draft_milliseconds"], trace.rounds["milliseconds"]
-    assert len(drafted) == len(whole) == trace.totals["target_passes"] and drafted[0] == 0
-    assert (drafted[1:] > 0).all() and (drafted < whole).all()
 
 
 def test_rounds_are_counted_from_what_stands_at_the_positions():
