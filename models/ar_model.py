@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ..limits.limits import SIDE, bounded_int
-from ..samplers.contract import Callback, Request, SamplingParams, StepOut, check_both, check_grids, chosen_params
+from ..samplers.contract import (
+    Callback,
+    Request,
+    SamplingParams,
+    StepOut,
+    check_both,
+    check_grids,
+    check_masks,
+    chosen_params,
+)
 from ..samplers.layout import TokenLayout
 from .branches import PROMPT_PASS, prompt_passes, repeat_rows, take_over
 from .image_decoder import ImageDecoder
@@ -133,6 +142,7 @@ class DiscreteModel(Prompted):
         shape = batch, *size
         check_grids(shape, tokens=tokens, kept=kept, strength=strength, skippable=skippable)
         check_both(tokens, kept)
+        check_masks(strength, skippable)
         positive, other = self.unpack_prompts(conditioning, negative, batch, size)
         own = self.image_defaults if positive.images else self.defaults
         asked = chosen_params(own, params, "models of token ids")
@@ -371,11 +381,9 @@ class DiscreteModel(Prompted):
 
 
 def check_kept(tokens: Tensor, kept: Tensor, vocab: int) -> None:
-    """Raise ValueError unless ``kept`` is a mask, and the tokens that it keeps are ids from 0 to ``vocab`` - 1."""
+    """Raise ValueError unless the tokens that ``kept`` keeps are ids from 0 to ``vocab`` - 1."""
     if tokens.is_floating_point():
         raise ValueError(f"tokens are {tokens.dtype}, but must be whole numbers: the ids of an image.")
-    if kept.dtype != torch.bool:
-        raise ValueError(f"kept is {kept.dtype}, but must be bool: which tokens to keep.")
     ids = torch.where(kept, tokens, 0)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise ValueError(

@@ -211,33 +211,14 @@ class Canvas:
         self.done = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.kept = torch.zeros_like(positions, dtype=torch.bool)
         if request.kept is not None and request.kept.any():
-            kept, tokens = self._checked_kept(request.kept, request)
+            kept, tokens = request.kept, request.tokens
+            assert tokens is not None, "a request has both or none"
+            check_kept(kept, tokens, model)
             self.kept = kept.to(self.device).expand(batch, -1)
             self.order = self.order.gather(1, (~self.kept.gather(1, self.order)).byte().argsort(dim=1, stable=True))
             self.tokens.copy_(torch.where(self.kept[..., None], tokens.to(self.device), 0.0))
             self.done = self.kept.sum(1)
         self.rank = inverse(self.order)
-
-    def _checked_kept(self, kept: Tensor, request: ContinuousRequest) -> tuple[Tensor, Tensor]:
-        tokens, model = request.tokens, request.model
-        if model.order is not None:
-            raise ValueError(
-                f"This model samples cells of {model.group} tokens in a fixed order: it cannot keep parts of an image. "
-                "Remove the mask."
-            )
-        if tokens is None:
-            raise ValueError("kept marks tokens that stay, but tokens is missing. Pass the tokens of the image, too.")
-        shape = self.length, model.channels
-        if kept.dtype != torch.bool or kept.shape[1:] != shape[:1] or tokens.shape[1:] != shape:
-            raise ValueError(
-                f"kept must be bool [B, {shape[0]}] and tokens [B, {shape[0]}, {shape[1]}], but they are {kept.dtype} "
-                f"{list(kept.shape)} and {list(tokens.shape)}."
-            )
-        if kept.all():
-            raise ValueError("The noise mask keeps every token of every image: nothing to generate. Mask a part.")
-        if not tokens.to(kept.device)[kept.expand(len(tokens), -1)].isfinite().all():
-            raise ValueError("The kept image has values that are not finite. Encode it again.")
-        return kept, tokens
 
     @property
     def tokens(self) -> Tensor:
@@ -283,6 +264,19 @@ class Canvas:
 
     def progress(self, passes: int) -> ContinuousProgress:
         return ContinuousProgress(self.tokens, self.known_mask()[:, 0], self.done.cpu(), self.length, passes)
+
+
+def check_kept(kept: Tensor, tokens: Tensor, model: ContinuousModel) -> None:
+    """Raise ValueError where the model keeps no parts, nothing is left to sample, or kept tokens are not finite."""
+    if model.order is not None:
+        raise ValueError(
+            f"This model samples cells of {model.group} tokens in a fixed order: it cannot keep parts of an image. "
+            "Remove the mask."
+        )
+    if kept.all():
+        raise ValueError("The noise mask keeps every token of every image: nothing to generate. Mask a part.")
+    if not tokens.to(kept.device)[kept.expand(len(tokens), -1)].isfinite().all():
+        raise ValueError("The kept image has values that are not finite. Encode it again.")
 
 
 def noise_bytes(request: ContinuousRequest, width: int) -> int:

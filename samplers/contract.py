@@ -266,9 +266,19 @@ def check_grids(shape: tuple[int, ...], **grids: Tensor | None) -> None:
 
 
 def check_both(tokens: Tensor | None, kept: Tensor | None) -> None:
-    """Raises ValueError where one is there without the other."""
+    """Raises ValueError where one is there without the other, or ``kept`` is no mask."""
     if (tokens is None) != (kept is None):
         raise ValueError("tokens are those of an image, and kept says which of them to keep. Give both.")
+    if kept is not None and kept.dtype != torch.bool:
+        raise ValueError(f"kept is {kept.dtype}, but must be bool: which tokens to keep.")
+
+
+def check_masks(strength: Tensor | None, skippable: Tensor | None) -> None:
+    """Raises ValueError for a strength that leaves 0..1, and for a ``skippable`` that is no mask."""
+    if strength is not None and not ((strength >= 0) & (strength <= 1)).all():
+        raise ValueError("strength has values outside 0 (exact) to 1 (the rule as set).")
+    if skippable is not None and skippable.dtype != torch.bool:
+        raise ValueError(f"skippable is {skippable.dtype}, but must be torch.bool: true where drafts may be skipped.")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from ..drafts.structures import Extent
 from ..layout import TokenLayout
 from ..probabilities import check_finite, sampling_probs
 from ..rng import Stream
-from ..rules.acceptance import check_strength
 from ..trace import Record, Trace
 from .memory import run_bytes
 from .prefill import read_prefix
@@ -203,8 +202,8 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, StepSta
     [B] (int64, on the CPU) of every image are then decided."""
     model, params, batch, drafter = request.model, request.params, request.batch, getattr(method, "drafter", None)
     device, layout = model.device, request.layout.to(model.device)
-    strength = check_strength(request.strength, batch, layout.length, device)
-    skippable = check_skippable(request.skippable, batch, layout.length, device)
+    strength = None if request.strength is None else request.strength.to(device, torch.float32)
+    skippable = None if request.skippable is None else request.skippable.to(device).expand(batch, -1)
     prompt = (request.conditioning, request.negative, batch, layout)
     cache = model.start(*prompt, slack=method.width(request), guided=params.guided, into=session.state)
     if drafter is None:
@@ -291,15 +290,3 @@ def step_of(run: Run, extent: Extent = Extent()) -> Callable[[StepInputs], StepI
         return replace(given, state=run.method.step(replace(run, inputs=given.inputs), given.state, extent))
 
     return step
-
-
-def check_skippable(skippable: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
-    """A request's skippable positions [batch, length] on ``device``. Raises ValueError unless they are [1 or batch,
-    length] and bool."""
-    if skippable is None:
-        return None
-    if skippable.dim() != 2 or skippable.shape[0] not in (1, batch) or skippable.shape[1] != length:
-        raise ValueError(f"skippable has shape {tuple(skippable.shape)}, but must have shape (1 or {batch}, {length}).")
-    if skippable.dtype != torch.bool:
-        raise ValueError(f"skippable is {skippable.dtype}, but must be torch.bool: true where drafts may be skipped.")
-    return skippable.to(device).expand(batch, -1)

@@ -137,14 +137,3 @@ def bound(rule: AcceptanceRule, model: ARModel) -> AcceptanceRule:
 def exact_probability(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
     """min(1, p/q) of the exact rule [...]."""
     return (at(p, token) / at(q, token).clamp(min=EPS)).clamp(max=1)
-
-
-def check_strength(strength: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
-    """A request's strength on ``device``. Raises ValueError if it is not [1 or batch, length] or leaves 0..1."""
-    if strength is None:
-        return None
-    if strength.dim() != 2 or strength.shape[0] not in (1, batch) or strength.shape[1] != length:
-        raise ValueError(f"strength has shape {tuple(strength.shape)}, but must have shape (1 or {batch}, {length}).")
-    if not ((strength >= 0) & (strength <= 1)).all():
-        raise ValueError("strength has values outside 0 (exact) to 1 (the rule as set).")
-    return strength.to(device, torch.float32)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.samplers.rules.acceptance import Exact, check_strength
+from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
@@ -106,15 +106,3 @@ def test_a_budget_that_is_just_met_counts():
     table = torch.tensor([[1, 2, 3]] * 4, dtype=torch.int32)
     for rule in (Lantern(3, 0.25, table=table), LanternPP(3, 2, table=table)):
         assert [float(x) for x in rule.aggregate(p, token, ONE[0])] == [0.25, 2]
-
-
-def test_strength_is_checked():
-    device = torch.device("cpu")
-    assert check_strength(None, 2, 3, device) is None
-    assert check_strength(torch.ones(1, 3, dtype=torch.float64), 2, 3, device).dtype == torch.float32
-    for wrong in (torch.ones(3), torch.ones(2, 4), torch.ones(3, 3)):
-        with pytest.raises(ValueError, match=r"strength.*1 or 2, 3"):
-            check_strength(wrong, 2, 3, device)
-    for value in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match=r"strength.*0.* to 1"):
-            check_strength(torch.tensor([[0, value, 1]]), 2, 3, device)

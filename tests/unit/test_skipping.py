@@ -10,7 +10,6 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.engine.run import check_skippable
 from comfyui_specar.samplers.methods.skipping import (
     FEATURES,
     PATHS,
@@ -353,18 +352,6 @@ def test_a_pass_is_fed_the_tokens_that_are_not_cached_and_the_drafts(skips):
         0 if now.all() else 4 + 3 * bool(before) for before, now in zip(skipped, rounds["skipped"][1:], strict=False)
     ]
     assert rounds["width"].tolist() == wanted
-
-
-@pytest.mark.parametrize(
-    ("mask", "said"),
-    [
-        (torch.ones(1, 4), "torch.bool"),
-        *((torch.ones(shape) > 0, r"\(1 or 3, 4\)") for shape in ((2, 4), (3, 5), (4,), (3, 4, 1))),
-    ],
-)
-def test_masks_that_cannot_be_meant_are_refused(mask, said):
-    with pytest.raises(ValueError, match=f"skippable.*{said}"):
-        check_skippable(mask, 3, 4, mask.device)
 
 
 @pytest.mark.parametrize("schedule", ["uniform", "dynamic"])
