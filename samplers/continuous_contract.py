@@ -275,7 +275,7 @@ def check_kept(kept: Tensor, tokens: Tensor, model: ContinuousModel) -> None:
         )
     if kept.all():
         raise ValueError("The noise mask keeps every token of every image: nothing to generate. Mask a part.")
-    if not tokens.to(kept.device)[kept.expand(len(tokens), -1)].isfinite().all():
+    if not torch.where(kept[..., None], tokens.to(kept.device), 0).isfinite().all():
         raise ValueError("The kept image has values that are not finite. Encode it again.")
 
 

@@ -105,6 +105,12 @@ def test_what_is_kept_comes_first_and_stays():
         canvas.final_tokens()
 
 
+def test_images_may_keep_parts_of_their_own_of_one_image():
+    tokens = torch.arange(1.0, 9).reshape(1, 4, 2)
+    canvas = Canvas(replace(continuous(), tokens=tokens), Stream.of(0, 2, "cpu"))
+    assert canvas.tokens.tolist() == [[[1, 2], [0, 0], [0, 0], [7, 8]], [[0, 0]] * 4]
+
+
 def test_guidance_of_a_masked_model_is_that_of_the_share_it_knows_after_the_pass_but_never_all():
     params, after = ContinuousParams(cfg=3.0), torch.tensor([0, 1, 3, 4])
     assert masked_guidance(params, after, after, 4).tolist() == [1, 1.5, 2.5, 2.5]
