@@ -198,20 +198,9 @@ class Block(nn.Module):
         return self.feed_forward(x, self.ffn_norm, self.ffn_post_norm)
 
 
-def split_gates(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split w1_w3 of every feed-forward network into w1 (gate) and w3 (input), as released files name them."""
-    apart = {}
-    for name, tensor in tensors.items():
-        if ".w1_w3." in name:
-            for part, half in zip(("w1", "w3"), tensor.chunk(2), strict=True):
-                apart[name.replace("w1_w3", part)] = half
-        else:
-            apart[name] = tensor
-    return apart
-
-
 def join_gates(tensors: Mapping[str, T]) -> dict[str, T | tuple[T, ...]]:
-    """The inverse of ``split_gates``: w1 and w3 as one pair, if both are present."""
+    """w1 (gate) and w3 (input) of every feed-forward network, as released files name them, as one pair w1_w3, if both
+    are present."""
     joined: dict[str, T | tuple[T, ...]] = dict(tensors)
     for name in tensors:
         other = name.replace("feed_forward.w1.", "feed_forward.w3.")

@@ -27,7 +27,7 @@ import comfy.model_management  # noqa: E402
 import comfy.utils  # noqa: E402
 import folder_paths  # noqa: E402
 from comfy_execution.utils import CurrentNodeContext  # noqa: E402
-from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig, split_gates  # noqa: E402
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig  # noqa: E402
 from comfyui_specar.models.networks.diffusion_head import DiffusionHead  # noqa: E402
 from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel  # noqa: E402
 from comfyui_specar.models.networks.mar import MAR, MARConfig  # noqa: E402
@@ -36,6 +36,7 @@ from comfyui_specar.models.networks.vq import VQConfig, VQModel  # noqa: E402
 from comfyui_specar.nodes import extension  # noqa: E402
 from comfyui_specar.nodes.comfy_runtime import previews  # noqa: E402
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress  # noqa: E402
+from comfyui_specar.tools.training.export import split_gates  # noqa: E402
 
 from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
 from ..support import tiny_emu35, tiny_glm_image, tiny_janus  # noqa: E402

@@ -10,11 +10,12 @@ import torch
 from comfyui_specar.device import dispatch
 from comfyui_specar.models.conditions import precision
 from comfyui_specar.models.memory import weight_bytes
-from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig, split_gates
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.networks.prefix import CaptionPrefix
 from comfyui_specar.nodes.comfy_runtime import memory
 from comfyui_specar.nodes.comfy_runtime.memory import Patcher
 from comfyui_specar.nodes.comfy_runtime.models import open_model
+from comfyui_specar.tools.training.export import split_gates
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

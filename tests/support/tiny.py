@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.models.ar_model import DiscreteModel
-from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig, split_gates
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.networks.prefix import CaptionPrefix, ClassPrefix
 from comfyui_specar.models.networks.vq import VQConfig, VQModel
+from comfyui_specar.tools.training.export import split_gates
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...device.cpu import unpack
-from ...models.networks.backbone import Backbone, split_gates
+from ...models.networks.backbone import Backbone
 from ...models.networks.kl_vae import KLModel
 from ...models.networks.vq import VQModel
 from . import autoregressive, masked, tokenizer
@@ -101,6 +101,18 @@ def llamagen_tensors(backbone: Backbone, prefix: nn.Module) -> dict[str, Tensor]
     unpack(backbone)
     names = prefix.state_dict().items()
     return split_gates(backbone.state_dict()) | {f"cls_embedding.{name}": tensor for name, tensor in names}
+
+
+def split_gates(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Split w1_w3 of every feed-forward network into w1 (gate) and w3 (input), the inverse of ``join_gates``."""
+    apart = {}
+    for name, tensor in tensors.items():
+        if ".w1_w3." in name:
+            for part, half in zip(("w1", "w3"), tensor.chunk(2), strict=True):
+                apart[name.replace("w1_w3", part)] = half
+        else:
+            apart[name] = tensor
+    return apart
 
 
 def half(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
