@@ -311,5 +311,4 @@ def remember(history: History, before: Tensor, after: Tensor, tried: TreeShapes,
     return History(at, last, history.free)
 
 
-LLAMAGEN = ADTTree()
 ANOLE = ADTTree(width_step=3, widths=(4, 13))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar.reports.run_report import describe
-from comfyui_specar.samplers.drafts.adt_tree import ANOLE, FLOCK_DISTANCE, INITIAL, LLAMAGEN, ADTTree
+from comfyui_specar.samplers.drafts.adt_tree import ANOLE, FLOCK_DISTANCE, INITIAL, ADTTree
 from comfyui_specar.samplers.drafts.structures import Extent
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.speculative import DraftTree
@@ -49,8 +49,8 @@ def none_of(depth):
 def test_published_sequences():
     assert shapes(ANOLE, all_of, 6) == [(5, 10), (6, 7), (7, 4), (8, 4), (9, 4), (9, 4)]
     assert shapes(ANOLE, none_of, 6) == [(5, 10), (4, 13), (3, 13), (2, 13), (1, 16), (1, 19)]
-    assert shapes(LLAMAGEN, all_of, 5) == [(5, 10), (6, 4), (7, 4), (8, 4), (9, 4)]
-    assert shapes(LLAMAGEN, none_of, 7) == [(5, 10), (4, 20), (3, 30), (2, 39), (1, 49), (1, 58), (1, 58)]
+    assert shapes(ADTTree(), all_of, 5) == [(5, 10), (6, 4), (7, 4), (8, 4), (9, 4)]
+    assert shapes(ADTTree(), none_of, 7) == [(5, 10), (4, 20), (3, 30), (2, 39), (1, 49), (1, 58), (1, 58)]
 
 
 def test_the_threshold_counts_as_reached():
@@ -66,7 +66,7 @@ def test_the_threshold_counts_as_reached():
 )
 def test_a_fixed_base_is_changed_by_one_step_only(base, deeper, shallower):
     """Table V as printed: with the steps of LlamaGen, a base of one level has trees of one or two."""
-    adt = replace(LLAMAGEN, base=base)
+    adt = ADTTree(base=base)
     assert shapes(adt, all_of, 9)[-1] == deeper and shapes(adt, none_of, 9)[-1] == shallower
 
 
