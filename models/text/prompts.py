@@ -153,10 +153,6 @@ class Prompted(Placed):
             found.append(f"cfg is {cfg:g}, but this model's own is {own_cfg:g}. So high, the image may fall apart.")
         return tuple(dict.fromkeys(found))
 
-    def encode_class(self, number: int) -> Conditioning:
-        """CONDITIONING of a class number, for class-conditional models."""
-        return self.encode_prompt(str(number))
-
     def encode_features(self, features: Tensor, mask: Tensor | None = None, text: str | None = None) -> Conditioning:
         """CONDITIONING of features [1, n, F]; only the slots that are set in mask [1, n] (bool) are kept. text: the
         prompt that they encode, if it is known."""

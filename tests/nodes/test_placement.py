@@ -42,7 +42,7 @@ def test_every_family_runs_when_half_of_it_stays_in_main_memory(family, storage,
     kept = {None: torch.float32, torch.int8: torch.int8}.get(storage, torch.uint8)
     assert kept in {parameter.dtype for parameter in model.parameters()}
     offload_embedding(model)
-    prompt = model.encode_class(3) if family == "llamagen-c2i" else model.encode_ids([1, 2, 3])
+    prompt = model.encode_prompt("3") if family == "llamagen-c2i" else model.encode_ids([1, 2, 3])
     if family != "llamagen":  # ids of words are checked, which tensors without data cannot be
         embedded = model.prefix(model.unpack_prompt(prompt, 1, "positive", model.grid).features)
         model.prefix.forward = lambda features: embedded.to(GPU)
@@ -57,9 +57,9 @@ def test_a_layer_that_cannot_cast_would_be_noticed(tmp_path, request):
     request.getfixturevalue("gpu")
     ModelPatcher(model, GPU, CPU).load(GPU, lowvram_model_memory=1)
     with pytest.raises(RuntimeError, match="cpu"):
-        run(model, model.encode_class(3))
+        run(model, model.encode_prompt("3"))
     runs.bring_the_rest(model, GPU)
-    assert run(model, model.encode_class(3)) == GPU
+    assert run(model, model.encode_prompt("3")) == GPU
 
 
 def test_the_words_of_a_language_model_stay_in_main_memory(tmp_path):

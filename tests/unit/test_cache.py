@@ -32,7 +32,9 @@ class Script:
         if kind == "sequence":
             self.positive, other = model.encode_ids([35, 37, 36, 39, 34, 5]), model.encode_ids([36] * negative_length)
         else:
-            self.positive = model.encode_features(caption_features()) if kind == "captions" else model.encode_class(3)
+            self.positive = (
+                model.encode_features(caption_features()) if kind == "captions" else model.encode_prompt("3")
+            )
             other = model.encode_features(fill("negative embedding", (1, negative_length, CAPTION)))
         if kind != "classes" and guided and negative_length:
             self.negative = other

@@ -22,7 +22,7 @@ def vectors(model):
     if model.backbone.config.captions:
         prompt = model.encode_features(fill("caption embedding", (1, 2, MAR.conditions)))
     else:
-        prompt = model.encode_class(3)
+        prompt = model.encode_prompt("3")
     known = torch.arange(16)[None] % 2 == 0
     return model.condition(prompt, fill("tokens embedding", (1, 16, 16)), known)
 
@@ -30,7 +30,7 @@ def vectors(model):
 def test_released_models_know_imagenet(tmp_path):
     path = write_mar(tmp_path / "model.safetensors", replace(MAR, conditions=1000))
     model = load_model(path)
-    assert model.encode_class(979)[0][0].tolist() == [[[979.0]]]
+    assert model.encode_prompt("979")[0][0].tolist() == [[[979.0]]]
     with pytest.raises(ValueError, match="classes.*prompts"):
         model.encode_prompt("1000")
 

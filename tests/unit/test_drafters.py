@@ -175,7 +175,7 @@ def test_a_draft_runs_to_the_end_of_the_image(target, drafter):
 def test_after_a_class_there_are_no_prompt_pairs(tmp_path):
     target = llamagen(tmp_path, text=False)
     eagle = load_kind("padded", target, tmp_path / "d")
-    run = target.encode_class(3), None, 2, target.layout(), 16, True
+    run = target.encode_prompt("3"), None, 2, target.layout(), 16, True
     state = target.start(*run)
     hidden = torch.cat((state.prefill.hidden, target.step(state, IMAGE, torch.arange(16).expand(2, -1)).hidden), 1)
     out = eagle.observe(
@@ -314,7 +314,7 @@ def test_images_of_a_folder_with_their_prompts(tmp_path):
     (folder / "b.txt").write_text("3\n", encoding="utf-8")
     (example,) = from_folder(target, decoder, folder)
     assert torch.equal(example.tokens, decoder.encode(pixels[1:] / 255.0).flatten())
-    assert torch.equal(example.features, target.encode_class(3)[0][0][0])
+    assert torch.equal(example.features, target.encode_prompt("3")[0][0][0])
 
     pool = Pool.build(target, [example])
     (batch,) = pool.all(1)

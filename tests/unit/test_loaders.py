@@ -30,7 +30,7 @@ def known_size(monkeypatch):
 
 
 def logits(model):
-    prompt = model.encode_features(caption_features()) if model.family == "llamagen-t2i" else model.encode_class(3)
+    prompt = model.encode_features(caption_features()) if model.family == "llamagen-t2i" else model.encode_prompt("3")
     return model.teacher_forced(prompt, torch.arange(16)[None] % VOCAB)
 
 
@@ -170,7 +170,7 @@ def test_dtype_and_defaults(tmp_path):
     assert half.dtype == torch.bfloat16 and {p.dtype for p in half.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in half.parameters())
     assert half.defaults == SamplingParams(cfg=4.0, top_k=VOCAB)
-    tokens = api.sample(half, half.encode_class(0), SJD(window=4)).tokens
+    tokens = api.sample(half, half.encode_prompt("0"), SJD(window=4)).tokens
     assert tokens.shape == (1, *GRID)
     text = load_model(write_llamagen(tmp_path / "text.safetensors", True))
     assert text.defaults == SamplingParams(cfg=7.5, top_k=VOCAB)

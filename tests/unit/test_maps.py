@@ -183,7 +183,7 @@ def test_a_drive_that_cannot_map_is_no_damage(tmp_path, monkeypatch, without_map
 def test_a_model_generates_after_its_file_was_overwritten(tmp_path, without_maps):
     """Where it was mapped, the system would end the process."""
     model = llamagen(tmp_path, False)
-    prompt, tokens = model.encode_class(3), torch.arange(16)[None] % VOCAB
+    prompt, tokens = model.encode_prompt("3"), torch.arange(16)[None] % VOCAB
     wanted = model.teacher_forced(prompt, tokens)
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert torch.equal(model.teacher_forced(prompt, tokens), wanted)

@@ -119,7 +119,7 @@ def test_vectors_are_those_of_the_cpu(write, mode, keeping, tmp_path):
         rows, cols = model.grid
         kept = (torch.arange(2 * rows * cols) % 3 == 0).view(2, rows, cols)
         keep = {"kept": kept, "tokens": torch.ones(2, rows, cols, 16)} if keeping else {}
-        return api.sample(model, model.encode_class(3), method, seed=1, batch_size=2, cfg=2.0, **keep).tokens
+        return api.sample(model, model.encode_prompt("3"), method, seed=1, batch_size=2, cfg=2.0, **keep).tokens
 
     wanted, found = both(drawn)
     assert same(found, wanted)
@@ -153,7 +153,9 @@ def test_a_model_may_be_moved_after_its_prompts_were_read(kind, tmp_path):
             request = model.request(*prompts, batch=batch, kept=kept, tokens=tokens, strength=strength, cfg=2.0)
             return request, methods, (model, drafter.module)
         methods = [api.methods.ContinuousSpeculative(model, length=3)]
-        request = model.request(model.encode_class(3), None, batch=batch, kept=kept, tokens=torch.ones(*kept.shape, 16))
+        request = model.request(
+            model.encode_prompt("3"), None, batch=batch, kept=kept, tokens=torch.ones(*kept.shape, 16)
+        )
         return request, methods, (model,)
 
     request, methods, _ = asked()

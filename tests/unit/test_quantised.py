@@ -206,7 +206,7 @@ def test_other_precisions_compute_with_the_same_levels(tmp_path):
     assert torch.equal(wide.backbone.get_submodule(name).weight, half.backbone.get_submodule(name).weight)
     assert half.backbone.get_submodule(name).scale.dtype == torch.float32
     tokens = torch.zeros(1, 4, 4, dtype=torch.int64)
-    prompt = wide.encode_class(3)
+    prompt = wide.encode_prompt("3")
     found, wanted = (model.teacher_forced(prompt, tokens) for model in (half, wide))
     torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.3)
 

@@ -96,16 +96,16 @@ def test_another_grid_is_refused(model):
         xar.load(checkpoint, torch.float32, (32, 32), ())
     assert xar.load(checkpoint, torch.float32, (16, 16), ()).grid == (16, 16)
     with pytest.raises(ValueError, match="only 256 x 256 pixels"):
-        model.start(model.encode_class(3), None, 1, (8, 16), guided=True)
+        model.start(model.encode_prompt("3"), None, 1, (8, 16), guided=True)
 
 
 # Prompts, units, order
 
 
 def test_classes_by_name_and_number(model):
-    assert model.encode_prompt("goldfish")[0][0].item() == 1 and model.encode_class(207)[0][0].item() == 207
+    assert model.encode_prompt("goldfish")[0][0].item() == 1 and model.encode_prompt("207")[0][0].item() == 207
     with pytest.raises(ValueError, match="1000.*class"):
-        model.encode_class(1000)  # the null class is for guidance only
+        model.encode_prompt("1000")  # the null class is for guidance only
 
 
 def test_cells_are_quarters_of_the_image(model):
@@ -162,7 +162,7 @@ def test_the_width_is_that_of_the_last_step(model):
 
 
 def test_cells_must_be_asked_for_whole(model):
-    state = model.start(model.encode_class(3), None, 1, model.grid, guided=False)
+    state = model.start(model.encode_prompt("3"), None, 1, model.grid, guided=False)
     with pytest.raises(ValueError, match="cells of 64 tokens.* 8 "):
         model.predict(
             state,
@@ -263,7 +263,7 @@ def test_a_token_sees_the_tokens_before_it(ones):
     """Whatever else its neighbours in the pass see; guidance rises from token to token."""
     target, query = ones[0], torch.tensor([[[5], [9]]])
     noise, tokens = fill("noise embedding", (4, 1, 2, 1, 16)), fill("tokens embedding", (1, 256, 16))
-    state = target.start(target.encode_class(3), None, 1, target.grid, guided=True)
+    state = target.start(target.encode_prompt("3"), None, 1, target.grid, guided=True)
 
     def mean(tokens, known):
         known = torch.arange(256) < torch.tensor(known)[None, :, None]

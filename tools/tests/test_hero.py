@@ -9,7 +9,7 @@ from tools import hero
 
 def test_a_frame_shows_what_the_passes_had_decided_by_then(tmp_path):
     model = llamagen(tmp_path, text=False)
-    out = api.sample(model, model.encode_class(3), api.methods.SJD(window=4), seed=1)
+    out = api.sample(model, model.encode_prompt("3"), api.methods.SJD(window=4), seed=1)
     passes = out.trace.totals["target_passes"]
     run = hero.Run("sjd", out, [float(number) for number in range(1, passes + 1)])
     picture = np.random.default_rng(0).random((8, 8, 3), dtype=np.float32)  # 2 x 2 pixels a token
