@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -153,16 +152,9 @@ class Prompted(Placed):
             found.append(f"cfg is {cfg:g}, but this model's own is {own_cfg:g}. So high, the image may fall apart.")
         return tuple(dict.fromkeys(found))
 
-    def encode_features(self, features: Tensor, mask: Tensor | None = None, text: str | None = None) -> Conditioning:
-        """CONDITIONING of features [1, n, F]; only the slots that are set in mask [1, n] (bool) are kept. text: the
-        prompt that they encode, if it is known."""
-        if mask is not None:
-            features = features[:, mask[0].bool()]
+    def encode_features(self, features: Tensor, text: str | None = None) -> Conditioning:
+        """CONDITIONING of features [1, n, F]. text: the prompt that they encode, if it is known."""
         return [[features, {"ar": {"family": self.family, "text": text}}]]
-
-    def encode_ids(self, ids: Sequence[int]) -> Conditioning:
-        """CONDITIONING of a language model's token ids, special tokens included, without a template."""
-        return self.encode_features(features_of(ids))
 
     def unpack_prompt(
         self,

@@ -12,6 +12,7 @@ from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
 from ..support import tiny_chameleon
+from ..support.models import of_ids
 from ..support.simulated_gpu import CPU, GPU, load_half
 from ..support.tiny_family import declared
 
@@ -42,7 +43,7 @@ def test_every_family_runs_when_half_of_it_stays_in_main_memory(family, storage,
     kept = {None: torch.float32, torch.int8: torch.int8}.get(storage, torch.uint8)
     assert kept in {parameter.dtype for parameter in model.parameters()}
     offload_embedding(model)
-    prompt = model.encode_prompt("3") if family == "llamagen-c2i" else model.encode_ids([1, 2, 3])
+    prompt = model.encode_prompt("3") if family == "llamagen-c2i" else of_ids(model, [1, 2, 3])
     if family != "llamagen":  # ids of words are checked, which tensors without data cannot be
         embedded = model.prefix(model.unpack_prompt(prompt, 1, "positive", model.grid).features)
         model.prefix.forward = lambda features: embedded.to(GPU)

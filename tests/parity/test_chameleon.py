@@ -40,6 +40,7 @@ from comfyui_specar.samplers.layout import TokenLayout
 from tokenizers import Tokenizer
 
 from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.models import of_ids
 from ..support.reference import assert_same_answer, assert_same_image, assert_same_states
 from ..support.tiny_chameleon import CHANNELS, CODE, WIDTHS, vocabulary, vqgan_weights, write
 from ..support.tiny_folder import edited
@@ -171,7 +172,7 @@ def test_official_logits(models):
     tokens = torch.tensor([codes]) - CODE2
 
     def compute():
-        state = model.start(model.encode_ids(prompt), None, 1, model.layout(), slack=0, guided=False)
+        state = model.start(of_ids(model, prompt), None, 1, model.layout(), slack=0, guided=False)
         out = model.step(state, tokens, torch.arange(12)[None])
         return torch.cat((state.prefill.logits, out.logits[:, :-1]), dim=1)
 

@@ -43,6 +43,7 @@ from comfyui_specar.samplers.drafts.structures import Dynamic
 from comfyui_specar.samplers.rng import Stream
 
 from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.models import of_ids
 from ..support.tiny import HEADS, SLOTS, VOCAB, caption_features, eagle_weights, fill, write_eagle, write_llamagen
 
 OFFICIAL = json.loads((Path(__file__).parent / "eagle.json").read_text(encoding="utf-8"))
@@ -276,7 +277,7 @@ def test_chameleon_drafters_after_their_prompts(chameleon):
     """The prompt's words are paired as they are, and the shorter unconditional prompt is cropped, not padded."""
     name, drafter = chameleon
     target = drafter.model
-    run = target.encode_ids(PROMPT_IDS), None, 1, target.layout(), 16, True
+    run = of_ids(target, PROMPT_IDS), None, 1, target.layout(), 16, True
     codes = IMAGE[None, :12] % CODES
 
     def compute():

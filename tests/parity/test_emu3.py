@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 
 from ..support import tiny_emu3 as tiny
 from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.models import of_ids
 from ..support.reference import assert_same_answer, assert_same_states
 from ..support.tiny import fill
 
@@ -169,7 +170,7 @@ def test_original_folders(tmp_path):
         wanted = (hidden @ tensors["lm_head.weight"].T)[:, len(prompt) - 1 :]
 
     def compute():
-        state = model.start(model.encode_ids(prompt), None, 1, layout, slack=0, guided=False)
+        state = model.start(of_ids(model, prompt), None, 1, layout, slack=0, guided=False)
         out = model.step(state, tokens, torch.arange(40)[None])
         return torch.cat((state.prefill.logits, out.logits), dim=1)
 

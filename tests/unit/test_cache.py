@@ -10,6 +10,7 @@ from comfyui_specar.models.networks.cache import KVCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ..support.models import of_ids
 from ..support.tiny import CAPTION, caption_features, fill, llamagen
 from ..support.tiny_text import text_model
 
@@ -30,7 +31,7 @@ class Script:
     def __init__(self, model, kind: str, guided: bool, negative_length: int):
         self.model, self.guided, self.length, self.negative = model, guided, model.layout().length, None
         if kind == "sequence":
-            self.positive, other = model.encode_ids([35, 37, 36, 39, 34, 5]), model.encode_ids([36] * negative_length)
+            self.positive, other = of_ids(model, [35, 37, 36, 39, 34, 5]), of_ids(model, [36] * negative_length)
         else:
             self.positive = (
                 model.encode_features(caption_features()) if kind == "captions" else model.encode_prompt("3")

@@ -11,6 +11,7 @@ from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.models.networks.cache import BUCKET
 
 from ..support.closeness import fp64
+from ..support.models import of_ids
 from ..support.tape import TapeGraphs, captured_call
 from ..support.tiny import caption_features, fill, llamagen, write_eagle, write_llamagen
 from ..support.tiny_text import text_model
@@ -57,7 +58,7 @@ def begin(model, name: str, prompt: int, into=None, slack: int = SLACK, guided: 
     if name == "grid":
         conditioning = model.encode_features(caption_features(9)[:, : 9 - 3 * prompt] + prompt)
     else:
-        conditioning = model.encode_ids([[35, 37, 36, 39, 34, 5], [36, 5]][prompt])
+        conditioning = of_ids(model, [[35, 37, 36, 39, 34, 5], [36, 5]][prompt])
     return model.start(conditioning, None, BATCH, model.layout(), slack, guided, into)
 
 

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from ..support import tiny_chameleon, tiny_emu3, tiny_simplear
 from ..support.closeness import fp64
 from ..support.every_family import FAMILIES as TINY
+from ..support.models import of_ids
 from ..support.tiny import vq_weights
 from ..support.tiny_family import declared
 from ..support.tiny_folder import byte_tokenizer
@@ -136,7 +137,7 @@ def test_a_prompt_that_another_node_changed_is_refused(models, family, change, s
 @pytest.mark.parametrize("ids", [[10**6], [-1], [], [1.5], [0, float("nan")]])
 def test_ids_that_are_no_words_are_refused(models, family, ids):
     with pytest.raises(ValueError, match="words"):
-        start(models[family], models[family].encode_ids(ids))
+        start(models[family], of_ids(models[family], ids))
 
 
 def test_image_tokens_written_into_a_prompt_are_refused(models):
@@ -180,7 +181,7 @@ def test_memory_is_what_was_announced(models, family):
 def test_a_prompt_that_leaves_no_space_for_the_image(models, family):
     model = models[family]
     with pytest.raises(ValueError, match=rf"{model.longest}.*Shorten"):
-        start(model, model.encode_ids([0] * int(model.longest)))
+        start(model, of_ids(model, [0] * int(model.longest)))
 
 
 def test_a_missing_tokenizer_is_named_when_it_is_used(models, copied, family):

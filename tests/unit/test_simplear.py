@@ -11,6 +11,7 @@ from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file
 
+from ..support.models import of_ids
 from ..support.tiny_folder import byte_tokenizer
 from ..support.tiny_simplear import CODES, GRID, SPECIALS, config, tokenizer, weights, write
 
@@ -62,7 +63,7 @@ def test_a_prompt_with_its_own_beginning_is_read_as_it_is_written(model):
     for text in ("<|t2i|>A drawing of a cup", "<|t2i|>A drawing of a cup" + END):
         for name in ("positive", "negative"):
             assert read(model, model.encode_prompt(text), name) == words("<|t2i|>A drawing of a cup" + END)
-    assert read(model, model.encode_ids([1, 2, 3]), "negative") == [1, 2, 3]
+    assert read(model, of_ids(model, [1, 2, 3]), "negative") == [1, 2, 3]
 
 
 def test_a_prompt_that_is_too_long(model):

@@ -27,6 +27,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_chameleon, tiny_janus, tiny_simplear
+from ..support.models import of_ids
 from ..support.rounds import Rounds
 from ..support.tiny import fill
 from ..support.tiny_text import CODES, WORDS, null, text_model
@@ -88,9 +89,9 @@ def features_after(target, drafter, prompt, tokens):
 @torch.inference_mode()
 def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure, prompt, negative, monkeypatch):
     layout = target.layout(4, 3)
-    second = negative and target.encode_ids(negative)
+    second = negative and of_ids(target, negative)
     method = DraftTree(drafter, STRUCTURES[structure])
-    asked = Request(target, target.encode_ids(prompt), layout, SamplingParams(2.0), second, 1, 2)
+    asked = Request(target, of_ids(target, prompt), layout, SamplingParams(2.0), second, 1, 2)
     run = Rounds(method, asked, Session(Graphs(target.device)))
     prompts = [prompt, negative or null(torch.zeros(1, 1, 1), (4, 3)).flatten().long().tolist()]
     seen, observe = [], drafter.observe
@@ -120,7 +121,7 @@ def test_words_of_the_prompt_matter_and_image_tokens_are_words(target, tmp_path)
     assert torch.equal(drafter.module.tok_embeddings.weight, torch.cat((table[list(target.word_ids)], table)))
 
     def first(prompt):
-        run = target.encode_ids(prompt), None, 1, target.layout(), 4, False
+        run = of_ids(target, prompt), None, 1, target.layout(), 4, False
         state = target.start(*run)
         state.prefix_hidden = [fill("hidden embedding", (1, len(prompt), 32))]
         hidden = fill("last embedding", (1, 1, 32))
@@ -133,8 +134,8 @@ def test_words_of_the_prompt_matter_and_image_tokens_are_words(target, tmp_path)
 
 @pytest.mark.parametrize("negative", [None, LONG])
 def test_memory_is_what_was_announced(target, drafter, negative):
-    second = negative and target.encode_ids(negative)
-    run = target.encode_ids(SHORT), second, 2, target.layout(), 8, True
+    second = negative and of_ids(target, negative)
+    run = of_ids(target, SHORT), second, 2, target.layout(), 8, True
     cache = drafter.start(target.start(*run), *run).cache
     longest = target.prompt_tokens(run[0], second, 2, target.layout(), True)
     assert drafter.kv_bytes(2, target.layout(), 8, True, longest) == cache.keys.nbytes + cache.values.nbytes
@@ -198,7 +199,7 @@ def test_a_smaller_model_reads_prompts_with_its_own_tokenizer(target, tmp_path):
     for prompt, negative, wanted in (
         (target.encode_prompt("#"), None, [[35, 4, 3, 6], None]),
         (target.encode_prompt("#"), target.encode_prompt("$"), [[35, 4, 3, 6], [36, 4, 3, 6]]),
-        (target.encode_ids(LONG), target.encode_prompt("$"), [LONG, [36, 4, 3, 6]]),
+        (of_ids(target, LONG), target.encode_prompt("$"), [LONG, [36, 4, 3, 6]]),
     ):
         run = prompt, negative, 2, target.layout(4, 3), 4, True
         state = drafter.start(target.start(*run), *run)
@@ -229,7 +230,7 @@ def test_a_smaller_model_of_other_words_is_refused(target, tmp_path, change, wor
 
 @pytest.fixture(scope="module")
 def pool(target):
-    prompts = [target.encode_ids(ids)[0][0][0] for ids in (LONG, LONG, SHORT)]
+    prompts = [of_ids(target, ids)[0][0][0] for ids in (LONG, LONG, SHORT)]
     return Pool.build(target, own_samples(target, prompts))
 
 

@@ -17,6 +17,7 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.probabilities import sampling_probs
 
+from ..support.models import of_ids
 from ..support.tiny import fill
 from ..support.tiny_text import BEGIN, GRIDS, null, text_model
 from ..support.toy import chi_square
@@ -76,9 +77,9 @@ def distribution():
     """A model of 3 codes, and the probability of all 81 images of 2 x 2 tokens under guidance."""
     model = text_model(codes=3, sharpness=0.4, dim=16, layers=1)
     model.grids = (model.grid,) = ((2, 2),)
-    asked = Request(model, model.encode_ids(PROMPTS["long"]), model.layout(), SamplingParams(cfg=1.5), batch=4000)
+    asked = Request(model, of_ids(model, PROMPTS["long"]), model.layout(), SamplingParams(cfg=1.5), batch=4000)
     images = torch.tensor(list(itertools.product(range(3), repeat=4))).view(-1, 2, 2)
-    own = model.encode_ids(null(torch.zeros(1, 1, 1), (2, 2)).flatten().long().tolist())
+    own = of_ids(model, null(torch.zeros(1, 1, 1), (2, 2)).flatten().long().tolist())
     logits = torch.cat([model.teacher_forced(branch, images) for branch in (asked.conditioning, own)])
     tokens = asked.layout.keeping(images, torch.ones_like(images, dtype=torch.bool)).forced
     p = sampling_probs(logits, asked.params, 3, asked.layout.forced.expand(81, -1))
@@ -122,12 +123,12 @@ def test_prompts_name_the_size_of_the_image(model):
         assert ids[-3:] == [*map(float, grid), BEGIN]
         out = api.sample(model, conditioning, SJD(), layout=model.layout(*grid), seed=1)
         assert out.tokens.shape == (1, *grid) and out.latent.shape == (1, 4, *grid)
-    assert model.unpack_prompt(model.encode_ids([3, 4]), 1, "p", GRIDS[2]).features.flatten().tolist() == [3, 4]
+    assert model.unpack_prompt(of_ids(model, [3, 4]), 1, "p", GRIDS[2]).features.flatten().tolist() == [3, 4]
 
 
 def test_illegal_sizes_and_lengths_are_named(model):
     with pytest.raises(ValueError, match=r"16 x 80 pixels \(1 x 5 tokens\).* 32 x 48, "):
         model.layout(5, 1)
     with pytest.raises(ValueError, match="prompt.* 47 tokens.* 18.* 64"):
-        api.sample(model, model.encode_ids([1] * 47), layout=model.layout(4, 3))
-    api.sample(model, model.encode_ids([1] * 46), NextToken(), layout=model.layout(4, 3))
+        api.sample(model, of_ids(model, [1] * 47), layout=model.layout(4, 3))
+    api.sample(model, of_ids(model, [1] * 46), NextToken(), layout=model.layout(4, 3))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
 from ..support import tiny_emu3, tiny_harmon, tiny_simplear, tiny_t5
+from ..support.models import of_ids
 from ..support.tiny import CAPTION
 from ..support.tiny_family import declared
 
@@ -198,7 +199,7 @@ def test_an_empty_negative_prompt_is_the_models_own(sources, family):
 def test_an_empty_prompt_is_written_for_every_grid(sources, family):
     model = api.load_model(sources[family][0])
     empty = model.encode_prompt("")
-    assert empty[0][1]["ar"]["text"] == "" and model.encode_ids([1])[0][1]["ar"]["text"] is None
+    assert empty[0][1]["ar"]["text"] == "" and of_ids(model, [1])[0][1]["ar"]["text"] is None
     written = []
     for grid in dict.fromkeys((model.grid, model.grids[0], model.grids[-1])):
         features = model.unpack_prompt(empty, 1, "positive", grid).features

@@ -21,7 +21,7 @@ from comfyui_specar.models.networks.janus import CodeEmbedding, CodeHead
 from comfyui_specar.models.networks.positions import GridPositions, SequencePositions
 from comfyui_specar.models.networks.prefix import CaptionPrefix, TextPrefix
 from comfyui_specar.models.networks.quantised import narrow_matrix, narrow_names, put_narrow
-from comfyui_specar.models.text.prompt_encoders import MissingEncoder
+from comfyui_specar.models.text.prompt_encoders import MissingEncoder, features_of
 from comfyui_specar.samplers.contract import SamplingParams
 from torch import nn
 
@@ -171,7 +171,7 @@ def narrow(model: DiscreteModel, storage: torch.dtype) -> None:
 def prompt(model: DiscreteModel) -> list:
     """CONDITIONING of PROMPT random tokens."""
     if isinstance(model.prefix, TextPrefix):
-        return model.encode_ids(range(1, PROMPT + 1))
+        return model.encode_features(features_of(range(1, PROMPT + 1)))
     return model.encode_features(torch.randn(1, PROMPT, CAPTION, generator=torch.Generator().manual_seed(1)))
 
 
