@@ -362,23 +362,6 @@ class DiscreteModel(Prompted):
         rotation = rotation_at(positions, count, tokens.shape[1] - 1, grid or self.grid, head_dim, x.device)
         return self.backbone.logits(self.backbone(x, rotation)[:, count - 1 :]).float()
 
-    @torch.inference_mode()
-    def teacher_forced(self, conditioning: Conditioning, tokens: Tensor) -> Tensor:
-        """The prediction [B, S, V+] (fp32) for each token of the sequence given those before it.
-
-        tokens: an image [B, h, w], to which the layout's special tokens are added, or a whole sequence [B, S] of the
-        default grid. Raises ValueError for an image of a model that generates a preview before it.
-        """
-        tokens = tokens.to(self.device)
-        grid = check_grid(self, *(tokens.shape[1:] if tokens.ndim == 3 else self.grid))
-        prompt = self.unpack_prompts(conditioning, None, len(tokens), grid)[0]
-        layout = self.layout(*grid, prompt.images)
-        if tokens.ndim == 3 and layout.lead:
-            raise ValueError(f"The sequence begins with {layout.lead} tokens of a preview: pass all of it, [B, S].")
-        if tokens.ndim == 3:
-            tokens = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool)).forced
-        return self(self.prefix(prompt.features).expand(len(tokens), -1, -1), tokens, grid, prompt.images)
-
 
 def check_kept(tokens: Tensor, kept: Tensor, vocab: int) -> None:
     """Raise ValueError unless the tokens that ``kept`` keeps are ids from 0 to ``vocab`` - 1."""

@@ -23,7 +23,7 @@ from ...models.branches import prompt_passes, repeat_rows, take_over
 from ...models.networks.backbone import BackboneConfig, join_gates
 from ...models.networks.cache import KVCache, Mask, cache_slots
 from ...models.networks.eagle import Eagle
-from ...models.networks.positions import Table, rotation_at
+from ...models.networks.positions import Table
 from ...samplers.contract import StepOut
 from ...samplers.layout import TokenLayout
 from ..files.checkpoint import Checkpoint
@@ -199,24 +199,6 @@ class EagleDrafter:
         """Forget the last ``count`` [B] tokens observed, and what was expanded."""
         state.expanded = 0
         state.cache.commit(-repeat_rows(count, state.target.branches))
-
-    @torch.inference_mode()
-    def teacher_forced(self, hidden: Tensor, ids: Tensor, prompt: int = 0) -> Tensor:
-        """Features [R, T, D] predicted from hidden [R, T, D] and ids [R, T] (of its embedding) in one causal pass.
-
-        hidden[:, t] is the target's hidden state one position before ids[:, t]; the feature predicts the one at it. The
-        first ``prompt`` pairs belong to the prompt (id 0, or text ids), the others to the image tokens from
-        position 0 on.
-        """
-        rotation = rotation_at(
-            self.model.positions,
-            prompt,
-            ids.shape[1] - prompt,
-            self.model.grid,
-            self.module.config.head_dim,
-            self.device,
-        )
-        return self.module(hidden.to(self.device, self.dtype), ids.to(self.device), rotation)
 
 
 def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, operations=nn) -> EagleDrafter:

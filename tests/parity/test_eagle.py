@@ -43,7 +43,7 @@ from comfyui_specar.samplers.drafts.structures import Dynamic
 from comfyui_specar.samplers.rng import Stream
 
 from ..support.closeness import assert_as_exact, decided, fp64
-from ..support.models import of_ids
+from ..support.models import eagle_features, of_ids
 from ..support.tiny import HEADS, SLOTS, VOCAB, caption_features, eagle_weights, fill, write_eagle, write_llamagen
 
 OFFICIAL = json.loads((Path(__file__).parent / "eagle.json").read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def ids(prompt, image):
 
 def test_features_of_a_whole_image(drafter):
     def compute():
-        found = drafter.teacher_forced(HIDDEN, ids(PROMPT, 256), PROMPT)
+        found = eagle_features(drafter, HIDDEN, ids(PROMPT, 256), PROMPT)
         logits = drafter.model.backbone.logits(found[:, [119, 120, 136, 374]])
         return found[:, [0, 1, 118, 119, 120, 134, 135, 136, 374]], found.sum(-1), guide(logits, 7.5)
 
@@ -95,7 +95,7 @@ def test_features_of_a_whole_image(drafter):
 
 def test_features_without_a_bias(folder, target):
     drafter = load_drafter(write_eagle(folder / "no bias", eagle_weights(bias=False), bias=False), target)
-    close(lambda: drafter.teacher_forced(HIDDEN[:, :121], ids(PROMPT, 2), PROMPT)[:, -1], "t2i_no_bias")
+    close(lambda: eagle_features(drafter, HIDDEN[:, :121], ids(PROMPT, 2), PROMPT)[:, -1], "t2i_no_bias")
 
 
 def test_features_of_the_large_grid(folder):
@@ -103,7 +103,7 @@ def test_features_of_the_large_grid(folder):
     drafter = load_drafter(write_eagle(folder / "t2i2", input_type="t2i2", rms_norm_eps=0.01), model)
 
     def compute():
-        found = drafter.teacher_forced(HIDDEN[:, :189], ids(PROMPT, 70), PROMPT)
+        found = eagle_features(drafter, HIDDEN[:, :189], ids(PROMPT, 70), PROMPT)
         return found[:, [118, 119, 150, 151, 188]], found.sum(-1)
 
     close(compute, "t2i2_features", "t2i2_sums")
@@ -114,7 +114,7 @@ def test_features_of_classes(folder):
     drafter = load_drafter(write_eagle(folder / "c2i", input_type="c2i"), model)
 
     def compute():
-        found = drafter.teacher_forced(HIDDEN[:, :60], ids(0, 60))
+        found = eagle_features(drafter, HIDDEN[:, :60], ids(0, 60))
         return found[:, [0, 1, 23, 24, 59]], found.sum(-1)
 
     close(compute, "c2i_features", "c2i_sums")
@@ -170,7 +170,7 @@ def test_cached_steps(drafter):
         return torch.cat([out.hidden for out in outs], dim=1), torch.cat([out.logits for out in outs], dim=1)
 
     with fp64():
-        whole = drafter.teacher_forced(HIDDEN, ids(PROMPT, 256), PROMPT)[:, [PROMPT + stop - 1 for stop, _ in steps]]
+        whole = eagle_features(drafter, HIDDEN, ids(PROMPT, 256), PROMPT)[:, [PROMPT + stop - 1 for stop, _ in steps]]
         logits = drafter.model.backbone.logits(whole)
     assert_as_exact(compute, [whole, logits])
 

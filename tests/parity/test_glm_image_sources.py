@@ -14,6 +14,7 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file
 
 from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.models import teacher_forced
 from ..support.tiny_glm_image import BEGIN, CODES, END, PREPROCESSOR, config, official, tokenizer, write
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -161,7 +162,7 @@ def test_teacher_forced_logits(pair, processor, count):
     model, _, reference = pair
     prompt = model.encode_prompt(TEXT, sources(pair, count))
     wanted = official(reference, inputs_of(processor, count), LENGTH, CODED)[1]
-    assert_as_exact(lambda: model.teacher_forced(prompt, CODED.view(1, *GRID)), wanted)
+    assert_as_exact(lambda: teacher_forced(model, prompt, CODED.view(1, *GRID)), wanted)
 
 
 @pytest.mark.parametrize("count", [1, 2])

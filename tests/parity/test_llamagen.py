@@ -23,6 +23,7 @@ from comfyui_specar.samplers.methods.jacobi import SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support.closeness import assert_as_exact, decided
+from ..support.models import teacher_forced
 from ..support.tiny import CLASSES, SLOTS, VOCAB, caption_features, fill, llamagen, vq_weights
 
 OFFICIAL = json.loads((Path(__file__).parent / "llamagen.json").read_text(encoding="utf-8"))
@@ -51,14 +52,14 @@ def close(compute, name):
 def test_class_logits(models, name, number):
     model = models[False]
     features = model.encode_features(torch.full((1, 1, 1), float(number)))
-    close(lambda: model.teacher_forced(features, TOKENS), name)
+    close(lambda: teacher_forced(model, features, TOKENS), name)
 
 
 def test_caption_logits_without_the_padding(models):
     """The official code feeds 120 slots and masks 113; we feed 7."""
     model = models[True]
     features = model.encode_features(caption_features(7))
-    close(lambda: model.teacher_forced(features, TOKENS), "t2i_logits_caption")
+    close(lambda: teacher_forced(model, features, TOKENS), "t2i_logits_caption")
 
 
 def test_null_caption_logits_without_the_padding(models):

@@ -19,6 +19,7 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from torch import Tensor
 
 from .closeness import assert_as_exact, decided, fp64
+from .models import teacher_forced
 from .stepwise import stepwise
 
 Grid = tuple[int, int]
@@ -53,7 +54,7 @@ def assert_same_states(
     hidden = torch.stack([states[n:-1] for n, (states, _) in zip(first, found, strict=True)])
     logits = torch.stack([scores[n:-1, words] for n, (_, scores) in zip(first, found, strict=True)])
     conditioning = model.encode_prompt(text, images)
-    assert_as_exact(lambda: model.teacher_forced(conditioning, image), logits[:1])
+    assert_as_exact(lambda: teacher_forced(model, conditioning, image), logits[:1])
     assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [hidden, logits])
 
 

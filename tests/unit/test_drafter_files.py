@@ -10,6 +10,7 @@ from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from safetensors.torch import save_file
 
 from ..support.closeness import fp64
+from ..support.models import eagle_features
 from ..support.tiny import (
     HEADS,
     VOCAB,
@@ -40,7 +41,7 @@ def features(drafter) -> torch.Tensor:
     """Something that depends on every weight of a drafter."""
     ids = torch.tensor([[0, 0, 5, 9, 1], [0, 0, 5, 9, 1]])
     with fp64():
-        return drafter.teacher_forced(fill("hidden embedding", (2, 5, 64)), ids)
+        return eagle_features(drafter, fill("hidden embedding", (2, 5, 64)), ids)
 
 
 def refused(path: Path, target, *words: str) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..support.models import eagle_features
 from ..support.tiny import (
     CAPTION,
     HEADS,
@@ -78,10 +79,10 @@ class Session:
             prompt = self.drafter._padding(prompt[None], row >= 2 and self.prompts[1] is None)[0]
         hidden = torch.cat((prompt[:-1], self.hidden[row, :decided]))
         ids = torch.cat((torch.zeros(len(prompt) - 1, dtype=torch.int64), IMAGE[row % 2, :decided]))
-        feature = self.drafter.teacher_forced(hidden[None], ids[None], len(prompt) - 1)[0, -1]
+        feature = eagle_features(self.drafter, hidden[None], ids[None], len(prompt) - 1)[0, -1]
         for draft in drafts:
             hidden, ids = torch.cat((hidden, feature[None])), torch.cat((ids, torch.tensor([draft])))
-            feature = self.drafter.teacher_forced(hidden[None], ids[None], len(prompt) - 1)[0, -1]
+            feature = eagle_features(self.drafter, hidden[None], ids[None], len(prompt) - 1)[0, -1]
         return feature
 
     def model_reference(self, row: int, decided: int, drafts: list[int]) -> Tensor:
@@ -181,7 +182,7 @@ def test_after_a_class_there_are_no_prompt_pairs(tmp_path):
     out = eagle.observe(
         eagle.start(state, *run), IMAGE[:, :4], torch.arange(4).expand(2, -1), hidden[:, :4], torch.tensor([4, 4])
     )
-    wanted = eagle.teacher_forced(hidden[:, :4], IMAGE[:, :4].repeat(2, 1))[:, -1:]
+    wanted = eagle_features(eagle, hidden[:, :4], IMAGE[:, :4].repeat(2, 1))[:, -1:]
     assert torch.allclose(out.hidden, wanted, atol=1e-5)
 
 

@@ -96,8 +96,6 @@ def test_a_sequence_that_begins_with_a_preview(model):
     assert kept.forced[0].nonzero().numel() == LENGTH and kept.forced[0].tolist().index(7) == LEAD + 6
     assert layout.spread(torch.ones(1, 4, 4), 0.5)[0].tolist() == [0.5] * LEAD + [1.0] * 16
     assert TokenLayout.with_row_ends(1, 2, [9], [8], lead=2).forced.tolist() == [[-1, -1, -1, -1, 9, 8]]
-    with pytest.raises(ValueError, match="4 tokens of a preview"):
-        model.teacher_forced(model.encode_prompt("a"), torch.zeros(1, 4, 4, dtype=torch.int64))
 
 
 def test_the_trace_of_a_preview_is_kept(model, tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from ..support.bad_files import refused
-from ..support.models import of_ids
+from ..support.models import of_ids, teacher_forced
 from ..support.tiny_folder import byte_tokenizer, edited, write_folder
 from ..support.tiny_janus import (
     BEGIN,
@@ -38,7 +38,7 @@ def model(tmp_path_factory):
 
 
 def logits(model):
-    return model.teacher_forced(of_ids(model, [BEGIN, 7, 9, IMAGE]), IMAGE_TOKENS)
+    return teacher_forced(model, of_ids(model, [BEGIN, 7, 9, IMAGE]), IMAGE_TOKENS)
 
 
 @pytest.mark.parametrize(("original", "shards", "pickled"), [(False, 3, False), (True, 1, False), (True, 2, True)])

@@ -19,6 +19,7 @@ from comfyui_specar.samplers.methods.jacobi import SJD
 from safetensors.torch import save_file
 
 from ..support.bad_files import Attack, refused
+from ..support.models import teacher_forced
 from ..support.tiny import GRID, HEADS, VOCAB, caption_features, llamagen_weights, vq_weights, write_llamagen
 from ..support.tiny_folder import write_folder
 
@@ -31,7 +32,7 @@ def known_size(monkeypatch):
 
 def logits(model):
     prompt = model.encode_features(caption_features()) if model.family == "llamagen-t2i" else model.encode_prompt("3")
-    return model.teacher_forced(prompt, torch.arange(16)[None] % VOCAB)
+    return teacher_forced(model, prompt, torch.arange(16)[None] % VOCAB)
 
 
 def with_attribute(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..support import tiny_mar
 from ..support.every_family import FAMILIES
+from ..support.models import teacher_forced
 from ..support.tiny import write_llamagen
 from ..support.tiny_simplear import write as write_simplear
 
@@ -150,7 +151,7 @@ def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path)
     prompt = narrow.encode_prompt("3")
     layout = narrow.layout()
     tokens = (torch.arange(layout.length)[None] if layout.lead else torch.arange(16).view(1, 4, 4)) % narrow.vocab
-    before = whole.teacher_forced(prompt, tokens)
+    before = teacher_forced(whole, prompt, tokens)
     unpack(whole)
     for n, layer in layers.items():
         linear = whole.get_submodule(n)
@@ -165,8 +166,8 @@ def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path)
         }[storage]()
         assert (difference <= bound).all() and difference.any()
         linear.weight.copy_(restored(layer))
-    found = narrow.teacher_forced(prompt, tokens)
-    torch.testing.assert_close(found, whole.teacher_forced(prompt, tokens), rtol=1e-4, atol=1e-4)
+    found = teacher_forced(narrow, prompt, tokens)
+    torch.testing.assert_close(found, teacher_forced(whole, prompt, tokens), rtol=1e-4, atol=1e-4)
     assert (found - before).abs().max() > 1e-3, "rounding shows"
 
 
@@ -207,7 +208,7 @@ def test_other_precisions_compute_with_the_same_levels(tmp_path):
     assert half.backbone.get_submodule(name).scale.dtype == torch.float32
     tokens = torch.zeros(1, 4, 4, dtype=torch.int64)
     prompt = wide.encode_prompt("3")
-    found, wanted = (model.teacher_forced(prompt, tokens) for model in (half, wide))
+    found, wanted = (teacher_forced(model, prompt, tokens) for model in (half, wide))
     torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.3)
 
 

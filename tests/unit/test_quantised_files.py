@@ -21,6 +21,7 @@ from ..support.bad_files import refused
 from ..support.closeness import assert_as_exact
 from ..support.comfy_quant import INT8, rewritten
 from ..support.every_family import FAMILIES
+from ..support.models import teacher_forced
 
 INT4, BF16 = torch.uint4, torch.bfloat16
 AUTOROUND = layouts.config("auto-round", packing_format="auto_round:auto_gptq", bits=4, sym=True)
@@ -326,7 +327,7 @@ def test_biases_of_zeros_are_no_biases(name, tmp_path):
         assert torch.equal(found.get_parameter(key), parameter), key
     prompt = wanted.encode_prompt("3")
     tokens = torch.zeros(1, wanted.layout().length, dtype=torch.long) if wanted.layout().lead else torch.zeros(1, 4, 4)
-    logits = [model.teacher_forced(prompt, tokens.long()) for model in (found, wanted)]
+    logits = [teacher_forced(model, prompt, tokens.long()) for model in (found, wanted)]
     assert torch.equal(*logits)
 
 

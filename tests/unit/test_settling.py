@@ -18,6 +18,7 @@ from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
 
 from ..support.closeness import fp64
+from ..support.models import teacher_forced
 from ..support.tiny import VOCAB as TINY_VOCAB
 from ..support.tiny import caption_features, fill, llamagen
 from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
@@ -145,6 +146,6 @@ def test_the_cache_holds_what_was_accepted(tmp_path):
     prompt = model.encode_features(caption_features())
     with fp64():
         out = api.sample(model, prompt, SJD(5, settle=0.5), cfg=1.0, top_k=0, batch_size=3)
-        wanted = at(model.teacher_forced(prompt, out.tokens).softmax(-1), out.tokens.flatten(1))
+        wanted = at(teacher_forced(model, prompt, out.tokens).softmax(-1), out.tokens.flatten(1))
     assert out.trace.positions["drift_bound"].any()
     torch.testing.assert_close(out.trace.positions["p"], wanted)

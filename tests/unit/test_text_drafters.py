@@ -27,7 +27,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_chameleon, tiny_janus, tiny_simplear
-from ..support.models import of_ids
+from ..support.models import eagle_features, of_ids, teacher_forced
 from ..support.rounds import Rounds
 from ..support.tiny import fill
 from ..support.tiny_text import CODES, WORDS, null, text_model
@@ -81,7 +81,7 @@ def features_after(target, drafter, prompt, tokens):
     rotation = target.positions.prompt(len(words), target.backbone.config.head_dim, "cpu")
     hidden = target.backbone(target.prefix.embedding(words)[None], rotation)
     ids = torch.cat((table_rows(target, drafter, prompt), tokens))
-    return drafter.teacher_forced(hidden[:, :-1], ids[None], len(prompt) - 1)[0, len(prompt) - 1 :]
+    return eagle_features(drafter, hidden[:, :-1], ids[None], len(prompt) - 1)[0, len(prompt) - 1 :]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -238,7 +238,7 @@ def test_a_pool_keeps_both_branches(target, pool):
     assert sorted(batch.prompts() for batch in pool.batches) == [[2, 4], [8, 4]]
     for batch in pool.all(2):
         assert batch.states(1).shape == (2 * len(batch.tokens), target.layout().length - 1, 32)
-        wanted = target.teacher_forced(target.encode_features(batch.features), batch.tokens)
+        wanted = teacher_forced(target, target.encode_features(batch.features), batch.tokens)
         found = target.backbone.logits(batch.states(0)[: len(batch.tokens)])
         assert torch.allclose(found, wanted, atol=0.02)  # the pool holds half precision
 

@@ -17,7 +17,7 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.probabilities import sampling_probs
 
-from ..support.models import of_ids
+from ..support.models import of_ids, teacher_forced
 from ..support.tiny import fill
 from ..support.tiny_text import BEGIN, GRIDS, null, text_model
 from ..support.toy import chi_square
@@ -80,7 +80,7 @@ def distribution():
     asked = Request(model, of_ids(model, PROMPTS["long"]), model.layout(), SamplingParams(cfg=1.5), batch=4000)
     images = torch.tensor(list(itertools.product(range(3), repeat=4))).view(-1, 2, 2)
     own = of_ids(model, null(torch.zeros(1, 1, 1), (2, 2)).flatten().long().tolist())
-    logits = torch.cat([model.teacher_forced(branch, images) for branch in (asked.conditioning, own)])
+    logits = torch.cat([teacher_forced(model, branch, images) for branch in (asked.conditioning, own)])
     tokens = asked.layout.keeping(images, torch.ones_like(images, dtype=torch.bool)).forced
     p = sampling_probs(logits, asked.params, 3, asked.layout.forced.expand(81, -1))
     whole = p.gather(-1, tokens[..., None])[..., 0].double().prod(-1)
