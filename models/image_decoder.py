@@ -141,10 +141,6 @@ class ImageDecoder(Autoencoder):
         """Tokens [B, h, w] -> code vectors [B, C, h, w]."""
         return self.module.dequantize(tokens.to(self.device))
 
-    def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens [B, h, w] -> pixels [B, H, W, 3] (fp32) in 0..1."""
-        return self.decode(self.dequantize(tokens))
-
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [B, H, W, 3] in 0..1 -> tokens [B, h, w]. Raises ValueError unless H and W are multiples of factor."""

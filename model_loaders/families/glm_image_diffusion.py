@@ -114,27 +114,12 @@ class SourceImage:
 
 @dataclass(frozen=True)
 class GlmImageDecoder:
-    """reader: ByT5."""
+    """reader: ByT5. What it reads (``read``) and tokens become ``latents``, which ``vae`` decodes: each with its module
+    on the compute device."""
 
     dit: DiT
     vae: Autoencoder
     reader: T5
-
-    def decode_tokens(
-        self,
-        tokens: Tensor,
-        prompt: str,
-        seed: int = 0,
-        steps: int = STEPS,
-        cfg: float = CFG,
-        callback: Callable[[int], None] = lambda step: None,
-    ) -> Tensor:
-        """Pixels [B, 32 * h, 32 * w, 3] (fp32) in 0..1 for tokens [B, h, w] (int64) of images of one prompt.
-
-        See ``read`` and ``latents``, which may be called one by one, each with its module on the compute device.
-        """
-        device = self.dit.proj_out.weight.device
-        return self.vae.decode(self.latents(tokens, *self.read(prompt), seed, steps, cfg, device, callback))
 
     @torch.inference_mode()
     def read(self, prompt: str) -> tuple[Tensor, Tensor]:

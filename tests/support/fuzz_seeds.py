@@ -84,8 +84,8 @@ def draw(model, prompt: str, method=None) -> None:
 
 def paint(decoder) -> None:
     decoder.decode(torch.zeros(1, decoder.channels, 2, 2))
-    if hasattr(decoder, "decode_tokens"):
-        decoder.decode_tokens(torch.zeros(1, 2, 2, dtype=torch.int64))
+    if hasattr(decoder, "dequantize"):
+        decoder.decode(decoder.dequantize(torch.zeros(1, 2, 2, dtype=torch.int64)))
 
 
 def use_decoder(folder: Path, name: str) -> None:
@@ -93,7 +93,8 @@ def use_decoder(folder: Path, name: str) -> None:
 
 
 def use_glm_image(folder: Path) -> None:
-    glm_image.load(folder, torch.float32).decode_tokens(torch.zeros(1, 1, 1, dtype=torch.int64), 'a "b"', steps=1)
+    decoder = glm_image.load(folder, torch.float32)
+    tiny_glm_image.pixels_of(decoder, torch.zeros(1, 1, 1, dtype=torch.int64), 'a "b"', steps=1)
     glm_image.load_latent_encoder(folder).encode_latent(torch.zeros(1, 32, 32, 3))
 
 

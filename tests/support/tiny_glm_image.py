@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from comfyui_specar.model_loaders.families.glm_image_diffusion import CFG, STEPS, GlmImageDecoder
 from comfyui_specar.models.networks.glm_image_dit import DiT, DiTConfig
 from comfyui_specar.models.networks.kl_vae import Decoder, Encoder, KLConfig
 from safetensors.torch import save_file
@@ -240,6 +242,19 @@ def official(reference: Any, inputs: dict[str, Tensor], length: int, codes: Tens
         tokens.append(logits[-1].argmax(-1) if codes is None else codes[:, i : i + 1])
         fed = {"input_ids": tokens[-1]}
     return torch.cat(hidden, 1), torch.cat(logits, 1), torch.cat(tokens, 1)
+
+
+def pixels_of(
+    decoder: GlmImageDecoder,
+    tokens: Tensor,
+    prompt: str,
+    seed: int = 0,
+    steps: int = STEPS,
+    cfg: float = CFG,
+    callback: Callable[[int], None] = lambda step: None,
+) -> Tensor:
+    """Pixels [B, 32 * h, 32 * w, 3] (fp32) in 0..1 for tokens [B, h, w] (int64) of images of one prompt."""
+    return decoder.vae.decode(decoder.latents(tokens, *decoder.read(prompt), seed, steps, cfg, "cpu", callback))
 
 
 TINY = {"glm-image": Tiny(write)}

@@ -39,13 +39,13 @@ def sources(folder):
 
 def test_codes_become_pixels(decoder):
     tokens, steps = torch.arange(12).view(2, 2, 3), []
-    pixels = decoder.decode_tokens(tokens, 'a "sign"', seed=3, steps=2, callback=steps.append)
+    pixels = tiny.pixels_of(decoder, tokens, 'a "sign"', seed=3, steps=2, callback=steps.append)
     assert pixels.shape == (2, 64, 96, 3) and 0 <= pixels.min() < pixels.max() <= 1 and steps == [0, 1] * 2
     for other in (
-        decoder.decode_tokens(tokens, 'a "sign"', seed=5, steps=2),
-        decoder.decode_tokens(tokens, "a sign", 3, 2),
-        decoder.decode_tokens(tokens.flip(0), 'a "sign"', 3, 2),
-        decoder.decode_tokens(tokens, 'a "sign"', 3, 2, 1.0),
+        tiny.pixels_of(decoder, tokens, 'a "sign"', seed=5, steps=2),
+        tiny.pixels_of(decoder, tokens, "a sign", 3, 2),
+        tiny.pixels_of(decoder, tokens.flip(0), 'a "sign"', 3, 2),
+        tiny.pixels_of(decoder, tokens, 'a "sign"', 3, 2, 1.0),
     ):
         assert not torch.allclose(other, pixels, atol=1e-3)
 
@@ -53,7 +53,7 @@ def test_codes_become_pixels(decoder):
 @fp64()
 def test_an_image_does_not_depend_on_its_batch(decoder):
     tokens = torch.arange(12).view(2, 2, 3)
-    both, second = (decoder.decode_tokens(of, "a sign", seed, steps=2) for of, seed in ((tokens, 3), (tokens[1:], 4)))
+    both, second = (tiny.pixels_of(decoder, of, "a sign", seed, steps=2) for of, seed in ((tokens, 3), (tokens[1:], 4)))
     torch.testing.assert_close(second, both[1:], rtol=0, atol=1e-9)
 
 
@@ -98,7 +98,7 @@ def test_half_precision_weights(tmp_path, decoder):
     half = glm_image.load(tiny.write_decoder(tmp_path), torch.bfloat16)
     assert half.vae.dtype == torch.float32 and half.dit.proj_out.weight.dtype == torch.bfloat16
     tokens = torch.arange(6).view(1, 2, 3)
-    found, wanted = (each.decode_tokens(tokens, '"a"', steps=2) for each in (half, decoder))
+    found, wanted = (tiny.pixels_of(each, tokens, '"a"', steps=2) for each in (half, decoder))
     assert found.dtype == torch.float32 and found.isfinite().all()
     assert (found - wanted).square().mean() < wanted.var() / 4  # the same image
 
@@ -162,7 +162,7 @@ def test_a_vae_without_encoder_makes_images_but_reads_none(tmp_path, decoder):
     weights = load_file(file)
     save_file({name: tensor for name, tensor in weights.items() if name.startswith("decoder.")}, file)
     tokens = torch.arange(6).view(1, 2, 3)
-    images = (each.decode_tokens(tokens, "a sign", steps=1) for each in (load(folder), decoder))
+    images = (tiny.pixels_of(each, tokens, "a sign", steps=1) for each in (load(folder), decoder))
     assert torch.equal(*images)
     refused(folder, "VAE without encoder", "source images", "zai-org/GLM-Image", loader=glm_image.load_latent_encoder)
     save_file({name: tensor for name, tensor in weights.items() if name != "encoder.conv_out.bias"}, file)

@@ -39,7 +39,7 @@ def test_an_image_decoder_is_found_and_joined(tmp_path, caplog):
     assert torch.equal(model.codebook, decoder.codebook) and decoder.factor == 2 == model.pixels_per_token
     out = api.sample(model, model.encode_prompt("1"), SJD(window=4), batch_size=2)
     assert out.latent.shape == (2, 8, *GRID) and torch.allclose(out.latent.norm(dim=1), torch.ones(2, *GRID), atol=1e-5)
-    assert torch.equal(decoder.decode(out.latent), decoder.decode_tokens(out.tokens))
+    assert torch.equal(decoder.decode(out.latent), decoder.decode(decoder.dequantize(out.tokens)))
 
 
 def test_conditioning_of_another_kind_is_refused(text, classes):
