@@ -249,14 +249,6 @@ class MaskedModel(ContinuousBase):
             )
         return Normal(*(part.unflatten(0, query.shape) for part in end))
 
-    @torch.inference_mode()
-    def condition(self, conditioning: Conditioning, tokens: Tensor, known: Tensor) -> Tensor:
-        """z [B, S, D], for the head. tokens [B, S or h, w, C]: in model units; only ``known`` (bool) are visible."""
-        grid = tuple(tokens.shape[1:3]) if tokens.ndim == 4 else self.grid
-        tokens, known = tokens.to(self.device).flatten(1, -2), known.to(self.device).flatten(1)
-        state = self.start(conditioning, None, len(tokens), grid, guided=False)
-        return self.condition_vectors(state, tokens, known[:, None], int(known.sum(1).max()))[0, :, 0]
-
     def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
         """Rough bytes of activations of a pass over rows of ``tokens`` tokens that samples ``draws`` of them."""
         config = self.backbone.config

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from comfyui_specar.model_loaders.families.eagle import EagleDrafter
 from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.continuous_model import MaskedModel
 from comfyui_specar.models.networks.positions import rotation_at
 from comfyui_specar.models.text.prompt_encoders import features_of
 from comfyui_specar.models.text.prompts import Conditioning, Prompted
@@ -46,3 +47,11 @@ def eagle_features(drafter: EagleDrafter, hidden: Tensor, ids: Tensor, prompt: i
     model, images, head_dim = drafter.model, ids.shape[1] - prompt, drafter.module.config.head_dim
     rotation = rotation_at(model.positions, prompt, images, model.grid, head_dim, drafter.device)
     return drafter.module(hidden.to(drafter.device, drafter.dtype), ids.to(drafter.device), rotation)
+
+
+@torch.inference_mode()
+def condition_vectors(model: MaskedModel, conditioning: Conditioning, tokens: Tensor, known: Tensor) -> Tensor:
+    """z [B, S, D], for the head of a masked model, of tokens [B, S, C], of which only ``known`` [B, S] (bool) are
+    visible."""
+    state = model.start(conditioning, None, len(tokens), model.grid, guided=False)
+    return model.condition_vectors(state, tokens, known[:, None], int(known.sum(1).max()))[0, :, 0]

@@ -11,6 +11,7 @@ from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from safetensors.torch import save_file
 
 from ..support.bad_files import refused
+from ..support.models import condition_vectors
 from ..support.tiny import fill
 from ..support.tiny_mar import MAR, mar_weights, write_mar
 
@@ -24,7 +25,7 @@ def vectors(model):
     else:
         prompt = model.encode_prompt("3")
     known = torch.arange(16)[None] % 2 == 0
-    return model.condition(prompt, fill("tokens embedding", (1, 16, 16)), known)
+    return condition_vectors(model, prompt, fill("tokens embedding", (1, 16, 16)), known)
 
 
 def test_released_models_know_imagenet(tmp_path):

@@ -12,6 +12,7 @@ from comfyui_specar.models.image_decoder import ImageDecoder
 from comfyui_specar.models.networks.diffusion_head import DiffusionHead, NoiseSchedule
 from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.networks.vq import VQConfig, VQModel
+from comfyui_specar.tests.support.models import condition_vectors
 from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images
 from comfyui_specar.tools.training import autoencoder, export, kl_vae, masked, tokenizer
 from comfyui_specar.tools.training.captions import Captions
@@ -244,7 +245,7 @@ def test_exported_files_are_the_model_that_was_trained(tmp_path, captions):
     with torch.no_grad():
         numbers = torch.tensor([[captions.number["dog"], captions.number["bg_red"]]])
         expected, _ = trained.vectors(numbers, torch.tensor([False]), tokens, known)
-    found = target.condition(conditioning, tokens, known)[0][~known[0]]
+    found = condition_vectors(target, conditioning, tokens, known)[0][~known[0]]
     assert torch.allclose(found, expected, atol=0.02, rtol=0.02), "fp16 weights"
 
 
