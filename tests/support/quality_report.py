@@ -13,7 +13,7 @@ def row(name: str, settings: Mapping[str, Any], first: bool, spaces: tuple[str, 
     share = zlib.crc32(name.encode()) % 1000 / 1000  # some number of its own
     lossless, passes = settings.get("lossless", False), 256 if "next" in name else 40 + 60 * share
     loss = 0.0 if lossless else share
-    apart = {"frechet": around(5 + loss, 0.5), "kernel": around(loss / 50, 0.002), "precision": 0.8, "recall": 0.7}
+    apart = {"kernel": around(loss / 50, 0.002), "precision": 0.8, "recall": 0.7}
     others = {} if first else {"reference": apart}
     return {
         "name": name,
@@ -21,7 +21,7 @@ def row(name: str, settings: Mapping[str, Any], first: bool, spaces: tuple[str, 
         "images": 64,
         "passes": around(passes, 1),
         "drift_bound_per_token": 0.0 if lossless else share / 5,
-        "log_p": {**around(-1.27 - loss, 0.03), "std": 0.2, "quantiles": {}, "token_entropy": around(5.0, 0.1)},
+        "log_p": around(-1.27 - loss, 0.03),
         "agreement": {part: around(0.95 - loss / 3, 0.02) for part in ("subject", "style", "background", "all")},
         "distances": {space: {"sources": apart, **others} for space in spaces},
         "changes": {} if first else {"log_p": around(-loss, 0.03), "agreement": around(-loss / 3, 0.02)},

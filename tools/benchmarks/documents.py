@@ -17,7 +17,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from . import automatic, predict, quality_tables
+from . import automatic, launches, quality_tables
 from . import results_tables as found
 from .charts import Point, passes_chart, quality_chart, size_chart
 from .results_tables import cases, drift, grid, results
@@ -318,9 +318,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "continuous, paper": found.continuous_paper,
     "same seed": found.same_seed,
     "dtype auto": automatic.table,
-    "launches": predict.table_of_launches,
-    "predicted, checks": predict.table_of_checks,
-    "predicted, cards": predict.table_of_cards,
+    "launches": launches.page,
     "quality chart": picture,
     "quality, papers": quality_tables.papers,
     "sampling parameters": quality_tables.sampling,

@@ -8,18 +8,6 @@ from torch import Tensor
 NEIGHBOURS = 3  # of precision and recall, as in the paper
 
 
-def frechet_distance(a: Tensor, b: Tensor) -> float:
-    """Squared Frechet distance of the Gaussians with the means and covariances of a [N, D] and b [M, D] (Heusel et al.,
-    2017, arXiv:1706.08500, equation 6). It is biased upwards, by more the smaller the sets: compare only sets of one
-    size. Raises ValueError for sets of fewer than two."""
-    if min(len(a), len(b)) < 2:
-        raise ValueError(f"The sets have {len(a)} and {len(b)} images, but a covariance needs at least 2.")
-    apart = (a.double().mean(0) - b.double().mean(0)).square().sum()
-    a, b = ((x.double() - x.double().mean(0)) / (len(x) - 1) ** 0.5 for x in (a, b))  # C = a.T a
-    product = torch.linalg.svdvals(a @ b.T).sum()  # trace of (C1 C2)^(1/2), of matrices no larger than the sets
-    return float(apart + a.square().sum() + b.square().sum() - 2 * product)
-
-
 def kernel(a: Tensor, b: Tensor) -> Tensor:
     """k(x, y) = (x y / D + 1)^3 of all pairs [N, M] (fp64)."""
     return (a.double() @ b.double().T / a.shape[1] + 1) ** 3
@@ -59,9 +47,3 @@ def _covered(centres: Tensor, points: Tensor, neighbours: int) -> float:
     centres, points = centres.double(), points.double()
     radius = torch.cdist(centres, centres).kthvalue(neighbours + 1, dim=1).values  # the nearest is the centre itself
     return float((torch.cdist(points, centres) <= radius).any(1).double().mean())
-
-
-def entropy(tokens: Tensor, vocab: int) -> float:
-    """Entropy (nats) of the codes in tokens (int64, any shape), counted together."""
-    share = torch.bincount(tokens.flatten(), minlength=vocab).double() / tokens.numel()
-    return float(torch.special.entr(share).sum())

@@ -4,19 +4,16 @@
 
 A step is captured as on an NVIDIA GPU with Triton. Counted are torch operations that compute or move numbers (a matrix
 product or sort of a library counts as one) and launches of Triton kernels; storing the next state is among them.
-Nothing is timed. Of token models the table also has the launches of one layer of the target, and how many of these are
-of attention and of ``linear.few_rows``; predict.py calculates milliseconds from them.
+Nothing is timed.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -48,7 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import sizes
-from .report import plain_command
+from .report import grid, plain_command
 from .runs import drafter_cases
 
 TABLE = Path(__file__).parent / "results" / "launches.json"
@@ -141,11 +138,9 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
         yield
 
 
-def built(name: str, less: int) -> DiscreteModel:
-    """A model of a released size in bf16, with so many layers less."""
-    size = sizes.SIZES[name]
-    config = replace(size.config, layers=size.config.layers - less)
-    model = sizes.build(replace(size, config=config), torch.bfloat16, GPU)
+def built(name: str) -> DiscreteModel:
+    """A model of a released size in bf16."""
+    model = sizes.build(sizes.SIZES[name], torch.bfloat16, GPU)
     model.prefix = Prompt(model.backbone.config.dim)
     return model
 
@@ -153,8 +148,8 @@ def built(name: str, less: int) -> DiscreteModel:
 class Case:
     """A run of a model after its prompt, guided as its authors generate, for one image."""
 
-    def __init__(self, name: str, counts: Launches, less: int = 0):
-        self.model = model = built(name, less)
+    def __init__(self, name: str, counts: Launches):
+        self.model = model = built(name)
         self.layout, self.forcing = model.layout().to(GPU), model.vocab < model.vocab_total
         self.graphs = CountedGraphs(counts)
         prompt = model.encode_features(torch.zeros(1, sizes.PROMPT, sizes.CAPTION))
@@ -256,12 +251,12 @@ CASES = {
 }
 
 
-def launches(name: str, less: int = 0) -> Counter[str]:
-    """What a replayed pass (or round) of a case launches, by name; of a token model with so many layers less."""
+def launches(name: str) -> Counter[str]:
+    """What a replayed pass (or round) of a case launches, by name."""
     size, passes = CASES[name]
     counts = Launches()
     with without_a_gpu(counts):
-        going_on = passes(*mar_b(counts)) if size == "mar-b" else passes(Case(size, counts, less))
+        going_on = passes(*mar_b(counts)) if size == "mar-b" else passes(Case(size, counts))
         for _ in range(4):  # after the prompt: called, captured, replayed with all its constants
             next(going_on)
         with counts:  # and what the next replay copies
@@ -269,27 +264,21 @@ def launches(name: str, less: int = 0) -> Counter[str]:
     return counts.found
 
 
-def entry(name: str) -> dict[str, int]:
-    """A case in the table."""
-    found = launches(name)
-    if name.startswith("mar-b"):
-        return {"launches": found.total()}
-    layer = found - launches(name, 1)
-    attention = sum(times for launched, times in layer.items() if launched.startswith("attention::"))
-    few_rows = layer["linear::_few_rows"]
-    return {"launches": found.total(), "of a layer": layer.total(), "attention": attention, "few rows": few_rows}
+def read() -> dict[str, Any]:
+    """Launches by case: of today ("cases"), and before a commit ("before")."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
-def write(table: dict[str, Any]) -> None:
-    """Write the table, a case in a line."""
-    lines = re.sub(
-        r"\{\s+([^{}]*?)\s+\}", lambda case: "{" + " ".join(case[1].split()) + "}", json.dumps(table, indent=2)
-    )
-    TABLE.write_text(lines + "\n", encoding="utf-8")
+def page() -> str:
+    """docs/gpu.md: the cases of LlamaGen-XL."""
+    table, model = read(), "llamagen-xl, "
+    before, now = table["before"]["cases"], table["cases"]
+    rows = [(name.removeprefix(model), before[name], now.get(name, "")) for name in before if name.startswith(model)]
+    return grid(("LlamaGen-XL, a round of", f"launches, {table['before']['commit']}", "now"), rows)
 
 
 def main() -> None:
     plain_command(" launches", __doc__).parse_args()
-    table = json.loads(TABLE.read_text(encoding="utf-8")) | {"cases": {name: entry(name) for name in CASES}}
-    write(table)
-    print(TABLE.read_text(encoding="utf-8"))
+    table = json.dumps(read() | {"cases": {name: launches(name).total() for name in CASES}}, indent=1)
+    TABLE.write_text(table + "\n", encoding="utf-8")
+    print(table)

@@ -14,7 +14,7 @@ from comfyui_specar.api import Output
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.pass_costs import wait
-from torch import Tensor, nn
+from torch import nn
 
 from .generate import counterpart, generate
 from .plain import plain_loop
@@ -201,22 +201,3 @@ def bandwidth(device: torch.device, size: int) -> float:
         wait(device)
         best = min(best, (time.perf_counter() - begun) / 4)
     return 2 * len(a) / best
-
-
-def timed(run: Callable[[], Any], device: torch.device, repetitions: int) -> list[float]:
-    """Milliseconds of every repetition."""
-    found = []
-    for _ in range(repetitions):
-        wait(device)
-        begun = time.perf_counter()
-        run()
-        wait(device)
-        found.append(1e3 * (time.perf_counter() - begun))
-    return found
-
-
-def chain(model, state, width: int, at: int) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor]]:
-    """A pass of ``width`` tokens at position ``at`` of an image, whose state does not move: a step and its inputs."""
-    tokens = torch.zeros((1, width), dtype=torch.int64, device=model.device)
-    positions = at + torch.arange(width, device=model.device)[None]
-    return lambda tokens, positions: model.step(state, tokens, positions).logits, (tokens, positions)

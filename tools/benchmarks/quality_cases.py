@@ -125,19 +125,12 @@ def discrete_cases(eagle, small) -> list[Case]:
 
 
 def continuous_cases(drafter: Any) -> list[Case]:
-    """The plain sampler, the same with other seeds (what differs by chance), and speculation along the axes of the
-    paper."""
+    """The plain sampler, the same with other seeds (what differs by chance), and speculation."""
     plain, m = specar.methods.ContinuousNextToken, specar.methods.ContinuousSpeculative
     listed = {
         "one token a pass": plain(),
-        **{f"MAR's schedule, {passes} passes": plain(passes) for passes in (32, 16, 8)},
-        **{f"block of {drafts}": m(drafter, drafts) for drafts in (4, 8, 16, 32)},
-        "block of 8, own noises": m(drafter, 8, aligned=False),
-        **{f"block of 8, prefill {share:.0%}": m(drafter, 8, prefill=share) for share in (0.0, 0.15)},
-        "block of 8, drafts seen": m(drafter, 8, condition="drafts"),
-        **{f"block of 8, tolerance {h:g}": m(drafter, 8, tolerance=h) for h in (0.5, 1.0, 2.0)},
-        **{f"block of 8, Sigma {path}": m(drafter, 8, path=path) for path in ("paper", "official")},
-        "algorithm 1, 4 drafts": m(drafter, 4, mode="prefix"),
+        "MAR's schedule, 16 passes": plain(16),
+        **{f"block of {drafts}": m(drafter, drafts) for drafts in (8, 32)},
         "exact, 4 drafts": m(drafter, 4, mode="exact"),
     }
     return _with_other_seeds([Case(name, method) for name, method in listed.items()])

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .image_metrics import entropy, frechet_distance, kernel_distance, kernel_terms, precision_recall
+from .image_metrics import kernel_distance, kernel_terms, precision_recall
 from .resampling import bootstrap, exchange_test, jackknife, paired_test, rejected
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 PARTS = ("subject", "style", "background")  # of what an image shows
 
 
@@ -36,10 +35,8 @@ class Measurement:
     network.
     """
 
-    def __init__(
-        self, wanted: Tensor, seen: dict[str, dict[str, Tensor]], sources: dict[str, Tensor], vocab: int | None
-    ):
-        self.wanted, self.seen, self.vocab = wanted, seen, vocab
+    def __init__(self, wanted: Tensor, seen: dict[str, dict[str, Tensor]], sources: dict[str, Tensor]):
+        self.wanted, self.seen = wanted, seen
         self.reference = next(iter(seen))
         self.scale = {space: features.double().square().mean().sqrt() for space, features in sources.items()}
         self.sources = {space: features.double() / self.scale[space] for space, features in sources.items()}
@@ -47,9 +44,8 @@ class Measurement:
     def features(self, case: str, space: str) -> Tensor:
         return self.seen[case][space].double() / self.scale[space]
 
-    def row(self, case: str, tokens: Tensor, passes: Tensor, drift_bound: Tensor, lossless: bool) -> dict[str, Any]:
-        """Everything that is reported of a case. Of its images: tokens [N, ...], passes [N], drift bounds per token [N]
-        (NaN: unknown)."""
+    def row(self, case: str, passes: Tensor, drift_bound: Tensor, lossless: bool) -> dict[str, Any]:
+        """What is reported of a case, by its images' passes [N] and drift bounds per token [N] (NaN: unknown)."""
         seen, bound = self.seen[case], float(drift_bound.mean())
         return {
             "name": case,
@@ -57,7 +53,7 @@ class Measurement:
             "images": len(passes),
             "passes": bootstrap(passes),
             "drift_bound_per_token": None if math.isnan(bound) else bound,
-            **({"log_p": self.likelihood(seen["log_p"], tokens)} if "log_p" in seen else {}),
+            **({"log_p": bootstrap(seen["log_p"])} if "log_p" in seen else {}),
             "agreement": agreement(seen["shown"], self.wanted),
             "distances": {space: self.distances(case, space) for space in self.sources},
             **(
@@ -65,19 +61,6 @@ class Measurement:
                 if case == self.reference
                 else {"changes": self.changes(case), "p_values": self.tests(case)}
             ),
-        }
-
-    def likelihood(self, log_p: Tensor, tokens: Tensor) -> dict[str, Any]:
-        """Per token: mean and distribution over images; and the entropy of the codes in all of them."""
-        tokens, vocab = tokens.long(), self.vocab
-        assert vocab is not None, "a model of token ids has a vocabulary"
-        return {
-            **bootstrap(log_p),
-            "std": float(log_p.std()),
-            "quantiles": dict(
-                zip(map(str, QUANTILES), log_p.quantile(log_p.new_tensor(QUANTILES)).tolist(), strict=True)
-            ),
-            "token_entropy": jackknife(lambda index: entropy(tokens[index], vocab), len(tokens)),
         }
 
     def distances(self, case: str, space: str) -> dict[str, dict[str, Any]]:
@@ -90,7 +73,6 @@ class Measurement:
             terms = kernel_terms(own, other)
             precision, recall = precision_recall(other, own)
             found[name] = {
-                "frechet": jackknife(partial(_frechet, own, other), len(own)),
                 "kernel": jackknife(partial(_kernel, terms), len(own)),
                 "precision": precision,
                 "recall": recall,
@@ -119,10 +101,6 @@ class Measurement:
         }
         found |= {name: paired_test(values) for name, values in self.differences(case).items()}
         return found
-
-
-def _frechet(own: Tensor, other: Tensor, index: Tensor) -> float:
-    return frechet_distance(own[index], other[index])
 
 
 def _kernel(terms: Tensor, index: Tensor) -> float:

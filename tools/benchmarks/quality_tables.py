@@ -112,7 +112,6 @@ def distances(name: str, space: str) -> str:
         rows.append(
             (
                 said(row["name"]),
-                *(interval(each["frechet"], 2) if each else "" for each in both),
                 *(interval(each["kernel"], 1, 1e3) if each else "" for each in both),
                 f"{sources['precision']:.2f}",
                 f"{sources['recall']:.2f}",
@@ -120,16 +119,7 @@ def distances(name: str, space: str) -> str:
             )
         )
     other = said(found["reference"])
-    head = (
-        "method",
-        "Frechet, sources",
-        f"Frechet, {other}",
-        "kernel, sources",
-        f"kernel, {other}",
-        "precision",
-        "recall",
-        "indistinguishable",
-    )
+    head = ("method", "kernel, sources", f"kernel, {other}", "precision", "recall", "indistinguishable")
     return f"{grid(head, rows)}\n\n{how_many(found)}"
 
 

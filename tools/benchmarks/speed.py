@@ -11,7 +11,7 @@ them. The number of passes that a method needs is taken from the bundled model. 
 than for another: ``--prompts 6`` takes those of ``methods``.
 
 Parts of a report (--parts): methods, baselines (transformers' ``generate`` and a plain loop, beside the methods),
-widths (a pass by its number of tokens), batches (a pass by images). What could not run is listed with the reason. The
+batches (a pass by images). What could not run is listed with the reason. The
 report is written after every step, so a run may be stopped at any time.
 """
 
@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from comfyui_specar.device.graphs import Graphs
 
-from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read
+from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, weights_read
 from .report import Record, command, commit, measured_on, parsed, spread, versions
 from .runs import PROMPTS, chosen, names_of_cases
 from .sizes import SIZES
@@ -34,7 +33,7 @@ from .subjects import BASE, CURVES, METHODS, SMALL, Subject, subject
 from .tables import row_of, table
 
 SCHEMA = "specar.speed/1"
-PARTS = ("methods", "baselines", "widths", "batches")
+PARTS = ("methods", "baselines", "batches")
 MODELS = {
     "cpu": ["default", "default@llamagen-b", "llamagen-b:int8"],
     "cuda": [
@@ -49,7 +48,6 @@ MODELS = {
     ],
 }
 TOKENS = {"cpu": 64, "cuda": 1024}  # that random weights generate
-WIDTHS = (1, 5, 9, 17, 33, 58)
 BATCHES = (1, 4, 16)
 BATCH_TOKENS = 64  # of a batch's images with random weights
 
@@ -91,43 +89,6 @@ def beside_the_floor(case: Subject, row: dict[str, Any], bytes_per_second: float
     )
     floor = 1e3 * moved / bytes_per_second
     return {"bytes": int(moved), "floor_ms": round(floor, 4), "of_floor": round(floor / row["pass_ms"]["median"], 4)}
-
-
-def repeated(graphs: Graphs, width: int, step: Callable[..., Any], inputs: tuple) -> Callable[[], Any]:
-    """A function that computes step(*inputs), captured after its first call. Its state is the inputs and results."""
-    state = inputs, None
-
-    def run() -> Any:
-        nonlocal state
-        state = graphs(width, lambda given: (given[0], step(*given[0])), state)
-        return state[1]
-
-    return run
-
-
-def widths(case: Subject, options) -> list[dict[str, Any]]:
-    """Passes of the model alone with 1 to 58 tokens in the middle of an image, in turns."""
-    model, layout = case.model, case.stretch.layout
-    middle = layout.length // 2
-    with torch.inference_mode():
-        state = model.start(case.conditioning, None, 1, layout.to(model.device), max(WIDTHS), case.rows == 2)
-        model.commit(state, torch.full((1,), middle, dtype=torch.int64, device=model.device))
-        graphs, runs = Graphs(model.device), {}
-        for width in WIDTHS:
-            model.set_attention_length(state, middle + width)
-            step, inputs = chain(model, state, width, middle)
-            runs[width] = repeated(graphs, width, step, inputs)
-            timed(runs[width], model.device, 3)
-        found = {width: [] for width in WIDTHS}
-        for _ in range(5 * options.repetitions):
-            for width in WIDTHS:
-                model.set_attention_length(state, middle + width)
-                found[width] += timed(runs[width], model.device, 1)
-    narrow = spread(found[WIDTHS[0]])["median"]
-    return [
-        {"tokens": width, "ms": (ms := spread(found[width])), "ratio": round(ms["median"] / narrow, 3)}
-        for width in WIDTHS
-    ]
 
 
 def batches(case: Subject, options, report: Record) -> Iterator[dict]:
@@ -173,9 +134,6 @@ def measure(name: str, cfg: float | None, options, report: Record, passes: dict[
     wanted = CURVES if case.narrow else (BASE, *options.methods) if options.methods else (*METHODS, *SMALL)
     if "methods" in options.parts:
         methods(case, [n for n in dict.fromkeys(wanted) if n in known], entry, options, report, passes)
-    if "widths" in options.parts and not case.narrow:
-        entry["widths"] = widths(case, options)
-        report.save()
     if "batches" in options.parts and not case.narrow:
         entry["batches"] = []
         for point in batches(case, options, report):

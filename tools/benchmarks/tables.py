@@ -92,17 +92,6 @@ def _model(model: dict[str, Any]) -> list[str]:
     ]
     if model.get("rows"):
         found.append(_methods(model))
-    if model.get("widths"):
-        found += [
-            "A pass of the model alone, by its tokens:",
-            grid(
-                ("tokens", *(str(w["tokens"]) for w in model["widths"])),
-                [
-                    ("ms", *(w["ms"]["median"] for w in model["widths"])),
-                    ("ratio", *(w["ratio"] for w in model["widths"])),
-                ],
-            ),
-        ]
     if model.get("batches"):
         names = list(model["batches"][0]["ms"])
         rows = [

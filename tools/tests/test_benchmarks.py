@@ -135,7 +135,6 @@ def test_a_report_is_complete_and_prompts_take_turns(small_world, monkeypatch, t
             if name in methods:
                 assert (name == "chain of 5") == (row["draft_passes"] > 0)
         assert rows["chain of 5"]["bytes"] > rows["next_token"]["bytes"]
-        assert [w["tokens"] for w in model["widths"]] == list(speed.WIDTHS)
         assert [b["pictures"] for b in model["batches"]] == [1, 2]
     assert random["rows"][0]["passes"] == 15 and bundled["rows"][0]["passes"] == 17
     assert random["rows"][1]["pictures_passes"] == bundled["rows"][1]["passes"] + 1

@@ -135,14 +135,13 @@ def seen(count: int, shift: float = 0.0) -> dict[str, torch.Tensor]:
 
 def test_the_check_passes_what_is_exact_and_names_what_is_not():
     count = 60
-    tokens, passes = torch.randint(16, (count, 2, 2)).to(torch.uint16), torch.full((count,), 7, dtype=torch.int32)
+    passes = torch.full((count,), 7, dtype=torch.int32)
     exact = [NEXT.name, NEXT.name + FLOOR, "a", "b"]
     found = {name: seen(count) for name in exact} | {"biased": seen(count, 1.0), "relaxed": seen(count, 1.0)}
-    table = Measurement(
-        numbered(prompts(count, EMOJI), labels_for(EMOJI)), found, {"own": torch.randn(count, 4)}, vocab=16
-    )
+    classes = numbered(prompts(count, EMOJI), labels_for(EMOJI))
+    table = Measurement(classes, found, {"own": torch.randn(count, 4)})
     unknown = torch.full((count,), torch.nan)
-    rows = [table.row(name, tokens, passes, unknown, lossless=name != "relaxed") for name in found]
+    rows = [table.row(name, passes, unknown, lossless=name != "relaxed") for name in found]
     assert check(rows, 0.01) == ["biased"]
     assert [row.get("inside") for row in rows] == [None, True, True, True, False, False]
     reference, floor = rows[0], rows[1]
@@ -151,8 +150,6 @@ def test_the_check_passes_what_is_exact_and_names_what_is_not():
     low, high = floor["distances"]["own"]["reference"]["kernel"]["interval"]
     assert low < 0 < high
     assert floor["changes"]["log_p"]["value"] == pytest.approx(floor["log_p"]["value"] - reference["log_p"]["value"])
-    assert floor["log_p"]["quantiles"]["0.5"] == pytest.approx(float(found[floor["name"]]["log_p"].median()), abs=0.1)
-    assert 2.6 < floor["log_p"]["token_entropy"]["value"] <= 2.7726  # of 16 codes, as likely as each other
 
 
 def a_report(name: str = "default", **rows: float) -> dict:
