@@ -68,43 +68,6 @@ def legend(figure: Figure, *more: Line2D, exact: str, drifts: str) -> None:
     figure.legend(handles=[*dots, *more], loc="outside lower center", ncols=2 + len(more), columnspacing=1.2)
 
 
-def passes_chart(rows: Sequence[tuple[str, float, bool]]) -> str:
-    """rows: a method's name, its forward passes per image, and whether it is exact."""
-    with chart("Forward passes per image", 50 + 26 * len(rows)) as made:
-        [axes] = made.panels
-        names, passes, exact = zip(*rows, strict=True)
-        bars = axes.barh(range(len(rows)), passes, height=0.7, color=[COLOURS[kind] for kind in exact])
-        axes.bar_label(bars, fmt="%.0f", padding=6)
-        axes.set_yticks(range(len(rows)), names)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(0, 1.1 * max(passes))
-        axes.xaxis.set_visible(False)
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0)
-        legend(made.figure, exact="exact: the model's own distribution", drifts="may drift from it")
-    return made.svg
-
-
-def size_chart(sizes: Sequence[tuple[str, str]], lines: Sequence[tuple[str, Sequence[float], bool]]) -> str:
-    """sizes: two lines of text below each model. lines: a method's name, the time of its image relative to next token's
-    with each of them, and whether it is exact."""
-    with chart("Time per image against model size", 400) as made:
-        [axes] = made.panels
-        for _, times, exact in lines:
-            axes.plot(times, color=COLOURS[exact], marker="o")
-        axes.axhline(1, color=INK, linestyle="--", linewidth=1)
-        axes.set_xticks(range(len(sizes)), ["\n".join(texts) for texts in sizes])
-        axes.set_xlim(-0.35, len(sizes) - 0.95)
-        axes.set_ylim(0)
-        axes.grid(axis="y")
-        labels = [(times[-1], f"{name}: {times[-1]:.2f}") for name, times, _ in lines] + [(1.0, "next token: 1")]
-        apart, above = 0.05 * axes.get_ylim()[1], -math.inf  # heights of a line of text, so that none is on another
-        for height, text in sorted(labels):
-            above = max(height, above + apart)
-            axes.text(len(sizes) - 0.9, above, text, va="center")
-    return made.svg
-
-
 class Point(NamedTuple):
     """A setting in a panel. loss: what its images lose, at least 0, with the interval that it lies in; exact methods
     lose nothing. listed: whether it has a label, as those on the front have."""

@@ -13,7 +13,6 @@ from .report import grid
 from .results_tables import said
 
 REPORT = "quality-cpu"
-MAP = ", sampling parameters"  # after a model's name: its report on these
 NONE = "Not measured yet (`python -m tools.benchmarks quality`)."
 SPACES = {"own": "classifier", "imagenet": "ImageNet"}  # the features in which sets are compared
 
@@ -120,32 +119,6 @@ def distances(name: str, space: str) -> str:
         )
     other = said(found["reference"])
     head = ("method", "kernel, sources", f"kernel, {other}", "precision", "recall", "indistinguishable")
-    return f"{grid(head, rows)}\n\n{how_many(found)}"
-
-
-def sampling() -> str:
-    """The map of guidance, temperatures, top-k and top-p."""
-    found = model("default" + MAP)
-    if found is None:
-        return NONE
-    space = found["spaces"][-1]
-    rows = [
-        (
-            row["name"],
-            interval(row["passes"], 1),
-            interval(row["log_p"], 2),
-            interval(row["agreement"]["all"], 1, 100),
-            interval(row["distances"][space]["sources"]["kernel"], 1, 1e3),
-        )
-        for row in found["rows"]
-    ]
-    head = (
-        "sampling parameters",
-        "SJD's passes",
-        "log p per token",
-        "as asked, %",
-        f"kernel, {SPACES[space]}, sources",
-    )
     return f"{grid(head, rows)}\n\n{how_many(found)}"
 
 

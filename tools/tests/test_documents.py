@@ -1,12 +1,11 @@
 """Numbers of documents, the lines of Python on the pages of methods, and the lint of documents."""
 
-import math
 import re
 
 import comfyui_specar
 import pytest
 from comfyui_specar.tools.benchmarks import documents as written
-from comfyui_specar.tools.benchmarks import results_tables, subjects
+from comfyui_specar.tools.benchmarks import quality_tables, subjects
 from comfyui_specar.tools.lint import documents
 
 ROOT = documents.ROOT
@@ -31,30 +30,13 @@ def test_the_lint_notices(check, spoil, monkeypatch):
 
 def test_no_relaxed_rule_bounds_the_drift_of_whole_images():
     """As docs/methods/README.md says: summed over an image, every known drift bound of the tables is above 1."""
-    rows = [row for guidance in (1.0, 2.0) for row in results_tables.cases("default-cpu", guidance).values()]
-    bounds = [bound * results_tables.tokens(row) for row in rows if (bound := results_tables.drift(row))]
-    assert bounds and min(bounds) > 1
+    bounds = [row["drift_bound_per_token"] or 0 for row in quality_tables.measured("default").values()]
+    assert max(bounds) > 0 and 256 * min(filter(None, bounds)) > 1
 
 
 def test_the_speed_report_is_asked_for_every_method_of_the_table():
     assert {case for *_, case in written.METHODS} <= {*subjects.METHODS}
     assert len({*subjects.METHODS}) == len(subjects.METHODS)
-
-
-def test_times_are_those_of_the_mean_passes(monkeypatch):
-    """A round costs twice as much, and 60 of 240 passes are left."""
-    timed = [{"name": name, "ms_over": {"next_token": ratio}} for name, ratio in (("next_token", 1.0), ("fast", 0.5))]
-    report = {"models": [{"name": "default", "settings": {"cfg": 3.0}, "rows": timed}]}
-    monkeypatch.setattr(results_tables, "results", lambda name: report)
-    found = results_tables.times("default", 3.0, "speed-cpu", {"next_token": 240.0, "fast": 60.0})
-    assert found["next_token"] == 1 and found["fast"] == 0.5 and math.isnan(found["absent"])
-
-
-def test_the_error_of_a_mean_is_that_of_its_prompts(monkeypatch):
-    """Images of a prompt that are alike say no more than one."""
-    monkeypatch.setattr(results_tables, "results", lambda name: {"prompts": ["a", "b"]})
-    assert results_tables.over_prompts("", [1, 1, 1, 3, 3, 3]) == pytest.approx(1.0)
-    assert results_tables.over_prompts("", [1, 3, 2, 2]) == 0
 
 
 @pytest.fixture(scope="module")
