@@ -15,7 +15,7 @@ from comfyui_specar.tools.training import autoregressive, contact_sheet, tokeniz
 from comfyui_specar.tools.training.autoencoder import HELD_OUT_EVERY, Sampler
 from comfyui_specar.tools.training.autoregressive import Batches, Stored
 from comfyui_specar.tools.training.captions import MOST_PORTRAIT_WORDS, Captions
-from comfyui_specar.tools.training.contact_sheet import portrait_prompts
+from comfyui_specar.tools.training.contact_sheet import first_words, portrait_prompts
 from comfyui_specar.tools.training.export import half, save
 from comfyui_specar.tools.training.portrait_styles import DARK, EYES, PALETTES, PORTRAIT_STYLES, SKIN
 from comfyui_specar.tools.training.portraits import portrait, words_of_portraits
@@ -68,9 +68,16 @@ def test_prompts_of_the_contact_sheet_are_read_as_they_are_meant(encoder):
         known, unknown = encoder.parse(text)
         assert not unknown and f"bg_{colour}" in known and len(known) <= PORTRAITS.caption_slots
     for i, (text, _) in enumerate(prompts[:48]):
-        words, _ = portrait(styles[i % len(styles)], rng)
-        rng.choice([each for each in BACKGROUNDS if f"hair_{each}" not in words])
-        assert set(words) <= set(encoder.parse(text)[0])
+        words = first_words(portrait(styles[i % len(styles)], rng)[0])
+        background = rng.choice([each for each in BACKGROUNDS if not {each, f"hair_{each}"}.intersection(words)])
+        assert {*words, f"bg_{background}"} == set(encoder.parse(text)[0]) and words[0] in PORTRAIT_STYLES
+
+
+def test_first_words_are_style_hair_glasses_and_expression():
+    words = "avataaars person short hair_red glasses sad shirt clothes_blue skin_tan beard".split()
+    assert first_words(words) == "avataaars short hair_red glasses sad".split()
+    assert first_words("personas person bald sad beard hair_red".split()) == "personas bald sad".split()
+    assert first_words("bottts robot round green antenna smiling".split()) == "bottts robot round green smiling".split()
 
 
 @pytest.mark.parametrize(

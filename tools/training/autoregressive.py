@@ -6,7 +6,7 @@ anew. Take many: a model that sees the same tokens four times overfits.
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -161,14 +161,15 @@ def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor
 
 
 @torch.no_grad()
-def take_weights(model: TextToImage, file: Path) -> None:
-    """Copy the weights of an exported model of the same structure and words."""
+def take_weights(model: TextToImage, words: Sequence[str], file: Path) -> None:
+    """Copy the weights of an exported model of the same structure, which knows all ``words``."""
     trained = load_model(file, dtype=torch.float32)
     assert isinstance(trained, DiscreteModel) and isinstance(trained.prompt_encoder, WordEncoder)
     model.backbone.load_state_dict(trained.backbone.state_dict())
     model.prefix.cap_proj.load_state_dict(trained.prefix.get_submodule("cap_proj").state_dict())
     model.null_caption.copy_(trained.prefix.get_buffer("uncond_embedding"))
-    model.words.weight.copy_(trained.prompt_encoder.table)
+    known = trained.prompt_encoder.words
+    model.words.weight.copy_(trained.prompt_encoder.table[[known.index(word) for word in words]])
 
 
 def train(
@@ -187,7 +188,7 @@ def train(
     torch.manual_seed(1)
     model = TextToImage(setting, len(captions.words))
     if start is not None:
-        take_weights(model, start)
+        take_weights(model, captions.words, start)
     model.to(device)
     outer = ("tok_embeddings", "output", "words", "null_caption")
     minutes = cfg.minutes if minutes is None else minutes

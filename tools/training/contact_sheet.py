@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 COLUMNS, COUNT = 8, 64
 BORDER = IMAGE_SIZE // 21
+DETAILS = {"person", "beard", "moustache", "goatee", "earrings", "antenna", "horns", "bulb"}  # not in short prompts
 
 
 def prompts() -> list[tuple[str, str]]:
@@ -46,13 +47,20 @@ def portrait_prompt(words: Sequence[str], background: str) -> str:
     return ", ".join([*nouns, *parts, f"on {article} {background} background"])
 
 
+def first_words(words: Sequence[str]) -> list[str]:
+    """Of a portrait's words those that say most: style, hair or hat (or a robot's shape and colour), glasses, and
+    expression."""
+    hair = [word for word in words if word not in DETAILS and NOUNS.get(word) != "clothes"]
+    return [word for word in hair if word.partition("_")[0] not in {"clothes", "skin", "hair" * ("bald" in words)}]
+
+
 def portrait_prompts() -> list[tuple[str, str]]:
-    """64 (prompt, background colour): 48 portraits, the styles in turn, and 16 emoji."""
+    """64 (prompt, background colour): 48 portraits by their first words, the styles in turn, and 16 emoji."""
     rng, styles, colours = random.Random("contact sheet"), list(PORTRAIT_STYLES), list(BACKGROUNDS)
     chosen = []
     for i in range(COUNT - 2 * COLUMNS):
-        words, _ = portrait(styles[i % len(styles)], rng)
-        colour = rng.choice([each for each in colours if f"hair_{each}" not in words])
+        words = first_words(portrait(styles[i % len(styles)], rng)[0])
+        colour = rng.choice([each for each in colours if not {each, f"hair_{each}"}.intersection(words)])
         chosen.append((portrait_prompt(words, colour), colour))
     return chosen + prompts()[: 2 * COLUMNS]
 

@@ -252,7 +252,7 @@ PORTRAITS = replace(
     ),
     model=replace(EMOJI.model, minutes=200),
     caption_slots=16,
-    portraits=0.6,
+    portraits=0.7,
     portrait_count=12_000,
     views=60_000,
 )
