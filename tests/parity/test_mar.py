@@ -165,7 +165,9 @@ SAMPLES = {  # iterations, guidance, its schedule, temperature, denoising steps,
 }
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.whole] * (name == "whole_range")) for name in SAMPLES]
+)
 def test_whole_images(model, monkeypatch, name):
     """The baseline sampler, given the official order and noises, generates the official images of classes 3 and 8."""
     iterations, cfg, guidance, temperature, steps, last = SAMPLES[name]

@@ -48,6 +48,7 @@ PROMISES = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("function", CASES)
 def test_every_case_compiles(function):
     promise = PROMISES.get(function, lambda kernel, given: None)
