@@ -121,34 +121,14 @@ def attend_few(
 
 @triton.jit
 def _prepare(
-    qkv,
-    factors,
-    factors_row,
-    factors_token,
-    query_weight,
-    query_bias,
-    key_weight,
-    key_bias,
+    qkv, factors, factors_row, factors_token,
+    query_weight, query_bias, key_weight, key_bias,
     queries,
-    buffer,
-    scales,
-    lengths,
-    key_heads,
-    count,
-    uncommitted,
-    capacity,
-    heads,
-    eps,
-    tiny,
-    HALVES: tl.constexpr,
-    NORMED: tl.constexpr,
-    CENTRED: tl.constexpr,
-    ONE_NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    DIM: tl.constexpr,
-    NARROW: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    buffer, scales, lengths, key_heads, count, uncommitted, capacity,
+    heads, eps, tiny,
+    HALVES: tl.constexpr, NORMED: tl.constexpr, CENTRED: tl.constexpr, ONE_NORM: tl.constexpr, BLOCK_H: tl.constexpr,
+    DIM: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """BLOCK_H heads of a token. NORMED: heads get a LayerNorm (CENTRED) or an RMSNorm, which has no bias. ONE_NORM: all
     heads share one. NARROW: the cache is in int8. A channel is loaded with the other one of its pair."""
     row = (tl.program_id(0) // count).to(tl.int64)
@@ -200,30 +180,12 @@ def _prepare(
 @triton.jit
 def _decode(
     queries,
-    buffer,
-    scales,
-    lengths,
-    key_heads,
-    count,
-    uncommitted,
-    capacity,
-    reach,
-    tree,
-    tree_row,
-    tree_token,
-    sums,
-    maxima,
-    masses,
-    scale,
-    SHARED: tl.constexpr,
-    TREE: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DIM: tl.constexpr,
-    NARROW: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    buffer, scales, lengths, key_heads, count, uncommitted, capacity,
+    reach, tree, tree_row, tree_token,
+    sums, maxima, masses, scale,
+    SHARED: tl.constexpr, TREE: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, NARROW: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M queries of one key head, and PART slots. TREE: ``tree`` tells which uncommitted tokens they see. NARROW:
     the cache is in int8.
 
@@ -313,19 +275,11 @@ def in_order(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def _combine(
-    sums,
-    maxima,
-    masses,
-    lengths,
-    fed,
-    reach,
+    sums, maxima, masses,
+    lengths, fed, reach,
     out,
-    SHARED: tl.constexpr,
-    DIM: tl.constexpr,
-    PART: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    SHARED: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr, MOST: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One query's result, from the sums of its parts, which are at most MOST (see ``_decode``)."""
     row, key_head, m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key_heads, queries = tl.num_programs(1), tl.num_programs(2)

@@ -55,29 +55,13 @@ def children(
 
 @triton.jit
 def _children(
-    q,
-    noise,
-    noise_image,
-    noise_draft,
+    q, noise, noise_image, noise_draft,
     values,
-    scores,
-    scores_image,
-    scores_draft,
-    most,
-    most_image,
-    children,
-    token,
-    probability,
-    score,
-    drafts,
-    vocab,
-    width,
-    count,
-    NOISE: tl.constexpr,
-    LANES: tl.constexpr,
-    TURNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    scores, scores_image, scores_draft, most, most_image, children,
+    token, probability, score,
+    drafts, vocab, width, count,
+    NOISE: tl.constexpr, LANES: tl.constexpr, TURNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """``values`` [B, F, V]: what is compared, q itself without NOISE."""
     image = (tl.program_id(0) // drafts).to(tl.int64)
     draft = tl.program_id(0) % drafts
@@ -161,25 +145,12 @@ def keep_best(
 
 @triton.jit
 def _keep_best(
-    tokens,
-    probabilities,
-    scores,
-    best,
-    expanded,
-    roots,
-    numbers,
-    exists,
-    probability,
-    mask,
-    children,
+    tokens, probabilities, scores, best, expanded, roots,
+    numbers, exists, probability, mask, children,
     slot_of,
-    batch,
-    total,
-    slots,
-    top_k,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    batch, total, slots, top_k,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """``best`` [B, slots - 1]: the best scores. ``numbers`` [4, B, slots]: token, parent, depth and rank, zeros as the
     other results but ``probability``. ``slot_of`` [B, total]: the slot of every candidate."""
     image = tl.program_id(0).to(tl.int64)

@@ -72,26 +72,13 @@ def few_rows(
 
 @triton.jit
 def _few_rows(
-    x,
-    weight,
-    scale,
-    bias,
-    residual,
+    x, weight, scale, bias, residual,
     out,
-    few,
-    count,
-    outer,
-    inner,
-    STORED: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIASED: tl.constexpr,
-    GATED: tl.constexpr,
-    ADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    few, count, outer, inner,
+    STORED: tl.constexpr, GROUP: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """Products of ROWS rows of x with COLUMNS rows of the matrix, DEPTH numbers of K at a time.
 
     GATED: a gate's row of the matrix is followed by its value's, so that one product has both. few: the number of row

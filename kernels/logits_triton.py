@@ -66,35 +66,14 @@ def probabilities(
 
 @triton.jit
 def _probabilities(
-    logits,
-    row_stride,
-    step_stride,
-    forced,
-    forced_row,
-    forced_step,
+    logits, row_stride, step_stride,
+    forced, forced_row, forced_step,
     p,
-    unconditional,
-    steps,
-    total,
-    vocab,
-    cfg,
-    temperature,
-    top_k,
-    top_p,
-    first,
-    decay,
-    last,
-    values,
-    NUMBERS: tl.constexpr,
-    GUIDED: tl.constexpr,
-    GREEDY: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    FORCED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    K_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    unconditional, steps, total, vocab,
+    cfg, temperature, top_k, top_p, first, decay, last, values,
+    NUMBERS: tl.constexpr, GUIDED: tl.constexpr, GREEDY: tl.constexpr, ENTROPY: tl.constexpr,
+    FORCED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, K_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row of p [B, steps, total]. ``unconditional``: offset from a row's conditional to its unconditional logits;
     ``values``: the memory of cfg, temperature, top_k, top_p and the three of entropy, with NUMBERS."""
     if NUMBERS:

@@ -59,20 +59,10 @@ def _load(positions, position_row, position_column, draws, draw_row, draw_column
 
 @triton.jit
 def _uniform(
-    positions,
-    position_row,
-    position_column,
-    draws,
-    draw_row,
-    draw_column,
-    keys,
-    rows,
-    columns,
+    positions, position_row, position_column, draws, draw_row, draw_column, keys, rows, columns,
     out,
-    PURPOSES: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    PURPOSES: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Numbers of P purposes, packed in bytes."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < rows * columns
@@ -87,21 +77,10 @@ def _uniform(
 
 @triton.jit
 def _vector(
-    positions,
-    position_row,
-    position_column,
-    draws,
-    draw_row,
-    draw_column,
-    keys,
-    rows,
-    columns,
-    out,
-    count,
-    purpose,
-    NORMAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    positions, position_row, position_column, draws, draw_row, draw_column, keys, rows, columns,
+    out, count, purpose,
+    NORMAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Four numbers for each of BLOCK lanes of one position."""
     i = tl.program_id(0)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -14,22 +14,22 @@ BLOCK = 2048
 
 
 @triton.jit
-def weights(left, right, scale, minus, i, inside):
-    """[scale * left[i] - right[i]]+, or where the int ``minus`` is 0 scale * left[i]; 0 outside."""
+def weights(left, right, minus, i, inside):
+    """[left[i] - right[i]]+, or where the int ``minus`` is 0 left[i]; 0 outside."""
     a = tl.load(left + i, mask=inside, other=0.0)
     b = tl.load(right + i, mask=inside & (minus != 0), other=0.0)
-    return tl.maximum(scale * a - b, 0.0)
+    return tl.maximum(a - b, 0.0)
 
 
 @triton.jit
-def sampled(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
+def sampled(left, right, minus, count, uniform, BLOCK: tl.constexpr):
     """The first i < count whose cumulative weight exceeds uniform times the total. An i of weight zero is never
     sampled: if round-off leaves no such i, it is the last of positive weight; -1 if all weights are zero."""
     sums = tl.zeros([BLOCK], tl.float32)
     places = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        weight = weights(left, right, scale, minus, i, i < count)
+        weight = weights(left, right, minus, i, i < count)
         sums += weight
         places = tl.where(weight > 0, i, places)
     threshold = uniform * tl.sum(sums)
@@ -38,7 +38,7 @@ def sampled(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
     found = count
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        weight = weights(left, right, scale, minus, i, i < count)
+        weight = weights(left, right, minus, i, i < count)
         beyond = (weight > 0) & (before + tl.cumsum(weight) > threshold)
         found = tl.minimum(found, tl.min(tl.where(beyond, i, count)))
         before += tl.sum(weight)
@@ -49,10 +49,10 @@ def sampled(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
 def _redraw_kernel(p, q, v, out, count, MINUS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(v + row)
-    token = sampled(p + row * count, q + row * count, 1.0, MINUS, count, uniform, BLOCK)
+    token = sampled(p + row * count, q + row * count, MINUS, count, uniform, BLOCK)
     if MINUS:
         if token < 0:
-            token = sampled(p + row * count, q + row * count, 1.0, 0, count, uniform, BLOCK)
+            token = sampled(p + row * count, q + row * count, 0, count, uniform, BLOCK)
     tl.store(out + row, tl.maximum(token, 0).to(tl.int64))
 
 

@@ -71,32 +71,21 @@ def _finish(ints, accepted, size, levels, number, last):
 
 
 @triton.jit
-def _sampled_or(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
-    """A sample from norm([scale * left - right]+ (``minus`` 0: left)), or from ``left`` where that is empty."""
-    token = sampled(left, right, scale, minus, count, uniform, BLOCK)
+def _sampled_or(left, right, minus, count, uniform, BLOCK: tl.constexpr):
+    """A sample from norm([left - right]+ (``minus`` 0: left)), or from ``left`` where that is empty."""
+    token = sampled(left, right, minus, count, uniform, BLOCK)
     if token < 0:
-        token = sampled(left, left, 1.0, 0, count, uniform, BLOCK)
+        token = sampled(left, left, 0, count, uniform, BLOCK)
     return tl.maximum(token, 0).to(tl.int64)
 
 
 @triton.jit
 def _maximal_coupling(
-    p,
-    draft_probs,
-    position,
-    token,
-    exists,
-    u,
-    v,
-    out,
-    accepted,
-    q_out,
-    ratio_out,
-    count,
-    rows,
-    vocab,
+    p, draft_probs, position, token, exists, u, v,
+    out, accepted, q_out, ratio_out,
+    count, rows, vocab,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     x = tl.load(token + place)
     p_row = p + place * vocab
@@ -106,7 +95,7 @@ def _maximal_coupling(
     there = tl.load(exists + place).to(tl.int32)
     passed = (there != 0) & (tl.load(u + place) < tl.minimum(ratio, 1.0))
     if not passed:
-        x = _sampled_or(p_row, q_row, 1.0, there, vocab, tl.load(v + place), BLOCK)
+        x = _sampled_or(p_row, q_row, there, vocab, tl.load(v + place), BLOCK)
     tl.store(out + place, x)
     tl.store(accepted + place, passed)
     tl.store(q_out + place, q_x * there)
@@ -129,20 +118,10 @@ def maximal_coupling(
 
 @triton.jit
 def _budget(
-    p_row,
-    p_norm,
-    p_x,
-    x,
-    omega,
-    absolute,
-    relative,
-    table,
-    codes,
-    near_columns,
-    neighbours,
-    NEAR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p_row, p_norm, p_x, x,
+    omega, absolute, relative, table, codes, near_columns, neighbours,
+    NEAR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The AcceptanceBudget of a draft x: omega * p(x), with NEAR plus that of the codes nearest to it."""
     budget = omega * p_x
     if NEAR:
@@ -200,35 +179,13 @@ def _leave(
 
 @triton.jit
 def _recursive_rejection_sampling(
-    p,
-    token,
-    children,
-    draft_probs,
-    draft_row,
-    u,
-    v,
-    scale,
-    absolute,
-    relative,
-    table,
-    codes,
-    near_columns,
-    neighbours,
+    p, token, children, draft_probs, draft_row, u, v,
+    scale, absolute, relative, table, codes, near_columns, neighbours,
     scratch,
-    ints,
-    floats,
-    accepted,
-    slots,
-    rows,
-    vocab,
-    levels,
-    width,
-    SAMPLED: tl.constexpr,
-    RELAX: tl.constexpr,
-    NEAR: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ints, floats, accepted,
+    slots, rows, vocab, levels, width,
+    SAMPLED: tl.constexpr, RELAX: tl.constexpr, NEAR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One image. The loop is that of verification.recursive_rejection_sampling over levels and siblings, as one: each
     turn tests the sibling ``rank`` of ``node``. It is accepted, and becomes the node, or it is rejected, and the next
     sibling is tested against what is left of p and q, unless that is nothing. It lies in one of two rows of scratch
@@ -346,7 +303,7 @@ def _recursive_rejection_sampling(
                     q_turn = 1 - q_turn
                 rank += 1
 
-    last = sampled(p_row, p_row, 1.0, 0, vocab, tl.load(v + level), BLOCK)
+    last = sampled(p_row, p_row, 0, vocab, tl.load(v + level), BLOCK)
     _finish(ints, accepted + image, size, levels, level, tl.maximum(last, 0).to(tl.int64))
 
 
@@ -410,21 +367,11 @@ def rejection_sampling(
 
 @triton.jit
 def _sample_and_match(
-    p,
-    token,
-    children,
-    u,
-    ints,
-    floats,
-    accepted,
-    slots,
-    vocab,
-    levels,
-    width,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p, token, children, u,
+    ints, floats, accepted,
+    slots, vocab, levels, width,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     columns = levels + 1
     size = tl.num_programs(0).to(tl.int64) * columns
@@ -439,7 +386,7 @@ def _sample_and_match(
     zero = tl.program_id(0) * 0
     node = image * 0
     level = zero
-    x = tl.maximum(sampled(p, p, 1.0, 0, vocab, tl.load(u), BLOCK), 0).to(tl.int64)
+    x = tl.maximum(sampled(p, p, 0, vocab, tl.load(u), BLOCK), 0).to(tl.int64)
     going = zero + 1
     while going != 0:
         r = tl.arange(0, WIDTH)
@@ -460,7 +407,7 @@ def _sample_and_match(
                 tl.store(ints + level, node)
                 tl.store(ints + size + level, x)
                 level += 1
-                x = tl.maximum(sampled(p + node * vocab, p, 1.0, 0, vocab, tl.load(u + node), BLOCK), 0).to(tl.int64)
+                x = tl.maximum(sampled(p + node * vocab, p, 0, vocab, tl.load(u + node), BLOCK), 0).to(tl.int64)
                 going = tl.where(level < levels, 1, 0)
     _finish(ints, accepted + image, size, levels, level, x)
 
