@@ -97,7 +97,6 @@ def small_world(monkeypatch):
     monkeypatch.setattr(speed, "BATCHES", (1, 2))
     monkeypatch.setattr(speed, "BATCH_TOKENS", 6)
     monkeypatch.setattr(speed, "CURVES", ("next_token",))
-    monkeypatch.setattr(speed, "WIDTHS", (1, 5))
 
 
 def measured(monkeypatch, out, options: str) -> tuple[dict, str]:
