@@ -33,7 +33,7 @@ SERVER = uuid.uuid4().hex  # wall times are comparable within one
 NO_GRAPHS = ("disable_cuda_graphs", "disable_comfy_compiler")  # options of newer ComfyUIs against them
 
 
-@dataclass(frozen=True, repr=False)  # ComfyUI quotes the inputs of a node that failed
+@dataclass(frozen=True)
 class LoadedPart(Generic[T]):
     """What only some nodes need of a model's files, and its weights under ComfyUI's memory management."""
 
@@ -45,7 +45,7 @@ class LoadedPart(Generic[T]):
 _parts: WeakKeyDictionary[torch.nn.Module, dict[Callable[..., Any], LoadedPart[Any]]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False)  # ComfyUI quotes the inputs of a node that failed
 class LoadedModel:
     """An AR model under ComfyUI's memory management, its image decoder if one was found, and its name.
 
@@ -152,7 +152,7 @@ def manage_text_encoder(encoder: T5Encoder) -> None:
     encoder.place = place
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False)  # as above
 class LoadedDrafter:
     """A drafter under ComfyUI's memory management, its name, and the model it was loaded for."""
 

@@ -29,21 +29,21 @@ GUIDANCE = 2.0  # of all numbers: the bundled model's own
 B, L = "default@llamagen-b", "default@llamagen-l"  # the bundled model, enlarged
 PROCESSORS = {"AMD EPYC": "AMD EPYC (Zen 5)", "AMD EPYC, family 25, model 17": "AMD EPYC (Zen 4)"}
 
-# Methods in docs/numbers.md: name with its settings, page in docs/methods, node, and the name of the measured case.
+# Methods in docs/numbers.md: name with its settings, page in docs/methods, and the name of the measured case.
 METHODS = (
-    ("next token", "next-token", "SpecARNextTokenSampler", "next_token"),
-    ("SJD, coupled (MC-SJD)", "sjd", "SpecARSJDSampler", "sjd coupled w32"),
-    ("SJD, coupled, TV budget 0.1", "rules", "SpecARSJDSampler", "SJD coupled, TV budget 0.1, w32"),
-    ("SJD, redraw", "sjd", "SpecARSJDSampler", "sjd resample w32"),
-    ("SJD, same seed", "sjd-plus-plus", "SpecARSJDSampler", "sjd gumbel w32"),
-    ("SJD++ reuse (paper)", "sjd-plus-plus", "SpecARSJDSampler", "sjd threshold_paper w32"),
-    ("EAGLE-1, 57 drafts", "draft-trees", "SpecARDraftTreeSampler", "EAGLE-1, 57 drafts"),
-    ("EAGLE-2, 58 drafts", "draft-trees", "SpecARDraftTreeSampler", "EAGLE-2"),
-    ("ADT-Tree", "adt-tree", "SpecARADTTreeSampler", "ADT-Tree"),
-    ("LANTERN, k 1000, delta 0.3", "lantern", "SpecARLanternSampler", "LANTERN delta 0.3"),
-    ("LANTERN++, k 10, lambda 2", "lantern", "SpecARLanternSampler", "LANTERN++ k 10, lambda 2"),
-    ("Cool-SD, delta 2", "cool-sd", "SpecARCoolSDSampler", "Cool-SD delta 2"),
-    ("VVS, every 4th, EAGLE-1 tree", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
+    ("next token", "next-token", "next_token"),
+    ("SJD, coupled (MC-SJD)", "sjd", "sjd coupled w32"),
+    ("SJD, coupled, TV budget 0.1", "rules", "SJD coupled, TV budget 0.1, w32"),
+    ("SJD, redraw", "sjd", "sjd resample w32"),
+    ("SJD, same seed", "sjd-plus-plus", "sjd gumbel w32"),
+    ("SJD++ reuse (paper)", "sjd-plus-plus", "sjd threshold_paper w32"),
+    ("EAGLE-1, 57 drafts", "draft-trees", "EAGLE-1, 57 drafts"),
+    ("EAGLE-2, 58 drafts", "draft-trees", "EAGLE-2"),
+    ("ADT-Tree", "adt-tree", "ADT-Tree"),
+    ("LANTERN, k 1000, delta 0.3", "lantern", "LANTERN delta 0.3"),
+    ("LANTERN++, k 10, lambda 2", "lantern", "LANTERN++ k 10, lambda 2"),
+    ("Cool-SD, delta 2", "cool-sd", "Cool-SD delta 2"),
+    ("VVS, every 4th, EAGLE-1 tree", "vvs", "VVS every 4th, EAGLE-1"),
 )
 IN_PAPERS = {  # case of METHODS -> the papers' settings of the same method, and their case
     "LANTERN delta 0.3": ("LANTERN, k 1000, delta 0.3, as in the paper", "LANTERN delta 0.3, as published"),
@@ -133,7 +133,7 @@ def quality_of_methods() -> str:
     if not images:
         return quality_tables.NONE
     rows = []
-    for name, page, _, measured in METHODS:
+    for name, page, measured in METHODS:
         for label, case in filter(None, ((name, measured), IN_PAPERS.get(measured))):
             if case in images:
                 drift = quality_tables.drift(images[case])

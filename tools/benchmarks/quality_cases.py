@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import comfyui_specar as specar
+from comfyui_specar.tools.training.captions import on_background
 from comfyui_specar.tools.training.classifier import NO_HAIR, labels_for
 from comfyui_specar.tools.training.settings import Setting
 
@@ -43,8 +44,7 @@ class Prompt(NamedTuple):
 
     @property
     def text(self) -> str:
-        article = "an" if self.background == "orange" else "a"
-        return f"{self.subject}, {self.style}, on {article} {self.background} background"
+        return f"{self.subject}, {self.style}, {on_background(self.background)}"
 
     @property
     def possible(self) -> bool:

@@ -46,7 +46,6 @@ def row_of(name: str, runs: dict[str, list[Run]], base: str, prompts: int = 1) -
             for other in (base, *OTHERS)
             if other in runs
         }
-    row["least_seconds_over"] = round(min(_paired(runs[base], own, lambda run: run.seconds, prompts)), 3)  # of a prompt
     return row
 
 

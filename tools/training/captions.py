@@ -159,6 +159,11 @@ def background_word(colour: str) -> str:
     return f"bg_{colour}"
 
 
+def on_background(colour: str) -> str:
+    """How prompts ask for it."""
+    return f"on {'an' if colour == 'orange' else 'a'} {colour} background"
+
+
 def split_words(text: str) -> list[str]:
     """Lower-case words of letters and digits, without stop words."""
     return [word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in STOP_WORDS]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import api
 from ...models.continuous_model import ContinuousBase
+from .captions import on_background
 from .portrait_styles import NOUNS, PORTRAIT_STYLES
 from .portraits import portrait
 from .settings import BACKGROUNDS, COMMON_CONCEPTS, IMAGE_SIZE, STYLES
@@ -30,8 +31,7 @@ def prompts() -> list[tuple[str, str]]:
     for i in range(COUNT):
         lap, index = divmod(i, len(names))
         colour = colours[(i + 9 * lap + 6) % len(colours)]  # rarely the colour of the object
-        article = "an" if colour == "orange" else "a"
-        chosen.append((f"{names[index]}, {STYLES[(i + lap) % len(STYLES)]}, on {article} {colour} background", colour))
+        chosen.append((f"{names[index]}, {STYLES[(i + lap) % len(STYLES)]}, {on_background(colour)}", colour))
     return chosen
 
 
@@ -43,15 +43,15 @@ def portrait_prompt(words: Sequence[str], background: str) -> str:
         worn = next((word for word in nouns if NOUNS.get(word) == place), place)
         nouns = [word for word in nouns if word != worn]
         parts.append(f"{colour} {worn}")
-    article = "an" if background == "orange" else "a"
-    return ", ".join([*nouns, *parts, f"on {article} {background} background"])
+    return ", ".join([*nouns, *parts, on_background(background)])
 
 
 def first_words(words: Sequence[str]) -> list[str]:
     """Of a portrait's words those that say most: style, hair or hat (or a robot's shape and colour), glasses, and
     expression."""
-    hair = [word for word in words if word not in DETAILS and NOUNS.get(word) != "clothes"]
-    return [word for word in hair if word.partition("_")[0] not in {"clothes", "skin", "hair" * ("bald" in words)}]
+    unsaid = {"clothes", "skin", *(["hair"] if "bald" in words else [])}  # a bald person's is a beard
+    first = (word for word in words if word not in DETAILS and NOUNS.get(word) != "clothes")
+    return [word for word in first if word.partition("_")[0] not in unsaid]
 
 
 def portrait_prompts() -> list[tuple[str, str]]:
