@@ -83,10 +83,10 @@ def maximal_coupling(
     q_token = draft_probs[rows, slot, token]
     ratio = at(p, token) / q_token.clamp(min=EPS)
     accepted = exists & (u < ratio.clamp(max=1))  # SJD++, eq. 2
-    rejected = indices_of(~accepted)  # eq. 3
+    rejected = indices_of(~accepted)
     q = draft_probs.reshape(-1, vocab).index_select(0, (rows * draft_probs.shape[1] + slot).reshape(-1)[rejected])
     q = q.mul_(exists.reshape(-1, 1)[rejected])
-    resampled = redraw(p.reshape(-1, vocab).index_select(0, rejected), q, v.reshape(-1)[rejected])
+    resampled = redraw(p.reshape(-1, vocab).index_select(0, rejected), q, v.reshape(-1)[rejected])  # eq. 3
     resampled = token.reshape(-1).scatter(0, rejected, resampled).view(batch, count)
     return torch.where(accepted, token, resampled), accepted, q_token * exists, ratio * exists
 

@@ -84,10 +84,6 @@ class DiscreteMethod(Method):
         """The method with what it measures in a run that is about to begin (see ``begin``). graphs: the session's."""
         return self
 
-    def own_choices(self) -> dict[str, Any]:
-        """Settings that a fitted method has chosen itself, JSON-ready."""
-        return {}
-
     def bound(self, request: Request) -> DiscreteMethod:
         """The method with what its settings mean for this request. Raises ValueError if the model lacks something."""
         return self
@@ -116,7 +112,7 @@ class DiscreteMethod(Method):
         with use_session(self, request, getattr(self, "drafter", None)) as session:
             run, state, known = begin(self.bound(request), request, session)
             host = run_rounds(run, request, session.graphs, state, known)
-            settings = self.describe(request) | run.method.own_choices() | asdict(request.params)
+            settings = run.method.describe(request) | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
             trace = run.record.finish(run.inputs.layout, request.seed, settings, seconds, width=width, **host)
             run.method.annotate(trace)

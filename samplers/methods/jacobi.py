@@ -47,7 +47,7 @@ from ..contract import Request, Result, SamplingParams, StepOut
 from ..drafts.guesses import INITIAL, Memory, first_guesses
 from ..engine.run import DiscreteMethod, Extent, Run
 from ..rng import Purpose
-from ..rules.acceptance import EPS, AcceptanceRule, Exact, bound, exact_probability
+from ..rules.acceptance import EPS, AcceptanceRule, Exact, bound
 from ..settings import check_settings, setting, within
 from ..trace import Source, Trace
 from .settling import accept_settled, count_settled
@@ -179,8 +179,8 @@ class SJD(DiscreteMethod):
             return compare(self.reuse, *given)  # is the guess the token that is sampled from p_k
         u, v = run.inputs.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), window.passes)
         if self.rule.exact:
-            return couple(*given, u, v)  # SJD's own test
-        return relax(self.rule, *given, u, v)  # LANTERN, Cool-SD, ...
+            return test_exact(*given, u, v)
+        return test_by_rule(self.rule, *given, u, v)  # LANTERN, Cool-SD, ...
 
     def refine(
         self, run: Run, window: Window, tested: Tested, p: Tensor, position: Tensor, exists: Tensor
@@ -195,21 +195,21 @@ class SJD(DiscreteMethod):
         threshold_exact the true distribution of the new guess,
         q_k 1[p_k/q_k > threshold] + (sum q_k 1[p_k/q_k <= threshold]) p_k.
         """
-        if self.reuse in (*COMPARED, "none") or (self.reuse == "coupled" and self.rule.exact):
+        if self.reuse == "coupled" and not self.rule.exact:  # tokens of a relaxed test are no samples from p
+            return test_exact(run, window, p, position, exists, tested.u, tested.v).token, p
+        if self.reuse in (*COMPARED, "coupled", "none"):
             return tested.token, p  # which the test has sampled from p (none: it is not used)
-        if self.reuse == "coupled":  # tokens of a relaxed test are no samples from p
-            return couple(run, window, p, position, exists, tested.u, tested.v).token, p
-        resampled = categorical(p, tested.v)
+        fresh = categorical(p, tested.v)
         if self.reuse == "resample":
-            return resampled, p
+            return fresh, p
         draft = draft_of(run, window, position, exists)
         confident = p > self.threshold * draft.q  # C > threshold, for every id
         keep = exists & confident.gather(-1, draft.token.unsqueeze(-1)).squeeze(-1)
-        token = torch.where(keep, draft.token, resampled)
+        token = torch.where(keep, draft.token, fresh)
         if self.reuse == "threshold_paper":
             return token, p
-        resampled_mass = (draft.q * ~confident).sum(-1, keepdim=True)
-        return token, torch.where(exists.unsqueeze(-1), draft.q * confident + resampled_mass * p, p)
+        fresh_mass = (draft.q * ~confident).sum(-1, keepdim=True)
+        return token, torch.where(exists.unsqueeze(-1), draft.q * confident + fresh_mass * p, p)
 
     def record(
         self,
@@ -313,7 +313,6 @@ class SJD(DiscreteMethod):
         return memory
 
     def annotate(self, trace: Trace) -> None:
-        trace.settings["rule"] = self.rule.describe()  # with as many neighbours as the model has
         trace.positions["refinements"] = refinements(trace.positions["finalised_at"], self.columns)
 
 
@@ -327,14 +326,14 @@ def compare(reuse: str, run: Run, window: Window, p: Tensor, position: Tensor, e
     return Tested(token, exists & (token == window.guess), q, ratio)
 
 
-def couple(run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Tested:
-    """SJD's test (SJD++, eqs. 2, 3): the maximal coupling of q and p, in one kernel. The token is a sample from p, and
-    equals the guess with the highest possible probability, 1 - TV(p, q)."""
+def test_exact(run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Tested:
+    """SJD's test (which SJD++ restates in eqs. 2, 3): the maximal coupling of q and p, in one kernel. The token is a
+    sample from p, and equals the guess with the highest possible probability, 1 - TV(p, q)."""
     drafts = run.memory.draft_probs.rows
     return Tested(*maximal_coupling(p, drafts, position, window.guess, exists, u, v), u=u, v=v)
 
 
-def relax(
+def test_by_rule(
     rule: AcceptanceRule, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> Tested:
     """Accept guesses with the rule's own probability, else sample from its own residual."""
@@ -349,7 +348,7 @@ def relax(
     q, ratio = q_and_ratio(run, window, p, position, exists)
     if rule.lossless:
         return Tested(token, accepted, q, ratio, u=u, v=v)
-    relaxed = accepted & (u >= exact_probability(p, draft.q, draft.token))
+    relaxed = accepted & (u >= ratio)
     return Tested(token, accepted, q, ratio, relaxed, rule.drift_bound(*case) * exists, u, v)
 
 

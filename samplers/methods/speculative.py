@@ -116,9 +116,6 @@ class DraftTree(DiscreteMethod):
     def without_measuring(self) -> DraftTree:
         return replace(self, structure=self.structure.fit(USUAL)) if self.structure.measures else self
 
-    def own_choices(self) -> dict[str, Any]:
-        return {"structure": self.structure.describe()}
-
     def next_extent(self, before: Extent, read: tuple[int, ...], pads: bool) -> Extent:
         return self.structure.next_extent(before, read, pads)
 
