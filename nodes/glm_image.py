@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..model_loaders.families.glm_image import FAMILY
 from ..model_loaders.families.glm_image_diffusion import CFG, STEPS, unread_quotations
+from ..models.text.prompts import prompt_text
 from .checks import show
 from .comfy_runtime.glm_image import GlmImageVae
 from .comfy_runtime.progress import notify
 from .latents import Latent
-from .samplers import text_of
 from .schema import schema
 from .widgets import fold_away
 
@@ -93,7 +93,7 @@ class GLMImageDecode(io.ComfyNode):
             )
         loaded = vae.load()
         tokens = glm_tokens(samples, loaded.decoder.dit.config.codes)
-        prompt = text_of(positive) or ""
+        prompt = prompt_text(positive) or ""
         images = source_images(positive, loaded.decoder.dit.config.codes)
         pixels = loaded.decode(tokens, prompt, seed, steps, cfg, images)
         for notice in (found := unread_quotations(prompt)):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..models.conditions import conditions
 from ..models.image_decoder import RESIZE
 from ..models.sizes import check_grid
-from ..models.text.prompts import Conditioning
+from ..models.text.prompts import Conditioning, prompt_text
 from ..reports.run_report import FIRST_DRAFTS
 from ..samplers.contract import Method
 from ..samplers.generate import AnyRequest, generate
@@ -100,15 +100,10 @@ class Inputs(CommonInputs):
         return super().params() | collect_given(self, "top_k", "top_p")
 
 
-def text_of(conditioning: Conditioning) -> str | None:
-    """The prompt a conditioning was made from; None if it does not come from an ARClip."""
-    return conditioning[0][1].get("ar", {}).get("text") if conditioning else None
-
-
-def prompts_of(positive: Conditioning, negative: Conditioning | None) -> tuple[Conditioning, Conditioning | None]:
-    """Both prompts of a sampler, the negative one None where it is empty or zeroed (Conditioning Zero Out)."""
+def negative_of(negative: Conditioning | None) -> Conditioning | None:
+    """The negative prompt of a sampler, None where it is empty or zeroed (Conditioning Zero Out)."""
     zeroed = negative and negative[0][0].shape[1] > 1 and not negative[0][0].any()  # a class label may be 0
-    return positive, None if zeroed or (negative and text_of(negative) == "") else negative
+    return None if zeroed or prompt_text(negative) == "" else negative
 
 
 def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
@@ -135,14 +130,13 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
     ValueError for an invalid input.
     """
     model, latent = inputs.model.model, inputs.latent_image
-    positive, negative = prompts_of(inputs.positive, inputs.negative)
     batch, grid = latent["samples"].shape[0], checked_grid(inputs)
     tokens = keep = None
     if latent.get("noise_mask") is not None:
         tokens, keep = tokens_of(latent, model), keep_mask(latent["noise_mask"], batch, *grid)
     request = model.request(
-        positive,
-        negative,
+        inputs.positive,
+        negative_of(inputs.negative),
         seed=inputs.seed + first_image(latent),
         batch=batch,
         grid=grid,
@@ -188,8 +182,8 @@ def run_method(
 def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[str, Any]:
     """The origin of a run, for its trace. unknown_words: those of the prompts that the model ignored, if any."""
     model = inputs.model.model
-    origin = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": models.SERVER}
-    texts = (text_of(prompt) or "" for prompt in (inputs.positive, inputs.negative) if prompt is not None)
+    origin = {"model": inputs.model.name, "prompt": prompt_text(inputs.positive), "server": models.SERVER}
+    texts = (prompt_text(prompt) or "" for prompt in (inputs.positive, inputs.negative) if prompt is not None)
     if unknown := [word for text in texts for word in model.unknown_words(text)]:
         origin["unknown_words"] = unknown
     if drafter is not None:

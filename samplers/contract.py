@@ -30,6 +30,22 @@ class StepOut:
     hidden: Tensor
 
 
+@dataclass(frozen=True)
+class Extent:
+    """What the host knows of a round that it launches.
+
+    values: read of the state before it, () where nothing varies. variant: what the kernels of a captured round depend
+    on, apart from shapes. drafter_passes: forward passes of the drafter in it. expected_tokens: that it decides (0: not
+    known). lasts: rounds for which the host uses it.
+    """
+
+    values: tuple[int, ...] = ()
+    variant: Hashable = ()
+    drafter_passes: int = 0
+    expected_tokens: float = 0.0
+    lasts: int = 1
+
+
 class ARModel(Protocol):
     """A discrete autoregressive image model. vocab: V image codes; vocab_total: V+, special tokens included."""
 

@@ -29,10 +29,10 @@ class EncodedPrompt:
 
 
 def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str | None:
-    """The text of a prompt; None if it is unknown or there is no prompt."""
+    """The text of a prompt; None if it is unknown (as of one that is not from an ARClip) or there is no prompt."""
     if isinstance(prompt, EncodedPrompt):
         return prompt.text
-    return prompt[0][1]["ar"].get("text") if prompt else None
+    return prompt[0][1].get("ar", {}).get("text") if prompt else None
 
 
 def is_empty(prompt: Conditioning | EncodedPrompt) -> bool:

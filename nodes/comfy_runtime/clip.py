@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...models.ar_model import Conditioning, DiscreteModel
-from ...models.continuous_model import ContinuousBase
+from ...models.text.prompts import Conditioning, Prompted
 from .progress import notify
 
 NODE = "CLIP Text Encode"
@@ -33,7 +32,7 @@ class Tokens(str):
 class ARClip:
     """The interface that CLIP Text Encode calls."""
 
-    def __init__(self, model: DiscreteModel | ContinuousBase):
+    def __init__(self, model: Prompted):
         self._model = model
 
     def tokenize(self, text: str, **options: Any) -> Tokens:

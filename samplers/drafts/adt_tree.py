@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.verification import Verified
+from ..contract import Extent
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
 from ..settings import Setting, setting
 from .auto import FIRST, acceptance_of, best_paths
 from .costs import PassCosts
 from .growing import DRAWS, Drafting, Root, grow_top_k
-from .structures import Extent, Structure
+from .structures import Structure
 from .trees import Tree
 
 INITIAL = ("horizontal", "vertical", "random", "tokenflock")

@@ -32,11 +32,12 @@ from torch import Tensor
 
 from ...kernels.verification import Verified
 from ..constants import counting
+from ..contract import Extent
 from ..layout import TokenLayout
 from ..settings import setting
 from .costs import PassCosts, cost_of
 from .growing import Drafting, Root, grow_sampled
-from .structures import Extent, Plan, Structure
+from .structures import Plan, Structure
 from .trees import Path, Shape, Tree, shape_of
 
 RANKS = 8  # siblings whose acceptance is counted: the most a draft has

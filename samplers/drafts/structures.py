@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.verification import Verified
+from ..contract import Extent
 from ..layout import TokenLayout
 from ..rng import Stream
 from ..settings import check_settings, setting
@@ -19,22 +20,6 @@ from .growing import DRAWS, Drafting, Root, grow_sampled, grow_top_k
 from .trees import Path, Shape, Tree, published_paths, shape_of
 
 Plan = tuple[Tensor, Tensor] | None  # depth [B] and width [B] asked for, where a structure varies them
-
-
-@dataclass(frozen=True)
-class Extent:
-    """What the host knows of a round that it launches.
-
-    values: read of the state before it, () where nothing varies. variant: what the kernels of a captured round depend
-    on, apart from shapes. drafter_passes: forward passes of the drafter in it. expected_tokens: that it decides (0: not
-    known). lasts: rounds for which the host uses it.
-    """
-
-    values: tuple[int, ...] = ()
-    variant: Hashable = ()
-    drafter_passes: int = 0
-    expected_tokens: float = 0.0
-    lasts: int = 1
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from torch import Tensor
 from ...device import batch_invariant
 from ...device.graphs import Graphs
 from ..constants import constant
-from ..contract import ARModel, Drafter, Method, Progress, Request, Result, SamplingParams, StepOut
-from ..drafts.structures import Extent
+from ..contract import ARModel, Drafter, Extent, Method, Progress, Request, Result, SamplingParams, StepOut
 from ..layout import TokenLayout
 from ..probabilities import check_finite, sampling_probs
 from ..rng import Stream

@@ -43,9 +43,9 @@ from ...device.graphs import map_tensors
 from ...kernels.sampling import at, categorical, may_read, perturbed_argmax, redraw
 from ...kernels.verification import maximal_coupling
 from ..constants import constant, counting
-from ..contract import Request, Result, SamplingParams, StepOut
+from ..contract import Extent, Request, Result, SamplingParams, StepOut
 from ..drafts.guesses import INITIAL, Memory, first_guesses
-from ..engine.run import DiscreteMethod, Extent, Run
+from ..engine.run import DiscreteMethod, Run
 from ..rng import Purpose
 from ..rules.acceptance import EPS, AcceptanceRule, Exact, bound
 from ..settings import check_settings, setting, within

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import may_read, perturbed_argmax
-from ..contract import Request, StepOut
-from ..engine.run import DiscreteMethod, Extent, Run
+from ..contract import Extent, Request, StepOut
+from ..engine.run import DiscreteMethod, Run
 from ..rng import Stream
 from ..trace import Source
 

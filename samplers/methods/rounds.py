@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ...kernels.sampling import images_where, may_read, take
 from ..constants import counting
+from ..contract import Extent
 from ..drafts.growing import Drafting, Root
-from ..drafts.structures import Extent, Structure
+from ..drafts.structures import Structure
 from ..drafts.trees import Tree
 from ..engine.run import Run
 from ..rules.acceptance import AcceptanceRule

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from ...device.graphs import Graphs
 from ...kernels.sampling import categorical, take
-from ..contract import Drafter, Request, StepOut
+from ..contract import Drafter, Extent, Request, StepOut
 from ..drafts.auto import Auto
 from ..drafts.costs import USUAL
 from ..drafts.structures import Structure
-from ..engine.run import DiscreteMethod, Extent, Run
+from ..engine.run import DiscreteMethod, Run
 from ..engine.session import session_key
 from ..rng import Purpose
 from ..rules.acceptance import AcceptanceRule, Exact, bound

@@ -22,9 +22,9 @@ from torch.nn.functional import pad
 
 from ...kernels.sampling import at, images_where, take
 from ..constants import counting
-from ..contract import Request, StepOut
+from ..contract import Extent, Request, StepOut
 from ..drafts.trees import Tree
-from ..engine.run import Extent, Halfway, Run
+from ..engine.run import Halfway, Run
 from ..rng import Purpose
 from ..trace import Source, Trace
 from ..verification.tree import Verified
