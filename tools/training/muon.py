@@ -6,6 +6,8 @@ not support convolutions. This one uses bf16 only if it is fast, and treats a co
 """
 
 import math
+import time
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,21 @@ from torch import Tensor, nn
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients of the reference implementation
 
 
+@cache
 def multiplies_bf16(device: str) -> bool:
-    """Whether the device multiplies bf16 in hardware. On CPUs that do not, bf16 is far slower than fp32."""
-    return device != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    """Whether the device multiplies bf16 faster than fp32, which on CPUs is measured: AMD's with AVX512-BF16 do, Intel's
+    only with AMX."""
+    if device != "cpu":
+        return True
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(2048, 512, dtype=dtype)
+        x @ x.mT
+        begin = time.perf_counter()
+        for _ in range(5):
+            x @ x.mT
+        seconds[dtype] = time.perf_counter() - begin
+    return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
 def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
