@@ -7,7 +7,7 @@ import torch
 from comfyui_specar.model_loaders.detect import family_of, load_model
 from comfyui_specar.model_loaders.families import emu3, emu35
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ..support import tiny_emu3 as tiny
 from ..support import tiny_emu35 as tiny35
@@ -69,16 +69,6 @@ def test_models_that_generate_no_images(changed):
 # Tokenizers
 
 
-@torch.inference_mode()
-def test_the_negative_prompt_of_a_run_is_the_users_or_the_models(model):
-    layout, positive = model.layout(3, 5), model.encode_prompt("a cup")
-    own, same, other = (
-        model.start(positive, negative, 1, layout, slack=0, guided=True).prefill.logits
-        for negative in (None, model.encode_prompt(emu3.NEGATIVE), model.encode_prompt("blurry"))
-    )
-    assert torch.allclose(own, same, atol=1e-5) and not torch.allclose(own[1], other[1], atol=0.1)
-
-
 def test_tokenizers_of_either_layout_are_found(tmp_path, folders):
     bare, beside = tmp_path / "bare", tmp_path / "Emu3-Chat"
     assert emu3.open_tokenizer(bare / "model.safetensors", []).file is None
@@ -113,19 +103,15 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("a red", [97, 259]),
-        ("red", [257, 100]),
-        ("the best", [116, 104, 101, 263]),
         ("", []),
-        ("abed 12", [97, 98, 101, 100, 32, 49, 50]),
         ("  red", [32, 259]),
-        ("é", [195, 169]),
         ("e\u0301", [195, 169]),
         ("<|image start|>", [473]),
         ("red<|extra_0|><|nope|>", [257, 100, 267, 60, 124, 110, 111, 112, 101, 124, 62]),
     ],
 )
 def test_ids_of_the_file_of_ranks(ranks, text, wanted):
+    """Of whole prompts: tests/parity."""
     assert ranks.ids(text) == wanted
 
 
@@ -150,6 +136,7 @@ def test_damaged_ranks(tmp_path, content):
     ("name", "settings", "grid", "wanted"),
     [
         ("Emu3-Gen", {}, None, (90, 90)),
+        ("my_Emu3_Gen_v2", {}, None, (90, 90)),
         ("emu3_stage1-bf16", {}, None, (64, 64)),
         ("mine", {"image_area": 518400}, None, (90, 90)),
         ("Emu3-Gen", {"image_area": 262144}, None, (64, 64)),
@@ -164,8 +151,8 @@ def test_which_sizes_a_checkpoint_generates(tmp_path, name, settings, grid, want
 
 
 def test_a_size_that_nothing_states(changed, folders):
-    path = changed("emu3", "mine", image_area=None)
-    refused(path, "mine", "Emu3-Gen", "Emu3-Stage1", "90 x 90", "64 x 64")
+    path = changed("emu3", "genshin-emu3", image_area=None)
+    refused(path, "genshin-emu3", "Emu3-Gen", "Emu3-Stage1", "90 x 90", "64 x 64")
     refused(path, "Emu3-Gen", "Emu3-Stage1", grid=(50, 50))
     refused(folders["emu3"], "5 x 5 tokens", "nearest", grid=(5, 5))
     assert load_model(folders["emu3"], grid=(3, 5)).grid == (3, 5)
@@ -200,9 +187,3 @@ def test_a_missing_or_wrong_vocabulary_map_is_refused(changed):
 def test_another_number_of_heads_is_refused(changed, heads, word):
     """The norms of the heads tell how wide they are."""
     refused(changed("emu3.5", "model", num_attention_heads=heads), word)
-
-
-def test_bitsandbytes_copies_are_refused(changed):
-    file = changed("emu3.5", "model") / "model.safetensors"
-    save_file(load_file(file) | {"model.layers.0.mlp.up_proj.weight.absmax": torch.ones(4)}, str(file))
-    refused(file.parent, "quantised", "up_proj.weight", "quant_state", "as they were released")
