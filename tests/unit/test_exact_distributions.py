@@ -113,29 +113,20 @@ def truncated_refine(self, run, window, tested, p, position, exists, official):
     return token, torch.where(stale.unsqueeze(-1), draft.q, p) if official else p
 
 
-def assert_biased(reuse):
+@pytest.mark.parametrize(
+    ("reuse", "refine", "count"),
+    [
+        ("threshold_paper", SJD.refine, Run.count_decided),  # SJD++ as printed
+        ("threshold_exact", sticky_refine, Run.count_decided),
+        ("coupled", stale_coupling, Run.count_decided),
+        ("resample", partialmethod(truncated_refine, official=True), truncated_count),
+    ],
+)
+def test_variants_with_stale_distributions_are_biased(reuse, refine, count, monkeypatch):
+    monkeypatch.setattr(SJD, "refine", refine)
+    monkeypatch.setattr(Run, "count_decided", count)
     found = distance(draw(replace(SHARP, reuse=reuse), "plain", batch=MANY).tokens, "plain")
     assert found.z > 10, found
-
-
-def test_sjd_plus_plus_as_printed_is_biased():
-    assert_biased("threshold_paper")
-
-
-def test_keeping_the_old_distribution_of_kept_tokens_is_biased(monkeypatch):
-    monkeypatch.setattr(SJD, "refine", sticky_refine)
-    assert_biased("threshold_exact")
-
-
-def test_keeping_the_old_distribution_of_coupled_tokens_is_biased(monkeypatch):
-    monkeypatch.setattr(SJD, "refine", stale_coupling)
-    assert_biased("coupled")
-
-
-def test_truncating_a_batch_with_stale_distributions_is_biased(monkeypatch):
-    monkeypatch.setattr(Run, "count_decided", truncated_count)
-    monkeypatch.setattr(SJD, "refine", partialmethod(truncated_refine, official=True))
-    assert_biased("resample")
 
 
 def test_truncating_a_batch_with_the_new_distributions_is_exact(monkeypatch):
