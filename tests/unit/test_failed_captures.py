@@ -57,7 +57,7 @@ class FailingTape(Tape):
         if len(self.calls) == self.last:
             for memory, content in self.before.values():
                 memory.copy_(content)
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+            self.fail()
         written = (
             value
             for value, argument in zip(args, operation._schema.arguments, strict=False)
@@ -67,6 +67,9 @@ class FailingTape(Tape):
             memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))
         return super().__torch_dispatch__(operation, types, args, kwargs)
+
+    def fail(self):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 @pytest.fixture
@@ -117,11 +120,7 @@ class Interrupted(BaseException):
 class Interrupting(FailingTape):
     error: type[BaseException] = Interrupted
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if len(self.calls) != self.last:
-            return super().__torch_dispatch__(operation, types, args, kwargs)
-        for memory, content in self.before.values():
-            memory.copy_(content)
+    def fail(self):
         Interrupting.last = -1
         raise self.error("not an error of the GPU")
 

@@ -1,6 +1,7 @@
 """Weights as memory maps of their files, or read into memory: Windows refuses to replace or delete a mapped file."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,9 +23,8 @@ COPIED = {"Emu3's ranks", "Cosmos", "trace"}  # that keep no map in any case
 WITH_TEXT = "text_encoder.safetensors"
 
 
-@pytest.fixture
-def without_maps():
-    checkpoint.use_mmap(False)
+@pytest.fixture(autouse=True)
+def maps_are_allowed_afterwards():
     yield
     checkpoint.use_mmap(True)
 
@@ -50,10 +50,7 @@ def test_with_maps_only_weights_are_some_and_without_them_nothing(tmp_path, kept
     SEEDS[name].write(tmp_path)
     for allowed in (True, False):
         checkpoint.use_mmap(allowed)
-        try:
-            SEEDS[name].use(tmp_path)
-        finally:
-            checkpoint.use_mmap(True)
+        SEEDS[name].use(tmp_path)
         found = maps(tmp_path)
         assert WITH_TEXT not in found and bool(found) == (allowed and name not in COPIED)
         kept.clear()
@@ -72,10 +69,7 @@ def test_the_same_weights_either_way(tmp_path, write):
     path = write(tmp_path)
     mapped = api.load_model(path).state_dict()
     checkpoint.use_mmap(False)
-    try:
-        read = api.load_model(path).state_dict()
-    finally:
-        checkpoint.use_mmap(True)
+    read = api.load_model(path).state_dict()
     assert mapped.keys() == read.keys() and all(torch.equal(mapped[name], read[name]) for name in mapped)
 
 
@@ -134,13 +128,6 @@ NO_MEMORY = {
 }
 
 
-def failing(error):
-    def fail(*given, **more):
-        raise error
-
-    return fail
-
-
 def refused(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         api.load_model(path)
@@ -153,8 +140,8 @@ def refused(path: Path) -> str:
 def test_a_page_file_that_is_too_small_is_no_damage(tmp_path, monkeypatch, kind):
     path = write_llamagen(tmp_path / "model.safetensors", False)
     torch.save({}, tmp_path / "model.pt")
-    monkeypatch.setattr(checkpoint, "safe_open", failing(PAGE_FILE[kind]))
-    monkeypatch.setattr(torch, "load", failing(PAGE_FILE[kind]))
+    monkeypatch.setattr(checkpoint, "safe_open", Mock(side_effect=PAGE_FILE[kind]))
+    monkeypatch.setattr(torch, "load", Mock(side_effect=PAGE_FILE[kind]))
     for file in (path, tmp_path / "model.pt"):
         message = refused(file)
         assert "page file" in message and "1455" in message and "--disable-mmap" in message
@@ -165,24 +152,26 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch, kind):
     path = write_llamagen(tmp_path / "model.safetensors", False)
     torch.save({}, tmp_path / "model.pt")
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "safe_open", failing(NO_MEMORY[kind]))
-        patch.setattr(torch, "load", failing(NO_MEMORY[kind]))
+        patch.setattr(checkpoint, "safe_open", Mock(side_effect=NO_MEMORY[kind]))
+        patch.setattr(torch, "load", Mock(side_effect=NO_MEMORY[kind]))
         for file in (path, tmp_path / "model.pt"):
             assert "not enough memory" in refused(file)
-    monkeypatch.setattr(weights, "_cast", failing(NO_MEMORY[kind]))
+    monkeypatch.setattr(weights, "_cast", Mock(side_effect=NO_MEMORY[kind]))
     assert "not enough memory" in refused(path)
 
 
-def test_a_drive_that_cannot_map_is_no_damage(tmp_path, monkeypatch, without_maps):
+def test_a_drive_that_cannot_map_is_no_damage(tmp_path, monkeypatch):
     path = write_llamagen(tmp_path / "model.safetensors", False)
-    monkeypatch.setattr(checkpoint, "safe_open", failing(OSError(19, "No such device (os error 19)")))
+    monkeypatch.setattr(checkpoint, "safe_open", Mock(side_effect=OSError(19, "No such device (os error 19)")))
+    checkpoint.use_mmap(False)
     assert api.load_model(path).family == "llamagen-c2i"
     checkpoint.use_mmap(True)
     assert "--disable-mmap" in refused(path)
 
 
-def test_a_model_generates_after_its_file_was_overwritten(tmp_path, without_maps):
+def test_a_model_generates_after_its_file_was_overwritten(tmp_path):
     """Where it was mapped, the system would end the process."""
+    checkpoint.use_mmap(False)
     model = llamagen(tmp_path, False)
     prompt, tokens = model.encode_prompt("3"), torch.arange(16)[None] % VOCAB
     wanted = teacher_forced(model, prompt, tokens)
