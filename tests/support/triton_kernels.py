@@ -56,17 +56,15 @@ class Kernel:
         return self.stack > 0 and self.registers > min(2**16 // (32 * self.warps), 256) - 8
 
 
-def interpreted(function: str, *given: Any, backwards: bool = False, **constants: Any) -> Any:
+def interpreted(function: str, *given: Any, **constants: Any) -> Any:
     """The result of a Triton kernel's ``module.function``. Tensors are shared with it: what it writes is seen here.
 
-    backwards: its programs run one after the other in the opposite order. constants: what its module holds meanwhile.
-
-    Where ttsem is installed, it executes what the compiler makes of the kernel (see execution.py), in one order.
+    constants: what its module holds meanwhile. Where ttsem is installed, it executes what the compiler makes of the
+    kernel (see execution.py), in one order.
     """
     if execution.HERE:
         return execution.executed(lambda: _call(function, given, constants))
-    call = _there("_call_backwards" if backwards else "_call")
-    return _process("1").submit(call, function, given, constants).result()
+    return _process("1").submit(_there("_call"), function, given, constants).result()
 
 
 def agrees(function: str, *given: Any, rtol: float = 1e-5, atol: float = 1e-6) -> Any:
@@ -128,16 +126,6 @@ def _teach_products() -> None:
             return multiply(self, *(self.cast_impl(x, float32) if x.dtype == bfloat16 else x for x in (a, b)), *rest)
 
     InterpreterBuilder.create_dot = create_dot
-
-
-def _call_backwards(function: str, given: tuple, constants: dict[str, Any]) -> Any:
-    from triton.runtime.interpreter import interpreter_builder as grid
-
-    place = grid.set_grid_idx
-    with patch.object(
-        grid, "set_grid_idx", lambda *at: place(*(n - 1 - i for n, i in zip(grid.grid_dim, at, strict=True)))
-    ):
-        return _call(function, given, constants)
 
 
 def _call(function: str, given: tuple, constants: dict[str, Any]) -> Any:

@@ -208,20 +208,6 @@ def test_what_is_rotated_and_what_is_stored(halves):
     assert torch.allclose(found.float(), wanted.transpose(1, 2), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("norms", [1, 2, 3])
-def test_heads_are_normalised_before_they_turn(norms):
-    every, factors, halves, weights, buffer, _, new = case(2, 2, 2, 3, 30, 8, halves=True, norms=norms)
-    normed, other = every.clone(), buffer.clone()
-    for heads, (weight, bias, _) in zip((slice(0, 4), slice(4, 6)), weights, strict=True):
-        if norms == 3:
-            normed[:, :, heads] = F.rms_norm(every[:, :, heads], (8,), eps=1e-6) * weight
-        else:
-            normed[:, :, heads] = F.layer_norm(every[:, :, heads], (8,), eps=1e-5) * weight + bias
-    found = attend_few(every, factors, halves, weights, buffer, None, new)
-    assert torch.equal(found, attend_few(normed, factors, halves, None, other, None, new))
-    assert torch.equal(buffer.view(torch.int32), other.view(torch.int32))
-
-
 def test_longer_prompts_are_for_torch(monkeypatch):
     called = []
     monkeypatch.setattr("comfyui_specar.device.dispatch.runs_triton", lambda device: called.append(device))
