@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -244,17 +243,9 @@ def official(reference: Any, inputs: dict[str, Tensor], length: int, codes: Tens
     return torch.cat(hidden, 1), torch.cat(logits, 1), torch.cat(tokens, 1)
 
 
-def pixels_of(
-    decoder: GlmImageDecoder,
-    tokens: Tensor,
-    prompt: str,
-    seed: int = 0,
-    steps: int = STEPS,
-    cfg: float = CFG,
-    callback: Callable[[int], None] = lambda step: None,
-) -> Tensor:
+def pixels_of(decoder: GlmImageDecoder, tokens: Tensor, prompt: str, seed: int = 0, steps: int = STEPS) -> Tensor:
     """Pixels [B, 32 * h, 32 * w, 3] (fp32) in 0..1 for tokens [B, h, w] (int64) of images of one prompt."""
-    return decoder.vae.decode(decoder.latents(tokens, *decoder.read(prompt), seed, steps, cfg, "cpu", callback))
+    return decoder.vae.decode(decoder.latents(tokens, *decoder.read(prompt), seed, steps, CFG, "cpu"))
 
 
 TINY = {"glm-image": Tiny(write)}
