@@ -63,10 +63,6 @@ def test_conditioning_of_another_kind_is_refused(text, classes):
             classes.encode_prompt(str(wrong))
 
 
-def test_features_without_a_text(text):
-    assert text.encode_features(caption_features())[0][1]["ar"] == {"family": "llamagen-t2i", "text": None}
-
-
 def test_kv_bytes_is_what_the_caches_take(text, classes):
     captions = text.encode_features(torch.zeros(1, SLOTS, 24))
     for model, prompt, slots in ((text, captions, SLOTS), (classes, classes.encode_prompt("0"), 1)):

@@ -55,15 +55,12 @@ def test_a_caption_fills_as_many_slots_as_it_has_words():
 
 
 def test_positions_of_other_grids(model):
-    """Slots keep theirs; those of the image are resized as an image is."""
+    """Slots keep theirs. How those of the image are resized: tests/parity/test_harmon.py."""
     own, wide = model.positions(4, 4), model.positions(4, 8)
     assert own.encoder is model.encoder_pos_embed_learned and own.head is model.diffusion_pos_embed_learned
     for table, resized, slots in zip(own, wide, (4, 4, 0), strict=True):
         assert resized.shape == (1, slots + 32, MAR.dim)
         assert torch.equal(resized[:, :slots], table[:, :slots])
-        before, after = (t[0, slots:].view(4, -1, MAR.dim) for t in (table, resized))
-        assert torch.allclose(after[:, 0], before[:, 0], atol=1e-6)  # the edges stand still
-        assert torch.allclose(after[:, 1], 0.75 * before[:, 0] + 0.25 * before[:, 1], atol=1e-6)
     known = torch.zeros(1, 32, dtype=torch.bool)
     known[0, 7] = True
     z = model(model.prompt(classes(3)), numbers("wide tokens", 1, 32, 16), known, 1, wide)
@@ -79,11 +76,6 @@ def test_illegal_numbers_of_steps(steps):
         NoiseSchedule.cosine(steps)
 
 
-def test_unknown_kinds_of_sampling():
-    with pytest.raises(ValueError, match="ddpm or ddim.*'euler'"):
-        NoiseSchedule.cosine(10, "euler")
-
-
 def test_tables_are_built_on_the_cpu_while_models_are_built_elsewhere():
     with torch.device("meta"):
         assert NoiseSchedule.cosine(5).signal.device.type == "cpu"
@@ -93,9 +85,9 @@ Z, OTHER = numbers("z", 6, 32), numbers("z of no prompt", 6, 32)
 NOISE0 = numbers("first noise", 6, 16)
 
 
-def run(head, cfg=1.0, temperature=1.0, kind="ddpm", uncond=None, noise="later noise", noise0=NOISE0, z=Z):
+def run(head, cfg=1.0, temperature=1.0, kind="ddpm", uncond=None, noise="later noise", z=Z):
     schedule = last_steps(NoiseSchedule.cosine(25, kind), 8)
-    return head.denoise(z, uncond, cfg, temperature, noise0, numbers(noise, 8, 6, 16), schedule)
+    return head.denoise(z, uncond, cfg, temperature, NOISE0, numbers(noise, 8, 6, 16), schedule)
 
 
 def test_noise_is_used_where_it_should_be(head):
