@@ -62,8 +62,8 @@ def path_of(code: int) -> tuple[int, ...]:
     return tuple(path)
 
 
-def work_of(drafter: PathDrafter, batch: int, temperature: float = 0.0) -> Drafting:
-    layout, params = TokenLayout.plain(3, 3), SamplingParams(temperature=temperature)
+def work_of(drafter: PathDrafter, batch: int) -> Drafting:
+    layout, params = TokenLayout.plain(3, 3), SamplingParams(temperature=0)
     return Drafting(drafter, None, layout, params, VOCAB, Stream.of(0, batch, torch.device("cpu")), forcing=False)
 
 

@@ -15,31 +15,15 @@ from comfyui_specar.tests.support.patience import PATIENCE
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HOST = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "node_helpers", "nodes", "server"}
+CONTRACT = {f"samplers.{part}" for part in ("continuous_contract", "contract", "distributions", "layout")}
 OWN = {  # package -> modules of the pack it may import (a package, or one module of it)
     "device": set(),
     "limits": set(),
     "kernels": {"device"},
     "models.networks": {"device", "kernels"},
     "samplers": {"device", "kernels", "limits"},
-    "models": {
-        "device",
-        "limits",
-        "model_loaders.files",
-        "models.networks",
-        "samplers.continuous_contract",
-        "samplers.contract",
-        "samplers.distributions",
-        "samplers.layout",
-    },
-    "model_loaders": {
-        "device",
-        "limits",
-        "models",
-        "samplers.continuous_contract",
-        "samplers.contract",
-        "samplers.distributions",
-        "samplers.layout",
-    },
+    "models": {"device", "limits", "model_loaders.files", "models.networks"} | CONTRACT,
+    "model_loaders": {"device", "limits", "models"} | CONTRACT,
     "api": {"limits", "model_loaders", "models", "samplers", "reports"},
     "reports": {"limits", "samplers.registry", "samplers.trace"},
     "nodes": {"device", "kernels", "limits", "model_loaders", "models", "reports", "samplers"},

@@ -9,21 +9,15 @@ from comfyui_specar.nodes import latents
 from comfyui_specar.samplers.contract import Request
 
 
-def codes(model_codes: int = 3) -> SimpleNamespace:
+def codes() -> SimpleNamespace:
     """A model whose ids are coordinates of its code vectors."""
-    codebook = torch.arange(2.0 * model_codes).reshape(-1, 2)
+    codebook = torch.arange(6.0).reshape(-1, 2)
 
     def dequantize(tokens):
         return codebook[tokens].movedim(-1, 1)
 
-    return SimpleNamespace(
-        continuous=False,
-        codebook=codebook,
-        vocab=model_codes,
-        latent_channels=2,
-        dequantize=dequantize,
-        id_latents=False,
-    )
+    about = {"continuous": False, "vocab": 3, "latent_channels": 2, "id_latents": False}
+    return SimpleNamespace(codebook=codebook, dequantize=dequantize, **about)
 
 
 def half_covered(value: float) -> torch.Tensor:
@@ -106,17 +100,9 @@ def test_the_output_keeps_what_was_kept_to_the_bit_and_what_else_the_latent_says
     for latent, samples in ((drawn, drawn), (None, tokens[:, None].float())):
         found = latents.with_output(given, SimpleNamespace(tokens=tokens, latent=latent), discrete)
         assert torch.equal(found.pop("samples"), samples) and found.pop("ar_tokens") is tokens and found == others
-    keep = torch.tensor([[True, False], [False, False]])
-    for kept, wanted in (
-        (None, drawn),
-        (
-            keep,
-            drawn.clone().index_put_(
-                (torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0, 0])),
-                torch.tensor(0.1),
-            ),
-        ),
-    ):
+    partly = drawn.clone()
+    partly[0, :, 0, 0] = 0.1
+    for kept, wanted in ((None, drawn), (torch.tensor([[True, False], [False, False]]), partly)):
         asked = SimpleNamespace(continuous=True, kept=kept, grid=(1, 2))
         found = latents.with_output(given, SimpleNamespace(tokens=None, latent=drawn), asked)
         assert torch.equal(found.pop("samples"), wanted) and found == others
@@ -125,19 +111,15 @@ def test_the_output_keeps_what_was_kept_to_the_bit_and_what_else_the_latent_says
 def test_an_image_that_is_not_masked_is_not_used():
     image, mask = codes().dequantize(torch.tensor([[[0, 1], [2, 1]]])), torch.ones(1, 2, 2)
     empty = torch.zeros_like(image)
-    assert [
-        len(latents.describe_unused(latent, codes()))
-        for latent in (
-            {"samples": image},
-            {"samples": image, "noise_mask": None},
-            {"samples": empty},
-            {"samples": image, "noise_mask": mask},
-            {"samples": empty, "noise_mask": mask},
-        )
-    ] == [1, 1, 0, 0, 0]
-    assert len(latents.describe_unused({"samples": image + 0.5, "noise_mask": mask}, codes())) == 1, (
-        "no vectors of the codebook"
-    )
+    for latent, notices in (
+        ({"samples": image}, 1),
+        ({"samples": image, "noise_mask": None}, 1),
+        ({"samples": empty}, 0),
+        ({"samples": image, "noise_mask": mask}, 0),
+        ({"samples": empty, "noise_mask": mask}, 0),
+        ({"samples": image + 0.5, "noise_mask": mask}, 1),  # no vectors of the codebook
+    ):
+        assert len(latents.describe_unused(latent, codes())) == notices
 
 
 @pytest.mark.parametrize(

@@ -256,11 +256,10 @@ def trace_of(rows: int, cols: int, images: int = 1, **changes) -> Trace:
     settings_ = {"method": "next_token", "cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     trace = Trace(rows, cols, cols, positions, {"width": torch.ones(1, dtype=torch.int64)}, totals, settings_)
     for name, value in changes.items():
-        target = trace.positions if name in trace.positions else None
-        if target is None:
-            setattr(trace, name, value)
+        if name in trace.positions:
+            trace.positions[name].fill_(value)
         else:
-            target[name].fill_(value)
+            setattr(trace, name, value)
     return trace
 
 
