@@ -19,7 +19,15 @@ def family(request, tmp_path_factory):
     return make_family(request.param, tmp_path_factory.mktemp("family"))
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Every method with a third of the families, and every family with a third of the methods, where minutes count.
+CASES = [
+    pytest.param(family, name, marks=[pytest.mark.whole] * ((i + j) % 3 > 0))
+    for i, family in enumerate(FAMILIES)
+    for j, name in enumerate(METHODS)
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, indirect=["family"])
 @torch.inference_mode()
 def test_what_is_forced_is_in_place(family, name):
     """Every method is guided in half of the families."""

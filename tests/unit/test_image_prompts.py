@@ -37,13 +37,21 @@ def family(request, tmp_path_factory):
     return made
 
 
-def request_of(family, cfg=2.0, temperature=1.0, negative=None, images=None, text="3"):
-    prompt = family.prompt if images is None else family.model.encode_prompt(text, images)
-    params = SamplingParams(cfg=cfg if family.model.guidance else 1.0, temperature=temperature).__dict__
-    return family.model.request(prompt, negative, batch=2, **params | {"order": None, "entropy": None})
+def request_of(family, temperature=1.0, images=None):
+    prompt = family.prompt if images is None else family.model.encode_prompt("3", images)
+    cfg = 2.0 if family.model.guidance else 1.0
+    return family.model.request(prompt, batch=2, cfg=cfg, temperature=temperature, top_k=0, top_p=1.0)
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Every method with one of the families, where minutes count.
+CASES = [
+    pytest.param(family, name, marks=[pytest.mark.whole] * ((i + j) % len(READERS) > 0))
+    for i, family in enumerate(READERS)
+    for j, name in enumerate(METHODS)
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, indirect=["family"])
 @torch.inference_mode()
 def test_every_method_reads_images(family, name):
     wanted = asked(family, guided=True)
