@@ -282,8 +282,6 @@ PARTS = 2**16
 # are rounded less than a hundred times, and noise as above: relative to 1 or more, by 1e-6.
 LARGE = {"rtol": 1e-4, "atol": 1e-6}
 
-sizes = pytest.mark.parametrize(("vocab", "window"), [(16384, 64), (65536, 3)])
-
 
 def distributions(generator, *shape):
     """Multiples of 2^-16, many of them 0, of which the last dimension sums to 1."""
@@ -303,9 +301,8 @@ def test_probabilities_of_released_sizes(vocab, window, top_k, top_p):
     agrees("logits.probabilities", logits, None, 3.0, 0.9, vocab, top_k, top_p, ("top_k", "top_p"), None, **LARGE)
 
 
-@sizes
+@pytest.mark.parametrize(("vocab", "window"), [(16384, 64), pytest.param(65536, 3, marks=pytest.mark.whole)])
 def test_windows_of_released_sizes(vocab, window):
-    """Sampled and decided."""
     generator = seeded()
     p, ring = distributions(generator, 1, window, vocab), distributions(generator, 1, window + 1, vocab)
     u, v = uniforms(generator, 1, window), uniforms(generator, 1, window)
@@ -318,7 +315,7 @@ def test_windows_of_released_sizes(vocab, window):
     agrees("verification.maximal_coupling", p, ring, position, token, position < 39 + window, u, v, **LARGE)
 
 
-@pytest.mark.parametrize("vocab", [16384, 65536])
+@pytest.mark.parametrize("vocab", [16384, pytest.param(65536, marks=pytest.mark.whole)])
 def test_trees_of_released_sizes(vocab):
     generator, tree = seeded(), random_tree(0, batch=1, drafts=9, vocab=vocab)
     slots = tree.token.shape[1]

@@ -1,7 +1,7 @@
 """All that runs on a device, on Apple's: as far as tests/support/mps.py knows it, and that it knows something."""
 
-import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,13 +14,11 @@ from comfyui_specar.samplers.generate import generate
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rng import Purpose, Stream
-from safetensors.torch import save_file
 
-from ..support import tiny_chameleon, tiny_emu3, tiny_simplear
+from ..support import tiny_chameleon, tiny_emu3, tiny_simplear, tiny_xar
 from ..support.every_family import FAMILIES, METHODS, Family, asked, make_family
 from ..support.mps import DEVICE, MetalTensor, metal
 from ..support.tiny_mar import write_mar
-from ..support.tiny_xar import HEADS, xar_weights
 
 pytestmark = pytest.mark.whole
 
@@ -95,15 +93,15 @@ def mar(folder):
     return write_mar(folder / "model.safetensors", defaults={"steps": 4})
 
 
-def xar(folder):
-    file = folder / "model.safetensors"
-    save_file(xar_weights(), file, metadata={"specar": json.dumps({"heads": HEADS, "defaults": {"steps": 3}})})
-    return file
-
-
 @pytest.mark.parametrize(
     ("write", "mode", "keeping"),
-    [(mar, "plain", False), (mar, "block", True), (mar, "prefix", False), (mar, "exact", True), (xar, "block", False)],
+    [
+        (mar, "plain", False),
+        (mar, "block", True),
+        (mar, "prefix", False),
+        (mar, "exact", True),
+        (partial(tiny_xar.write, defaults={"steps": 3}), "block", False),
+    ],
 )
 def test_vectors_are_those_of_the_cpu(write, mode, keeping, tmp_path):
     file = write(tmp_path)
