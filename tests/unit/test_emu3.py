@@ -168,7 +168,6 @@ def test_sizes_of_the_released_models(model, changed):
     refused(path, "60 x 60", "nearest", grid=(60, 60))
     with pytest.raises(ValueError, match=r"1024 x 768 pixels.*nearest"):
         second.layout(48, 64)
-    assert load_model(changed("emu3.5", "Emu3.5")).defaults.cfg == 2.0
 
 
 # Damage

@@ -11,7 +11,7 @@ from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.auto import Auto
 from comfyui_specar.samplers.drafts.costs import USUAL, PassCosts
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.engine import first_use, session
+from comfyui_specar.samplers.engine import first_use
 from comfyui_specar.samplers.generate import generate
 from comfyui_specar.samplers.methods import speculative
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
@@ -99,15 +99,6 @@ def test_a_capture_that_fails_costs_time_alone(name, failing, caplog):
             assert torch.equal(method.sample(asked).tokens, wanted), last
         assert [(each.captured, each.active, each._graphs, each._pool) for each in made] == [(0, False, {}, None)] * 2
         assert caplog.text.count("CUDA graphs are off") == 1 and not model.sessions
-
-
-def test_the_next_process_tries_again(failing):
-    _, method, asked = toy("next token")
-    failing(3)
-    method.sample(asked)
-    made = failing(10**9)
-    method.sample(asked)
-    assert made[0].captured == 1 and made[0].replayed and isinstance(session.Graphs(torch.device("cpu")), TapeGraphs)
 
 
 # Errors that are none of the capture's

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar import api
 from comfyui_specar.kernels.rotation import factors_of
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
@@ -178,10 +177,3 @@ def test_bytes(family):
 def test_only_models_of_token_ids(tmp_path):
     with pytest.raises(CheckpointError, match="continuous model.*cache"):
         load_model(write_mar(tmp_path / "mar.safetensors"), int8_cache=True)
-
-
-def test_the_headless_interface(tmp_path):
-    path = FAMILIES["lumina-mgpt-2"].write(tmp_path)
-    model, wide = api.load_model(path, int8_cache=True), api.load_model(path)
-    assert model.int8_cache and not wide.int8_cache
-    assert api.sample(model, model.encode_prompt("a fox")).tokens.shape == (1, 4, 4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.device.cpu import unpack
-from comfyui_specar.samplers.drafts.guesses import Memory, Ring, first_guesses, neighbour_probs, neighbours_of
+from comfyui_specar.samplers.drafts.guesses import Memory, Ring, first_guesses, neighbour_probs
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.samplers.methods.jacobi import COMPARED, REUSE, SJD, Jacobi
@@ -116,22 +116,15 @@ def probs_of_positions(count, slots, vocab):
     return own, ring
 
 
-def test_neighbours():
-    """On rows of four, after position 5: x x x x / x x . . / . . . ."""
-    position = torch.arange(6, 12)[None]
-    left, above = neighbours_of(torch.tensor([[5]]), position, 4)
-    assert left.tolist() == [[5, 5, 4, 5, 2, 3]] and above.tolist() == [[2, 3, 4, 5, 2, 3]]
-    left, above = neighbours_of(torch.tensor([[1]]), position[:, :2] - 4, 4)
-    assert left.tolist() == [[1, 1]] and above.tolist() == [[1, 1]], "the first row has none above"
-
-
 @pytest.mark.parametrize(
     ("known", "position", "left", "upper"),
     [
         (5, 6, 5, 2),
         (5, 7, 5, 3),
         (5, 8, 4, 4),
+        (5, 9, 5, 5),
         (5, 10, 2, 2),
+        (5, 11, 3, 3),
         (5, 12, 4, 4),  # 5 is the second of row 1
         (3, 4, 0, 0),
         (3, 6, 2, 2),
@@ -139,6 +132,7 @@ def test_neighbours():
         (7, 8, 4, 4),  # the row is complete: everything fresh lies below it
         (0, 1, 0, 0),
         (0, 3, 0, 0),
+        (1, 2, 1, 1),
         (1, 3, 1, 1),
         (1, 6, 1, 1),
         (0, 5, 0, 0),  # in the first row there is no upper one

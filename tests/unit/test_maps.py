@@ -57,22 +57,6 @@ def test_with_maps_only_weights_are_some_and_without_them_nothing(tmp_path, kept
         assert not maps(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda folder: write_llamagen(folder / "model.safetensors", False),
-        lambda folder: SEEDS["LlamaGen of classes"].write(folder) or folder,
-    ],
-    ids=["safetensors", "pickle"],
-)
-def test_the_same_weights_either_way(tmp_path, write):
-    path = write(tmp_path)
-    mapped = api.load_model(path).state_dict()
-    checkpoint.use_mmap(False)
-    read = api.load_model(path).state_dict()
-    assert mapped.keys() == read.keys() and all(torch.equal(mapped[name], read[name]) for name in mapped)
-
-
 @pytest.mark.parametrize("write", [save_file, torch.save], ids=["safetensors", "pickle"])
 def test_a_file_that_was_refused_can_be_replaced(tmp_path, write):
     """The message asks for another download: nothing may hold the file that it is to replace."""
