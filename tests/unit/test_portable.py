@@ -18,15 +18,8 @@ FOLDERS = (*PACK, "tests", "tools")
 
 def sources(folders: tuple[str, ...] = FOLDERS) -> list[Path]:
     """Every module of folders of the repository, or of that name."""
-    return [
-        ROOT / "__init__.py",
-        *(
-            path
-            for name in folders
-            for pattern in (f"{name}.py", f"{name}/**/*.py")
-            for path in sorted(ROOT.glob(pattern))
-        ),
-    ]
+    patterns = (pattern for name in folders for pattern in (f"{name}.py", f"{name}/**/*.py"))
+    return [ROOT / "__init__.py", *(path for pattern in patterns for path in sorted(ROOT.glob(pattern)))]
 
 
 def tree(path: Path) -> ast.Module:
@@ -110,12 +103,8 @@ def posix_names(found: ast.AST) -> set[str]:
     names = {f"os.{name}" for name in other_systems.POSIX_OS}
     names |= {f"signal.{name}" for name in (*other_systems.posix_signals(), "SIGKILL", "SIGHUP")}
     used = {ast.unparse(node) for node in ast.walk(found) if isinstance(node, ast.Attribute)}
-    used |= {
-        f"{node.module}.{alias.name}"
-        for node in ast.walk(found)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    imports = (node for node in ast.walk(found) if isinstance(node, ast.ImportFrom))
+    used |= {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     modules = {alias.name for node in ast.walk(found) if isinstance(node, ast.Import) for alias in node.names}
     return (used & names) | (modules & set(other_systems.POSIX_MODULES))
 
@@ -124,8 +113,5 @@ def test_the_pack_uses_no_name_of_posix_that_is_not_guarded():
     """Inside functions too, which importing does not show."""
     found = {(path.relative_to(ROOT).as_posix(), name) for path in sources(PACK) for name in posix_names(tree(path))}
     assert found == GUARDED
-    assert posix_names(ast.parse("import os, resource\nfrom signal import SIGKILL\nos.sched_getaffinity(0)")) == {
-        "resource",
-        "signal.SIGKILL",
-        "os.sched_getaffinity",
-    }
+    code = "import os, resource\nfrom signal import SIGKILL\nos.sched_getaffinity(0)"
+    assert posix_names(ast.parse(code)) == {"resource", "signal.SIGKILL", "os.sched_getaffinity"}

@@ -1,5 +1,7 @@
 """Counter-based random numbers: known answers, distribution, and independence of everything but their key."""
 
+import itertools
+
 import pytest
 import torch
 from comfyui_specar.kernels import noise
@@ -76,16 +78,13 @@ def test_normal_numbers_are_normal():
 def test_normal_numbers_of_purposes_draws_and_positions_are_independent():
     stream, at = Stream.of(9, 1, "cpu"), positions(1, 20_000)
     columns = [
-        stream.normal(at + shift, 2, purpose, draw)[0]
-        for shift, purpose, draw in (
-            (0, Purpose.NOISE, 0),
-            (1, Purpose.NOISE, 0),
-            (0, Purpose.DRAFT_NOISE, 0),
-            (0, Purpose.NOISE, 1),
-            (0, Purpose.REDRAW, 3),
-        )
+        stream.normal(at, 2, Purpose.NOISE)[0],
+        stream.normal(at + 1, 2, Purpose.NOISE)[0],
+        stream.normal(at, 2, Purpose.DRAFT_NOISE)[0],
+        stream.normal(at, 2, Purpose.NOISE, 1)[0],
+        stream.normal(at, 2, Purpose.REDRAW, 3)[0],
+        Stream.of(10, 1, "cpu").normal(at, 2, Purpose.NOISE)[0],
     ]
-    columns.append(Stream.of(10, 1, "cpu").normal(at, 2, Purpose.NOISE)[0])
     assert correlation(normal_cdf(torch.cat(columns, dim=1))) < 5
 
 
@@ -116,13 +115,8 @@ def test_numbers_do_not_depend_on_the_batch():
 def test_purposes_draws_positions_and_seeds_are_different_streams():
     """No two streams share numbers, and neighbours are uncorrelated."""
     at = positions(1, 4000)
-    streams = [
-        Stream.of(seed, 1, "cpu").uniform(at, purpose, draw)[0]
-        for seed in (0, 1, 2**32, 2**63)
-        for purpose in Purpose
-        for draw in (0, 1)
-    ]
-    streams = torch.stack(streams)
+    keys = itertools.product((0, 1, 2**32, 2**63), Purpose, (0, 1))
+    streams = torch.stack([Stream.of(seed, 1, "cpu").uniform(at, *which)[0] for seed, *which in keys])
     assert len(streams.unique(dim=0)) == len(streams)
     correlation = torch.corrcoef(streams) - torch.eye(len(streams))
     assert correlation.abs().max() < 5 / 4000**0.5
@@ -130,18 +124,9 @@ def test_purposes_draws_positions_and_seeds_are_different_streams():
 
 def test_the_numbers_of_purposes_stay():
     """They are part of the counter: with others, a seed gives another image; with two the same, streams depend."""
-    assert {name: int(purpose) for name, purpose in Purpose.__members__.items()} == {
-        "TARGET": 0,
-        "ACCEPT": 1,
-        "REDRAW": 2,
-        "INITIAL": 3,
-        "DRAFT": 4,
-        "SKIP": 5,
-        "SHAPE": 6,
-        "ORDER": 7,
-        "NOISE": 8,
-        "DRAFT_NOISE": 9,
-    }
+    names = "TARGET ACCEPT REDRAW INITIAL DRAFT SKIP SHAPE ORDER NOISE DRAFT_NOISE".split()
+    found = {name: int(purpose) for name, purpose in Purpose.__members__.items()}
+    assert found == {name: number for number, name in enumerate(names)}
 
 
 def test_seeds_wrap_at_64_bits():
