@@ -13,7 +13,7 @@ from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models.text.prompt_encoders import ClassEncoder, WordEncoder
 from safetensors.torch import save_file
 
-from ..support.tiny import CAPTION, SLOTS, write_llamagen
+from ..support.tiny import CAPTION, SLOTS, write_llamagen, write_words
 
 WORDS = ["cat", "dog", "red", "bus", "face", "grin", "glasses", "bg_blue", "bg_dark-red", "heart"]
 STOP = ["a", "an", "the", "with", "and", "of"]
@@ -48,6 +48,8 @@ def encoder():
         ("猫 ♥ 12%", [], ["猫", "♥", "12"]),
         ("红色cat❤️，Café — 🐼👍", ["cat"], ["红色", "❤", "café", "🐼", "👍"]),
         ("'cat' - dog--", ["cat", "dog"], []),
+        ("a red cat on a (blue) background", ["red", "cat", "bg_blue"], []),
+        ("[red:0.2] {cat} on a ((blue)) background", ["red", "cat", "bg_blue"], []),
     ],
 )
 def test_words_of_a_prompt(encoder, prompt, known, unknown):
@@ -97,18 +99,10 @@ def test_notices_name_the_nouns_of_colours(portraits):
     assert portraits.known_words()[-4:] == ["blue background", "red hair", "black hair", "blue shirt"]
 
 
-def test_features_are_rows_of_the_table_in_order(encoder):
+def test_features_are_rows_of_the_table_in_order_as_many_as_there_are_slots(encoder):
     features = encoder.encode("a dog with glasses on a blue background")
     assert features.shape == (1, 3, CAPTION) and features.dtype == torch.float32
     assert features[0, :, 0].tolist() == [1, 6, 7]
-
-
-def test_a_background_that_is_left_out_is_named_as_it_was_asked_for(encoder):
-    [notice] = encoder.notices("red cat dog bus face grin on a dark-red background")
-    assert notice.endswith("leaves out: dark-red background.")
-
-
-def test_a_long_prompt_is_cut_at_the_slots(encoder):
     assert encoder.encode(" ".join(WORDS[:7])).shape == (1, 6, CAPTION)
 
 
@@ -118,11 +112,10 @@ def test_a_long_prompt_is_cut_at_the_slots(encoder):
         ("a red cat", []),
         ("a cat, catt", [r"ignores .*: catt \(cat\?\)\.$"]),
         ("a quantum cat, catt", [r"ignores .*: quantum, catt \(cat\?\)\. Try: .*\. All \d+ words: AR Model Info\.$"]),
+        ("a blue cat", [r"ignores these words: blue \(only as the colour of background\)\.$"]),
         (" ".join(WORDS[:6]), []),
-        (
-            "quantum " + ", ".join([*WORDS[:7], "heart"]),
-            ["ignores .*: quantum", r"at most 6 words .*: glasses, heart\.$"],
-        ),
+        ("red cat dog bus face grin on a dark-red background", [r"leaves out: dark-red background\.$"]),
+        (f"quantum {', '.join(WORDS[:7])}, heart", ["ignores .*: quantum", r"at most 6 words .*: glasses, heart\.$"]),
     ],
 )
 def test_what_is_left_out_of_a_prompt_is_said(encoder, prompt, expected):
@@ -143,35 +136,15 @@ def test_a_prompt_without_a_known_word_is_as_an_empty_one(encoder, prompt):
     assert encoder.notices("") == []
 
 
-def test_a_colour_that_only_backgrounds_have_is_said_to_be_one(encoder):
-    [notice] = encoder.notices("a blue cat")
-    assert notice.endswith("ignores these words: blue (only as the colour of background).")
-
-
-@pytest.mark.parametrize("prompt", ["a red cat on a (blue) background", "[red:0.2] {cat} on a ((blue)) background"])
-def test_brackets_are_not_read(encoder, prompt):
-    assert encoder.parse(prompt) == encoder.parse("a red cat on a blue background")
-
-
-def write_words(folder, **changes):
-    meta = {"words": WORDS, "stop_words": STOP, "synonyms": SYNONYMS} | changes
-    path = folder / "text_encoder.safetensors"
-    table = {"word_embeddings.weight": torch.randn(len(WORDS), CAPTION)}
-    save_file(table, str(path), metadata={"specar": json.dumps(meta)})
-    return path
-
-
 def test_the_word_table_beside_a_model_reads_its_prompts(tmp_path):
     path = write_llamagen(tmp_path / "model.safetensors", True, caption_slots=SLOTS)
-    write_words(tmp_path)
+    write_words(tmp_path, CAPTION)
     model = load_model(path)
     [[features, extra]] = model.encode_prompt("a red cat")
     assert features.shape == (1, 2, CAPTION) and extra["ar"] == {"family": "llamagen-t2i", "text": "a red cat"}
 
 
 def test_other_files_are_no_word_tables(tmp_path):
-    with pytest.raises(CheckpointError, match="text_encoder.safetensors.*word-table"):
-        WordEncoder.open(write_words(tmp_path, words=WORDS[:-1]), 6)
     save_file({"x": torch.zeros(1)}, str(tmp_path / "text_encoder.safetensors"))
     with pytest.raises(CheckpointError, match="text_encoder.safetensors.*word-table"):
         WordEncoder.open(tmp_path / "text_encoder.safetensors", 6)
@@ -239,8 +212,8 @@ def test_a_prompt_of_unknown_words_has_a_short_notice(encoder):
 WRONG = [{"words": ["\x1b[31m"] * 2}, {"synonyms": {"x": "\u202ecat"}}, {"synonyms": {"x": "cat " * 500}}]
 
 
-@pytest.mark.parametrize("part", [*WRONG, {"nouns": {"\n": "bg"}}, {"stop_words": ["a"] * 10_001}])
-def test_words_of_a_table_are_short_and_printable(tmp_path, part):
+@pytest.mark.parametrize("part", [*WRONG, {"nouns": {"\n": "bg"}}, {"stop_words": ["a"] * 10_001}, {"words": ["cat"]}])
+def test_words_of_a_table_are_short_printable_and_as_many_as_it_has_rows(tmp_path, part):
     """Notices quote them, and a synonym stands for as many words as it has."""
     table = {"words": ["cat", "dog"], "stop_words": [], "synonyms": {}} | part
     file = tmp_path / "text.safetensors"
