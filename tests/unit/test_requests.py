@@ -1,13 +1,12 @@
 """What a request counts, refuses and shows of a run, by hand."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from comfyui_specar.samplers.continuous_contract import Canvas, ContinuousParams, masked_guidance, noise_bytes
-from comfyui_specar.samplers.contract import SamplingParams, check_both, check_grids, check_masks, chosen_params
+from comfyui_specar.samplers.contract import SamplingParams, check_grids, check_masks, chosen_params
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.rng import Stream
 
@@ -54,26 +53,6 @@ def test_kept_tokens_that_cannot_be_meant_are_refused(changed):
     asked = replace(continuous(), **changed)
     with pytest.raises(ValueError, match="kept|keeps|batch"):
         Canvas(asked, Stream.of(0, asked.batch, "cpu"))
-
-
-@pytest.mark.parametrize(
-    ("of", "legal", "illegal"),
-    [
-        (partial(SamplingParams.check, vocab=4), SamplingParams(top_k=0), {"top_k": -1}),
-        (partial(SamplingParams.check, vocab=4), SamplingParams(top_k=4), {"top_k": 5}),
-        (partial(SamplingParams.check, vocab=4), SamplingParams(top_p=1.0), {"top_p": 1.001}),
-        (partial(SamplingParams.check, vocab=4), SamplingParams(top_p=1e-9), {"top_p": 0.0}),
-        (ContinuousParams.check, ContinuousParams(cfg=1), {"cfg": 0.999}),
-        (ContinuousParams.check, ContinuousParams(temperature=0), {"temperature": -1e-9}),
-        (ContinuousParams.check, ContinuousParams(iterations=1), {"iterations": 0}),
-        (ContinuousParams.check, ContinuousParams(cfg_schedule="constant"), {"cfg_schedule": "cosine"}),
-        (ContinuousParams.check, ContinuousParams(cfg=1e300), {"temperature": float("inf")}),
-    ],
-)
-def test_parameters_have_their_limits(of, legal, illegal):
-    of(legal)
-    with pytest.raises(ValueError, match=next(iter(illegal))):
-        of(replace(legal, **illegal))
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -134,13 +113,6 @@ def test_grids_fit_the_images():
 def test_masks_are_masks():
     tokens = torch.zeros(1, 2, 3)
     mask = tokens > 0
-    check_both(None, None)
-    check_both(tokens, mask)
-    for pair in ((tokens, None), (None, mask)):
-        with pytest.raises(ValueError, match="both"):
-            check_both(*pair)
-    with pytest.raises(ValueError, match="kept.*float32.*bool"):
-        check_both(tokens, tokens)
     check_masks(None, None)
     check_masks(torch.tensor([[0, 0.5, 1]], dtype=torch.float64), mask)
     for value in (-0.1, 1.1, float("nan")):
@@ -150,12 +122,9 @@ def test_masks_are_masks():
         check_masks(None, tokens)
 
 
-def test_chosen_parameters_replace_the_models_own_and_are_numbers():
+def test_chosen_parameters_replace_the_models_own():
     own = SamplingParams(cfg=3.0, top_k=7)
     assert chosen_params(own, {"cfg": None, "top_k": 0, "temperature": 2}, "it") == replace(own, top_k=0, temperature=2)
-    for name, value, error in (("steps", 3, ValueError), ("cfg", "3", TypeError), ("top_k", 2.5, TypeError)):
-        with pytest.raises(error, match=name):
-            chosen_params(own, {name: value}, "it")
 
 
 def test_a_sketch_shows_what_is_decided_and_what_is_guessed():
