@@ -62,22 +62,26 @@ with safe_open(str(PARITY / "xar.safetensors"), framework="pt") as file:
     OFFICIAL["xar"] = json.loads(file.metadata()["released"])
 
 
-def of_model(module, dtype: torch.dtype = torch.bfloat16) -> Callable[[Checkpoint], Any]:
-    """Loads with a family, which knows the file for its own."""
+def of(module, *given) -> Callable[[Checkpoint], Any]:
+    """Loads with a family or a kind of image decoder, which knows the file for its own."""
 
     def load(checkpoint: Checkpoint):
         assert module.recognise(checkpoint.tensors)
-        return module.load(checkpoint, dtype, None, ())
+        return module.load(checkpoint, *given)
 
     return load
+
+
+def of_model(module) -> Callable[[Checkpoint], Any]:
+    return of(module, torch.bfloat16, None, ())
 
 
 def of_decoder(module) -> Callable[[Checkpoint], Any]:
-    def load(checkpoint: Checkpoint):
-        assert module.recognise(checkpoint.tensors)
-        return module.load(checkpoint, torch.float32)
+    return of(module, torch.float32)
 
-    return load
+
+def backbone(**facts: Any) -> dict[str, Any]:
+    return {f"backbone.config.{name}": value for name, value in facts.items()}
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def of_llamagen(name: str, official: str, sizes: tuple[int, ...], heads: int, si
     text = name.startswith("t2i")
     shapes = partial(llamagen_shapes, text, *sizes, vocab=16384, classes=1000, caption=2048, slots=120)
     own = {"prefix.slots": 120} if text else {"prefix.classes": 1000}
-    facts = {"grid": (side, side), "backbone.config.heads": heads, "vocab": 16384}
+    facts = {"grid": (side, side), "vocab": 16384} | backbone(heads=heads)
     return Released(name, shapes, OFFICIAL["llamagen"][official], of_model(llamagen), facts | own)
 
 
@@ -129,9 +133,8 @@ def of_mar(size: str, dim: int, layers: int, heads: int, head: tuple[int, int], 
         "head.schedule.steps": 100,
         "dtype": torch.bfloat16,
     }
-    return Released(
-        "checkpoint-last.pth", partial(mar_shapes, config, *head), OFFICIAL["mar"][size], of_model(mar), facts
-    )
+    shapes = partial(mar_shapes, config, *head)
+    return Released("checkpoint-last.pth", shapes, OFFICIAL["mar"][size], of_model(mar), facts)
 
 
 def of_harmon(size: str, config: MARConfig, head: tuple[int, int], llm: tuple[int, int, int, int]) -> Released:
@@ -139,7 +142,7 @@ def of_harmon(size: str, config: MARConfig, head: tuple[int, int], llm: tuple[in
     shapes = partial(harmon_shapes, config, head, (dim, layers, HEADS[dim], keys, hidden, 151936))
     defaults = ContinuousParams(3.0, "constant", 1.0, 100, "ddpm", iterations=64)
     facts = {"family": "harmon", "grid": (32, 32), "scale": 0.2325, "defaults": defaults}
-    facts |= {"backbone.llm.vocab": 151936, "backbone.config.conditions": 0}
+    facts |= {"backbone.llm.vocab": 151936} | backbone(conditions=0)
     return Released(f"Harmon-{size}.pth", shapes, OFFICIAL["harmon"][size], of_model(harmon), facts)
 
 
@@ -150,18 +153,10 @@ def of_xar(name: str, official: str, sizes: tuple[int, int, int], heads: int, cf
         for i in range(sizes[1])
         for table, shape in (("freqs", (16,)), ("freqs_cos", (256, 64)), ("freqs_sin", (256, 64)))
     }
-    facts = {
-        "backbone.config.heads": heads,
-        "family": "xar",
-        "grid": (16, 16),
-        "group": 64,
-        "scale": 0.2325,
-        "defaults": ContinuousParams(cfg, "linear", steps=steps),
-    }
-    besides = buffers | {"mask": (1, 1, 256, 256)}
-    return Released(
-        name, partial(xar_shapes, *sizes, heads), OFFICIAL["xar"][official], of_model(xar), facts, besides=besides
-    )
+    facts = {"family": "xar", "grid": (16, 16), "group": 64, "scale": 0.2325} | backbone(heads=heads)
+    facts["defaults"] = ContinuousParams(cfg, "linear", steps=steps)
+    shapes, besides = partial(xar_shapes, *sizes, heads), buffers | {"mask": (1, 1, 256, 256)}
+    return Released(name, shapes, OFFICIAL["xar"][official], of_model(xar), facts, besides=besides)
 
 
 def of_transformers(make: Callable[[], Any]) -> Callable[[], dict[str, tuple[int, ...]]]:
@@ -204,7 +199,7 @@ def of_janus(size: str, dim: int, layers: int, ffn: int) -> list[Released]:
         return {name: shape for name, shape in named.items() if name.startswith(VISION) == seen}
 
     live = of_transformers(lambda: transformers.JanusForConditionalGeneration(config()))
-    facts = {"backbone.config.heads": heads, "grid": (24, 24), "vocab": 16384}
+    facts = {"grid": (24, 24), "vocab": 16384} | backbone(heads=heads)
     own = f"Janus-Pro-{size}.safetensors", partial(of_deepseek, False), OFFICIAL["janus"][size]
     others = f"Janus-Pro-{size}.safetensors", live, None
     return [
@@ -242,10 +237,9 @@ def of_chameleon(kind: str, name: str, side: int, specials_of_image: int) -> Rel
 
     facts = {
         "grid": (side, side),
-        "backbone.config.head_norms": rows,
         "backbone.output.weight.shape": (8192 + len(specials), 4096),
         "word_ids": (*range(258, 258 + 8192), *specials),
-    }
+    } | backbone(head_norms=rows)
     shapes = lambda: tiny_chameleon.shapes(kind, settings) | inside(WITHOUT_DECODER)  # noqa: E731
     return Released(f"{name}/{INDEX}", shapes, official, of_model(chameleon), facts, settings, inside(VQGAN))
 
@@ -266,9 +260,8 @@ def of_lumina2(name: str) -> Released:
         "word_ids": (*range(155000, 171384), 151670, 151666),
         "defaults.cfg": 4.0,
         "defaults.top_k": 4096,
-        "backbone.config.head_norms": 1,
         "backbone.output.weight.shape": (16386, 4096),
-    }
+    } | backbone(head_norms=1)
     besides = inside(WITHOUT_DECODER)
     return Released(f"{name}/{INDEX}", lambda: shapes, None, of_model(chameleon), facts, settings, besides)
 
@@ -294,10 +287,12 @@ def of_emu3(name: str, side: int) -> Released:
         "longest": 9216,
         "vocab_total": 32772,
         "word_ids": (*range(151854, 151854 + 32768), 151846, 151847, 151853, 151850),
-        "backbone.config.heads": 32,
-        "backbone.config.kv_heads": 8,
-    }
+    } | backbone(heads=32, kv_heads=8)
     return Released(f"{name}/{INDEX}", shapes, None, of_model(emu3), facts)
+
+
+def of_movq(codes: int) -> dict[str, Any]:
+    return {"factor": 8, "channels": 4, "module.config.codebook_size": codes}
 
 
 def of_emu3_decoder(original: bool) -> Released:
@@ -314,8 +309,7 @@ def of_emu3_decoder(original: bool) -> Released:
             for n, shape in vq_names.items()
         }
 
-    facts = {"factor": 8, "channels": 4, "module.config.codebook_size": 32768}
-    return Released("model.safetensors", shapes, recorded if original else None, of_decoder(movq), facts)
+    return Released("model.safetensors", shapes, recorded if original else None, of_decoder(movq), of_movq(32768))
 
 
 EMU35 = {
@@ -339,11 +333,7 @@ def of_emu35(name: str, cfg: float) -> Released:
         "defaults.top_k": 5120,
         "word_ids": (*range(151854, 282926), 151846),
         "prefix.words": 151854,
-        "backbone.config.heads": 64,
-        "backbone.config.kv_heads": 8,
-        "backbone.config.head_dim": 128,
-        "backbone.config.head_rms": True,
-    }
+    } | backbone(heads=64, kv_heads=8, head_dim=128, head_rms=True)
     shapes, official = partial(tiny_emu35.shapes, EMU35), OFFICIAL["emu35"]["model"]
     return Released(f"{name}/{INDEX}", shapes, official, of_model(emu35), facts, EMU35)
 
@@ -369,8 +359,8 @@ def of_simplear(size: str, dim: int, ffn: int, layers: int, heads: int, millions
         assert sum(torch.Size(shape).numel() for shape in found.values()) / 1e6 == pytest.approx(millions, abs=1)
         return found
 
-    facts = {"vocab": 64_000, "prefix.words": 151_672, "grid": (64, 64), "backbone.config.qkv_bias": True}
-    facts |= {"backbone.config.heads": heads, "backbone.config.kv_heads": 2}
+    facts = {"vocab": 64_000, "prefix.words": 151_672, "grid": (64, 64)}
+    facts |= backbone(heads=heads, kv_heads=2, qkv_bias=True)
     return Released(f"SimpleAR-{size}.safetensors", shapes, None, of_model(simplear), facts)
 
 
@@ -384,16 +374,9 @@ def of_glm_image() -> Released:
         assert found.pop(codes) == (16384, 2048)
         return found
 
-    facts = {
-        "vocab": 16384,
-        "prefix.words": 168064,
-        "grid": (32, 32),
-        "positions": glm_image.AxisPositions((8, 12, 12)),
-        "backbone.config.heads": 32,
-        "backbone.config.kv_heads": 2,
-        "backbone.config.qkv_bias": True,
-        "backbone.config.post_norms": True,
-    }
+    facts = {"vocab": 16384, "prefix.words": 168064, "grid": (32, 32)}
+    facts |= {"positions": glm_image.AxisPositions((8, 12, 12))}
+    facts |= backbone(heads=32, kv_heads=2, qkv_bias=True, post_norms=True)
     return Released("model.safetensors", shapes, None, of_model(glm_image), facts)
 
 
@@ -410,18 +393,10 @@ def of_lantern(family: str, norms: int, specials: tuple[int, ...]) -> Released:
     def load(checkpoint: Checkpoint):
         config = BackboneConfig(dim, 1, 32, ffn, codes + len(specials), head_norms=norms)
         with torch.device("meta"):
-            target = DiscreteModel(
-                Backbone(config),
-                TextPrefix(words, dim, tiny_text.null),
-                family,
-                (32, 32),
-                SamplingParams(),
-                None,
-                positions=SequencePositions(),
-                row_ends=len(specials) > 1,
-                endings=1,
-                word_ids=(*range(4, 4 + codes), *specials),
-            )
+            prefix, network = TextPrefix(words, dim, tiny_text.null), Backbone(config)
+            places = {"positions": SequencePositions(), "row_ends": len(specials) > 1, "endings": 1}
+            ids = (*range(4, 4 + codes), *specials)
+            target = DiscreteModel(network, prefix, family, (32, 32), SamplingParams(), None, word_ids=ids, **places)
         assert eagle.recognise(checkpoint.tensors)
         checkpoint = Checkpoint(checkpoint.tensors, settings, Path("pytorch_model.bin"))
         return eagle.load(checkpoint, target, torch.bfloat16)
@@ -491,13 +466,7 @@ DECODERS = [
         )
         for prefix in ("", "model.vqmodel.", "vqmodel.")
     ),
-    Released(
-        "movqgan_270M.ckpt",
-        lambda: MOVQGAN,
-        OFFICIAL["lumina2"],
-        of_decoder(movq),
-        {"factor": 8, "channels": 4, "module.config.codebook_size": 16384},
-    ),
+    Released("movqgan_270M.ckpt", lambda: MOVQGAN, OFFICIAL["lumina2"], of_decoder(movq), of_movq(16384)),
     of_emu3_decoder(False),
     of_emu3_decoder(True),
     Released(
@@ -523,30 +492,21 @@ def same_as_recorded(shapes: Shapes, official: Any) -> bool:
     return all(wanted in (None, found) for found, wanted in zip(digest(shapes), official, strict=True))
 
 
-@pytest.fixture
-def fits(tmp_path, monkeypatch) -> Callable[[Released], None]:
-    """Loaders take tensors on the meta device, and check that each has its place and its shape, not its values."""
-    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))
-    monkeypatch.setattr(torch.Tensor, "any", lambda tensor: True)
-
-    def assert_fits(released: Released) -> None:
-        shapes = released.shapes()
-        if callable(released.official):
-            assert shapes == released.official()
-        elif released.official:
-            assert same_as_recorded(shapes, released.official)
-        path = tmp_path / released.name
-        path.parent.mkdir(exist_ok=True)
-        if released.settings is not None:
-            (path.parent / "config.json").write_text(json.dumps(released.settings), encoding="utf-8")
-        loaded = released.load(Checkpoint(on_meta({**released.besides, **shapes}), {}, path))
-        assert {fact: attrgetter(fact)(loaded) for fact in released.facts} == released.facts
-
-    return assert_fits
-
-
 @pytest.mark.parametrize(
     "released", [*LLAMAGEN, *OF_VECTORS, *LANGUAGE_MODELS, *DECODERS], ids=lambda released: released.name
 )
-def test_every_released_file_fits(fits, released):
-    fits(released)
+def test_every_released_file_fits(released, tmp_path, monkeypatch):
+    """Loaders take tensors on the meta device, and check that each has its place and its shape, not its values."""
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))
+    monkeypatch.setattr(torch.Tensor, "any", lambda tensor: True)
+    shapes = released.shapes()
+    if callable(released.official):
+        assert shapes == released.official()
+    elif released.official:
+        assert same_as_recorded(shapes, released.official)
+    path = tmp_path / released.name
+    path.parent.mkdir(exist_ok=True)
+    if released.settings is not None:
+        (path.parent / "config.json").write_text(json.dumps(released.settings), encoding="utf-8")
+    loaded = released.load(Checkpoint(on_meta({**released.besides, **shapes}), {}, path))
+    assert {fact: attrgetter(fact)(loaded) for fact in released.facts} == released.facts
