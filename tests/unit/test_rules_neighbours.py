@@ -114,11 +114,8 @@ def corrupt(file, how):
         file.write_bytes(b"")
     elif how == "noise":
         file.write_bytes(bytes(range(256)) * 40)
-    elif how == "out of range":
-        tensors["neighbours"][3, 7] = 60
-        save_file(tensors, file)
-    elif how == "negative":
-        tensors["neighbours"][3, 7] = -1
+    elif how in ("out of range", "negative"):
+        tensors["neighbours"][3, 7] = 60 if how == "out of range" else -1
         save_file(tensors, file)
     elif how == "shape":
         save_file({"neighbours": tensors["neighbours"][:, :7].contiguous()}, file)

@@ -1,7 +1,6 @@
 """Relaxed rules inside speculative Jacobi decoding: how far the images drift, what is recorded, what it costs."""
 
 import json
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -21,10 +20,11 @@ from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
 
+from ..support import enumerated
+from ..support.enumerated import LAYOUTS, distance
 from ..support.rules import RELAXED
-from ..support.tiny import VOCAB as TINY_VOCAB
-from ..support.tiny import caption_features, fill, llamagen
-from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
+from ..support.tiny import caption_features
+from ..support.toy import ToyModel, plain
 from ..support.windows import begun, decided, step, three_passes
 
 RUNS = 12_000
@@ -38,14 +38,11 @@ RULES = [
     TVMetered(0.05),
     TVMetered(0.5),
 ]
-LAYOUTS = {"plain": (plain(2, 2), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
-MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
 
 
-def draw(rule, name="plain", strength=None, seed=0, batch=RUNS, params=None, **options):
+def draw(rule, name="plain", batch=RUNS, params=None, strength=None, **options):
     method = SJD(**{"window": 4, "initial": "uniform", "rule": rule} | options)
-    asked = request(MODELS[name], LAYOUTS[name][0], params, seed, batch)
-    return method.sample(replace(asked, strength=strength))
+    return enumerated.draw(method, name, params, batch=batch, strength=strength)
 
 
 @cache
@@ -58,10 +55,9 @@ def many(rule, name="plain"):
 @pytest.mark.parametrize("name", ["plain", "line_ends"])
 def test_images_drift_no_further_than_the_recorded_drift_bound(rule, name):
     """The mean over runs of the drift bounds summed along an image bounds the total variation of the distributions."""
-    decoded, distribution = many(rule, name), MODELS[name].distribution(LAYOUTS[name][0], SamplingParams())
-    found = chi_square(decoded.tokens, distribution)
+    decoded = many(rule, name)
     drift_bound = float(decoded.trace.positions["drift_bound"].sum(-1).mean())
-    assert drift_bound > 0.01 and found.tv <= drift_bound + NOISE
+    assert drift_bound > 0.01 and distance(decoded.tokens, name).tv <= drift_bound + NOISE
     trace, reference = decoded.trace, many(Exact(), name).trace
     assert sum(trace.totals["passes_per_image"]) < sum(reference.totals["passes_per_image"])
     assert trace.summary()["accepted_drafts"] > reference.summary()["accepted_drafts"]
@@ -70,10 +66,9 @@ def test_images_drift_no_further_than_the_recorded_drift_bound(rule, name):
 
 def test_a_relaxed_rule_does_drift():
     """The bound above is not met by doing nothing: the exact test, which the exact rule passes, fails by far."""
-    distribution = MODELS["plain"].distribution(LAYOUTS["plain"][0], SamplingParams())
     for rule in (UniformRSD(20), Lantern(2, 0.6, "paper"), Grouped(gap=0.5, radius=3), TVMetered(0.5)):
-        assert chi_square(many(rule).tokens, distribution).z > 20, rule
-    assert chi_square(many(Exact()).tokens, distribution).z < 4
+        assert distance(many(rule).tokens, "plain").z > 20, rule
+    assert distance(many(Exact()).tokens, "plain").z < 4
 
 
 @pytest.mark.parametrize("rule", [UniformRSD(2), CoolSD(2, 0.5, 3), Lantern(2, 0.3), TVMetered(0.05)], ids=str)
@@ -110,9 +105,7 @@ def test_without_a_draft_nothing_drifts(rule):
 
 @pytest.mark.parametrize("reuse", [r for r in REUSE if r not in (*COMPARED, "none")])
 def test_refinement_stays_exact(reuse):
-    """After the committed run, guesses are resampled as if the rule were exact: their distribution is what q says it
-    is.
-    """
+    """After the committed run, guesses are resampled as if the rule were exact: q says how they are distributed."""
     generator, width = torch.Generator().manual_seed(0), 4
     p, q = torch.randn(2, 50, width, 3, generator=generator).softmax(-1)
     token = q.flatten(0, 1).multinomial(1, generator=generator).view(50, width)
@@ -143,13 +136,7 @@ def test_a_schedule_relaxes_the_first_offsets_only():
 
 def test_settings_say_which_rule_it_was():
     settings = draw(LanternPP(2, 4), batch=1).trace.report()["settings"]
-    assert json.loads(json.dumps(settings))["rule"] == {
-        "rule": "lantern_pp",
-        "neighbours": 2,
-        "ratio": 4,
-        "redraw": "optimal",
-        "neighbours_available": 2,
-    }
+    assert json.loads(json.dumps(settings))["rule"].items() > {"rule": "lantern_pp", "ratio": 4}.items()
     assert draw(Exact(), batch=1).trace.settings["rule"] == {"rule": "exact"}
     for rule, reuse, lossless in (
         (Exact(), "coupled", True),
@@ -160,38 +147,24 @@ def test_settings_say_which_rule_it_was():
         assert draw(rule, batch=1, reuse=reuse).trace.settings["lossless"] is lossless
 
 
-def test_illegal_rules_are_refused_before_anything_is_generated():
-    with pytest.raises(ValueError, match="delta.*-1"):
-        draw(UniformRSD(-1))
-    with pytest.raises(ValueError, match="neighbours.*7.*1 to 2"):
-        draw(Lantern(7))
-
-
 # The step on a real (tiny) model
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    model = llamagen(tmp_path_factory.mktemp("model"), text=True)
-    model.attach_codebook(fill("codebook", (TINY_VOCAB, 4)), 16)
-    return model
-
-
 def passes(step, rule, model):
-    strength = torch.full((1, model.layout().length), 0.7, device=model.device)
+    strength = torch.full((1, model.layout().length), 0.7)
     prompt = model.encode_features(caption_features())
     return three_passes(step, *begun(SJD(rule=rule), model, SamplingParams(cfg=2, top_k=9), prompt, strength))
 
 
 @pytest.mark.parametrize("rule", [CoolSD(2), Lantern(5, 0.3, "paper")], ids=str)
-def test_a_step_compiles_as_one_graph(model, rule, monkeypatch):
+def test_a_step_compiles_as_one_graph(text_model, rule, monkeypatch):
     # Compiled code takes torch's own routines, whose last bits differ from those of others.
     monkeypatch.setattr(cpu, "linear", lambda layer, x, own_weights: layer(x))
     monkeypatch.setattr(attention, "padded_queries", lambda q, mask: (q, mask))
     torch.compiler.reset()
     with torch.inference_mode():
-        plain = passes(step, rule, model)
-        compiled = passes(torch.compile(step, fullgraph=True, backend="eager"), rule, model)
+        plain = passes(step, rule, text_model)
+        compiled = passes(torch.compile(step, fullgraph=True, backend="eager"), rule, text_model)
     assert all(torch.equal(a, b) for a, b in zip(decided(plain), decided(compiled), strict=True))
     record = plain[0].record
     assert record.positions[..., record.fields.index("drift_bound")].any(), "the rule has something to record"

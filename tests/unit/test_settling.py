@@ -11,29 +11,21 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.kernels.sampling import at
 from comfyui_specar.reports.run_report import judgement
-from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.methods import settling
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
 
 from ..support.closeness import fp64
+from ..support.enumerated import LAYOUTS, distance, draw
 from ..support.models import teacher_forced
-from ..support.tiny import VOCAB as TINY_VOCAB
-from ..support.tiny import caption_features, fill, llamagen
-from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
+from ..support.tiny import caption_features
+from ..support.toy import ToyModel, plain, request
 
 RUNS = 16_000
 MANY = 160_000  # chance explains little then
-LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
-MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
 EXACT = SJD(window=5, initial="uniform")
 METHODS = [*(replace(EXACT, settle=most) for most in (0.1, 0.3, 1.0)), replace(EXACT, settle=0.3, rule=TVMetered(0.1))]
-
-
-def draw(method, name="row", seed=0, batch=RUNS, model=None, **more):
-    asked = request(model or MODELS[name], LAYOUTS[name][0], None, seed, batch)
-    return method.sample(replace(asked, **more))
 
 
 @cache
@@ -44,13 +36,12 @@ def many(method, name="row", runs=RUNS):
 
 def drift(decoded, name="row"):
     """How far the images are from the model's distribution (z, tv), the drift bound, and what chance explains."""
-    distribution = MODELS[name].distribution(LAYOUTS[name][0], SamplingParams())
     bounds, runs = decoded.trace.positions["drift_bound"].sum(-1), len(decoded.tokens)
-    chance = chi_square(many(EXACT, name, runs).tokens, distribution).tv + 4 * float(bounds.std()) / runs**0.5
-    return chi_square(decoded.tokens, distribution), float(bounds.mean()), chance
+    chance = distance(many(EXACT, name, runs).tokens, name).tv + 4 * float(bounds.std()) / runs**0.5
+    return distance(decoded.tokens, name), float(bounds.mean()), chance
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["row", "line_ends", "kept"])
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_images_drift_no_further_than_the_recorded_drift_bound(method, name):
     found, bound, chance = drift(many(method, name), name)
@@ -101,17 +92,18 @@ def test_as_many_tokens_are_relaxed_as_the_drift_bounds_sum_up_to(method):
 
 def test_strength_zero_is_exact_and_strength_is_per_position():
     method = replace(EXACT, settle=1.0)
-    none = draw(method, batch=1000, strength=torch.zeros(1, 6))
+    none = draw(method, "row", batch=1000, strength=torch.zeros(1, 6))
     assert torch.equal(none.tokens, many(EXACT).tokens[:1000]) and not none.trace.positions["drift_bound"].any()
-    positions = draw(method, strength=torch.tensor([[1.0, 1, 1, 0, 1, 1]])).trace.positions
+    positions = draw(method, "row", batch=RUNS, strength=torch.tensor([[1.0, 1, 1, 0, 1, 1]])).trace.positions
     assert not positions["drift_bound"][:, 3].any() and positions["drift_bound"][:, 2].any()
 
 
 def test_where_the_prefix_does_not_matter_settling_is_exact():
     """There a refined guess is a sample from the very p of the next pass."""
-    model, most = ToyModel(plain(2, 3), memory=0), 1e-6  # what rounding moves settles, too, or not: both are exact
-    found = draw(replace(EXACT, settle=most), model=model, batch=2000)
-    assert torch.equal(found.tokens, draw(EXACT, model=model, batch=2000).tokens)
+    layout, most = plain(2, 3), 1e-6  # what rounding moves settles, too, or not: both are exact
+    asked = request(ToyModel(layout, memory=0), layout, batch=2000)
+    found = replace(EXACT, settle=most).sample(asked)
+    assert torch.equal(found.tokens, EXACT.sample(asked).tokens)
     assert (found.trace.positions["drift_bound"] < most).all()
 
 
@@ -124,28 +116,17 @@ def test_guesses_settle_one_after_the_other():
     assert settling.count_settled(distance, torch.tensor(0.2), exists, count).tolist() == [2, 1, 0, 0]
 
 
-def test_moved_is_the_total_variation():
-    p, q = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    torch.testing.assert_close(settling.total_variation(p, q), (p - q).abs().sum(-1) / 2)
-    assert (settling.total_variation(p, p) <= p.shape[-1] * torch.finfo(p.dtype).eps).all(), (
-        "a sum of so many may round"
-    )
-
-
 def test_the_trace_tells_of_settling():
-    trace = draw(replace(EXACT, settle=0.05), batch=4).trace
+    trace, exact = (draw(replace(EXACT, settle=most), "row", batch=4).trace for most in (0.05, 0.0))
     assert trace.settings["settle"] == 0.05 and judgement(trace.settings) == "exact but for settling below 0.05"
-    assert "settle" not in draw(EXACT, batch=4).trace.settings
-    assert judgement(draw(EXACT, batch=4).trace.settings) == "exact"
+    assert "settle" not in exact.settings and judgement(exact.settings) == "exact"
 
 
-def test_the_cache_holds_what_was_accepted(tmp_path):
+def test_the_cache_holds_what_was_accepted(text_model):
     """Every token's probability is that of one forward pass over the whole image, also past settled tokens."""
-    model = llamagen(tmp_path, text=True)
-    model.attach_codebook(fill("codebook", (TINY_VOCAB, 4)), 16)
-    prompt = model.encode_features(caption_features())
+    prompt = text_model.encode_features(caption_features())
     with fp64():
-        out = api.sample(model, prompt, SJD(5, settle=0.5), cfg=1.0, top_k=0, batch_size=3)
-        wanted = at(teacher_forced(model, prompt, out.tokens).softmax(-1), out.tokens.flatten(1))
+        out = api.sample(text_model, prompt, SJD(5, settle=0.5), cfg=1.0, top_k=0, batch_size=3)
+        wanted = at(teacher_forced(text_model, prompt, out.tokens).softmax(-1), out.tokens.flatten(1))
     assert out.trace.positions["drift_bound"].any()
     torch.testing.assert_close(out.trace.positions["p"], wanted)
