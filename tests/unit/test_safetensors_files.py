@@ -53,9 +53,8 @@ def test_the_same_tensors_and_metadata(tmp_path):
     assert all(bits(tensors[name]) == bits(tensor) for name, tensor in TENSORS.items())
     shapes, same = safetensors_files.read(tmp_path / "a.safetensors", ())
     assert same == metadata and {tensor.device.type for tensor in shapes.values()} == {"meta"}
-    assert {name: (t.dtype, t.shape) for name, t in shapes.items()} == {
-        name: (t.dtype, t.shape) for name, t in TENSORS.items()
-    }
+    assert shapes.keys() == TENSORS.keys()
+    assert all((shapes[name].dtype, shapes[name].shape) == (t.dtype, t.shape) for name, t in TENSORS.items())
 
 
 def test_damage_is_refused_where_the_library_refuses_it_and_read_alike_where_not(tmp_path):
@@ -74,10 +73,7 @@ def test_damage_is_refused_where_the_library_refuses_it_and_read_alike_where_not
             refused += 1
             with pytest.raises(ValueError):
                 safetensors_files.read(file)
-        elif any(
-            tensor.ndim > DIMENSIONS or len(name) > NAME or printable(name) != name
-            for name, tensor in wanted[0].items()
-        ):
+        elif any(t.ndim > DIMENSIONS or len(name) > NAME or printable(name) != name for name, t in wanted[0].items()):
             with pytest.raises(FileError):  # the library has no bounds
                 safetensors_files.read(file)
         else:

@@ -1,7 +1,5 @@
 """Files of other programs: refused with what they are and what to use instead, by every loader."""
 
-import json
-
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
@@ -66,13 +64,6 @@ def test_a_byte_order_mark_in_front_of_settings_is_read_over(tmp_path):
     for file in (folder / "config.json", folder / "model.safetensors.index.json"):
         file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert load_model(folder).family == "anole"
-
-
-def test_an_index_names_files_beside_it_on_every_system(tmp_path):
-    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "sub\\x.safetensors"}}), encoding="utf-8")
-    refused(tmp_path, "beside it")
 
 
 # Image decoders in folders

@@ -76,20 +76,12 @@ def test_the_length_of_a_header_has_both_limits(length, size, legal):
             safetensors_files.header_of(file, size)
 
 
-def test_numbers_of_a_parameter_are_real_finite_and_fit():
-    whole, real = torch.tensor([1, 2]), torch.tensor([1.0, 70000.0])
+def test_integers_are_named_before_a_wrong_shape():
+    whole = torch.tensor([1, 2])
     for shape in ([2], [3]):
         with pytest.raises(CheckpointError, match="w contains integers"):
             weights._check_shapes({"w": torch.empty(shape)}, {"w": (whole,)}, PATH)
     weights._check_shapes({"w": whole}, {"w": (whole,)}, PATH)
-    assert weights._cast(whole, torch.int64, "w", PATH) is whole
-    assert weights._cast(real, torch.float32, "w", PATH) is real
-    assert weights._cast(real, torch.bfloat16, "w", PATH).dtype == torch.bfloat16
-    with pytest.raises(CheckpointError, match="too large for torch.float16.*bf16"):
-        weights._cast(real, torch.float16, "w", PATH)
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        with pytest.raises(CheckpointError, match="NaN or infinite"):
-            weights._cast(torch.tensor([1.0, bad]), torch.bfloat16, "w", PATH)
 
 
 def test_every_number_is_looked_at(monkeypatch):
@@ -98,7 +90,7 @@ def test_every_number_is_looked_at(monkeypatch):
         for place in range(size):
             numbers = torch.zeros(size)
             assert weights._finite(numbers)
-            numbers[place] = torch.nan
+            numbers[place] = (torch.nan, torch.inf, -torch.inf)[place % 3]
             assert not weights._finite(numbers) and not weights._finite(numbers[None, :, None].to(torch.float8_e5m2))
 
 
