@@ -1,6 +1,7 @@
 """VVS: the drift bound of drafts accepted unverified, against distributions that are enumerated tree by tree."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -123,30 +124,18 @@ def sampled_trees(drafter: Table, shape: tuple[tuple[int, ...], ...]):
             below = [list(grown((*prefix, token), (*path, rank))) for rank, token in enumerate(drawn)]
             for parts in itertools.product(*below):
                 nodes = [((*path, rank), token, q[token]) for rank, token in enumerate(drawn)]
-                yield nodes + [node for part, _ in parts for node in part], chance * _product(w for _, w in parts)
+                yield nodes + [node for part, _ in parts for node in part], chance * math.prod(w for _, w in parts)
 
     for nodes, chance in grown((), ()):
         alive = [path for path, _, _ in nodes]
         nodes += [(path, 0, 0.0) for path in shape if path not in alive]
         nodes = sorted(nodes, key=lambda node: (len(node[0]), node[0]))
         slot = {(): 0} | {path: number for number, (path, _, _) in enumerate(nodes, 1)}
-        columns = [
-            [0, *(token for _, token, _ in nodes)],
-            [0, *(slot[path[:-1]] for path, _, _ in nodes)],
-            [0, *(len(path) for path, _, _ in nodes)],
-            [0, *(path[-1] for path, _, _ in nodes)],
-        ]
-        token, parent, depth, rank = (torch.tensor([column]) for column in columns)
+        columns = ((token, slot[path[:-1]], len(path), path[-1]) for path, token, _ in nodes)
+        token, parent, depth, rank = torch.tensor([(0, 0, 0, 0), *columns]).T[:, None]
         q = torch.tensor([[1.0, *(q for _, _, q in nodes)]])
         levels, width = max(map(len, slot)), max(path[-1] for path, _, _ in nodes) + 1
         yield Tree(token, parent, depth, rank, q > 0, q, levels, width, torch.empty(1)), chance
-
-
-def _product(values) -> float:
-    result = 1.0
-    for value in values:
-        result *= value
-    return result
 
 
 SHAPES = {
@@ -191,10 +180,8 @@ def test_of_sampled_trees_that_top_p_has_thinned_out(path, shape, truncate):
         assert found <= bound + 1e-5
         assert bound < 1e-5 or path != "first" or drafter is not target
         for end in range(2, 5):
-            decisions = (
-                decide(chosen, tree, whole_shape(tree, one, LONG), None, 2, one, end * one, no) for tree, _ in trees
-            )
-            assert len(set(map(bool, decisions))) == 1
+            plans = ((tree, whole_shape(tree, one, LONG)) for tree, _ in trees)
+            assert len({bool(decide(chosen, *plan, None, 2, one, end * one, no)) for plan in plans}) == 1
 
 
 def verified(tokens: list[int], p: list[float], q: list[float]) -> list[float]:

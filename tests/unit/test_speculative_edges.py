@@ -97,10 +97,8 @@ def test_no_random_number_is_used_twice(structures, monkeypatch):
         return numbers
 
     def gumbel_noted(self, positions, vocab, purpose, draw=0):
-        for position, number in zip(
-            positions[0].tolist(), (torch.zeros_like(positions[0]) + draw).flatten().tolist(), strict=True
-        ):
-            asked.append((position, int(purpose), number))
+        numbers = (torch.zeros_like(positions[0]) + draw).flatten().tolist()
+        asked.extend((at, int(purpose), number) for at, number in zip(positions[0].tolist(), numbers, strict=True))
         return gumbel(self, positions, vocab, purpose, draw)
 
     def noted(verify, *places):
@@ -201,9 +199,8 @@ def test_rules_stand_the_smallest_probabilities(rule):
 def test_drafts_that_nobody_tested_were_not_refused():
     layout = plain(2, 3)
     toy = ToyModel(layout)
-    method = VVS(
-        ToyDrafter(toy, noise=0, stale=True), Static(((0,), (1,), (2,))), skipping=Skipping(interval=2, guard=0)
-    )
+    drafter, skipping = ToyDrafter(toy, noise=0, stale=True), Skipping(interval=2, guard=0)
+    method = VVS(drafter, Static(((0,), (1,), (2,))), skipping=skipping)
     summary = method.sample(request(toy, layout, batch=20)).trace.summary()
     assert summary["sources"]["skipped"] and "residual" not in summary["sources"]
     assert summary["acceptance_rate"] == 1
