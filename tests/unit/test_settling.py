@@ -67,6 +67,7 @@ def test_the_more_settles_the_fewer_passes_and_the_more_drift():
     assert bounds == sorted(bounds) and len(set(bounds)) == 4
 
 
+@pytest.mark.whole
 def test_settling_by_the_guess_itself_breaks_the_bound(monkeypatch):
     """What settles must not depend on the guess: it would no longer be a sample from q. Here only the last id does."""
 
