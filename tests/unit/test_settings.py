@@ -81,15 +81,8 @@ REQUEST = {"negative": None, "seed": 0, "batch": 1, "callback": None, "notices":
 PLAIN = {
     "Static": {"tree": "eagle_25"},
     "Auto": {"costs": None},
-    "ADTTree": {
-        "depths": (1, 9),
-        "widths": (4, 39),
-        "nodes": 58,
-        "first": (5, 10),
-        "bonus": False,
-        "base": (0, 0),
-        "pays": False,
-    },
+    "ADTTree": {"depths": (1, 9), "widths": (4, 39), "nodes": 58, "first": (5, 10)}
+    | {"bonus": False, "base": (0, 0), "pays": False},
     "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "settle": 0.0},
     "DraftTree": {"name": "draft_tree"},
     "ContinuousSpeculative": {"tolerance": 0.26, "aligned": True},
@@ -99,19 +92,8 @@ PLAIN = {
     "Request": REQUEST | {"strength": None, "skippable": None},
     "ContinuousRequest": REQUEST | {"tokens": None, "kept": None},
 }
-OWNERS = {
-    owner.__name__: owner
-    for owner in (
-        *registry.RULES,
-        *registry.STRUCTURES,
-        *registry.METHODS,
-        Skipping,
-        SamplingParams,
-        ContinuousParams,
-        Request,
-        ContinuousRequest,
-    )
-}
+OTHERS = Skipping, SamplingParams, ContinuousParams, Request, ContinuousRequest
+OWNERS = {owner.__name__: owner for owner in (*registry.RULES, *registry.STRUCTURES, *registry.METHODS, *OTHERS)}
 
 
 @pytest.mark.parametrize("name", [name for name in OWNERS if OWNERS[name] not in registry.RULES])
@@ -120,9 +102,8 @@ def test_defaults_and_legal_values_stay(name):
     for each in fields(OWNERS[name]):
         if each.name in declared:
             legal = declared[each.name]
-            found[each.name] = (
-                (each.default, legal.options) if legal.options else (each.default, legal.low, legal.high, legal.exact)
-            )
+            numbers = legal.low, legal.high, legal.exact
+            found[each.name] = (each.default, *([legal.options] if legal.options else numbers))
         elif each.default is not MISSING:
             plain[each.name] = each.default
     assert found == DECLARED.get(name, {}) and plain == PLAIN.get(name, {})
@@ -174,10 +155,8 @@ def test_a_check_refuses_and_names_what_is_beyond_any_limit(name):
         for value in beyond(legal):
             with pytest.raises(ValueError, match=rf"^{setting} is {value!r}") as error:
                 check(owner(**required | {setting: value}))
-            named = list(map(repr, legal.options)) or [
-                f"{limit:g}" for limit in (legal.low, legal.high) if limit < math.inf
-            ]
-            assert all(word in str(error.value) for word in named)
+            limits = [f"{limit:g}" for limit in (legal.low, legal.high) if limit < math.inf]
+            assert all(word in str(error.value) for word in list(map(repr, legal.options)) or limits)
 
 
 @pytest.mark.parametrize(
@@ -226,26 +205,10 @@ def test_how_long_a_batch_waits_stays():
 def test_options_of_a_batch_that_are_not_given():
     found = vars(cli.parser().parse_args(["jobs.csv"]))
     assert (str(found.pop("jobs")), found.pop("workflow").name) == ("jobs.csv", cli.WORKFLOW.name)
-    assert found == {
-        "results": None,
-        "out": None,
-        "maps": False,
-        "retry_failed": False,
-        "dry_run": False,
-        "retries": 3,
-        "server": None,
-        "in_flight": 2,
-        "patience": None,
-        "ray": None,
-        "model": "default",
-        "decoder": None,
-        "drafter": None,
-        "method": "sjd",
-        "dtype": "auto",
-        "actors": 1,
-        "cpus": 1,
-        "gpus": 0,
-    }
+    unset = ("results", "out", "server", "patience", "ray", "decoder", "drafter")
+    wanted = dict.fromkeys(unset) | dict.fromkeys(("maps", "retry_failed", "dry_run"), False)
+    wanted |= {"model": "default", "method": "sjd", "dtype": "auto"}
+    assert found == wanted | {"retries": 3, "in_flight": 2, "actors": 1, "cpus": 1, "gpus": 0}
 
 
 @pytest.mark.parametrize(
