@@ -41,9 +41,8 @@ def test_the_bytes_of_a_run_are_those_of_its_widest_pass(guided, width, draft_wi
     """Prompt of 30 tokens, and ``first`` tokens of the image are given."""
     layout = TokenLayout.plain(1, 3 * CHUNK)
     layout.forced[:, :first] = 1
-    asked = SimpleNamespace(
-        model=Bytes(), layout=layout, batch=3, params=SimpleNamespace(guided=guided), conditioning=None, negative=None
-    )
+    run = {"layout": layout, "batch": 3, "params": SimpleNamespace(guided=guided)}
+    asked = SimpleNamespace(model=Bytes(), conditioning=None, negative=None, **run)
     rows = 3 * (1 + guided)
     wanted = 4 * rows * max(PROBABILITIES * widest, LOGITS * prefix) * 50
     wanted += 10**6 * rows * max(30, widest, prefix) + 10**12 * rows * (width + 30)
@@ -97,24 +96,17 @@ def test_on_a_gpu_the_host_reads_the_step_before(monkeypatch):
 def test_the_strength_of_a_rule_is_that_of_the_position_and_past_the_end_that_of_the_last(strength):
     run = SimpleNamespace(inputs=SimpleNamespace(strength=strength, layout=plain(2, 2)))
     position = torch.tensor([[0, 3, 4], [2, 3, 9]])
-    wanted = (
-        torch.ones(2, 3)
-        if strength is None
-        else torch.stack([strength.expand(2, -1)[b][position[b].clamp(max=3)] for b in range(2)])
-    )
+    of_images = torch.ones(2, 4) if strength is None else strength.expand(2, -1)
+    wanted = torch.stack([of_image[at.clamp(max=3)] for of_image, at in zip(of_images, position, strict=True)])
     assert torch.equal(Run.strength_at(run, position), wanted)
 
 
 def test_rounds_are_counted_from_what_stands_at_the_positions():
     """The last token of the second image is forced."""
     fixed = torch.tensor([[0, 1, 1, 3], [0, 1, 2, 0]])
-    source = torch.tensor(
-        [
-            [Source.PREFILL, Source.ACCEPTED, Source.RESIDUAL, Source.RELAXED],
-            [Source.FORCED, Source.RESIDUAL, Source.ACCEPTED, Source.FORCED],
-        ]
-    )
-    rounds = rounds_of({"finalised_at": fixed, "source": source}, 5, torch.tensor([4, 3]))
+    first = Source.PREFILL, Source.ACCEPTED, Source.RESIDUAL, Source.RELAXED
+    second = Source.FORCED, Source.RESIDUAL, Source.ACCEPTED, Source.FORCED
+    rounds = rounds_of({"finalised_at": fixed, "source": torch.tensor([first, second])}, 5, torch.tensor([4, 3]))
     assert rounds["accepted"].tolist() == [[0, 0], [1, 0], [0, 1], [1, 0]]
     assert rounds["committed"].tolist() == [[1, 1], [2, 1], [0, 1], [1, 0]]
     assert rounds["width"].tolist() == [1, 5, 5, 5]

@@ -68,20 +68,12 @@ def test_what_is_said_is_what_was_measured():
     verdict = judge(tried, 0)
     text = trials.in_words(tried, verdict, "The setting.", 0)
     # 11 / 5, 10 / 6, 12 / 4
-    assert text.startswith(
-        "Chosen: a. 2.20 times as fast as next token in these trials (1.67 to 3.00 in 3 runs, outliers aside).\n"
-    )
+    assert text.startswith("Chosen: a. 2.20 times as fast as next token in these trials (1.67 to 3.00 in 3 runs, ")
     assert any(": b." in line for line in text.splitlines()) and "By hand: a node." in text
     assert "\nThe setting.\nNot tried, as time was up: c.\n" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    assert rows[0] == [
-        "method",
-        "acceptance",
-        "time (ms per token)",
-        "speed (times next token)",
-        "model passes (per token)",
-        "runs",
-    ]
+    head = [name.split(" (")[0] for name in rows[0]]
+    assert head == ["method", "acceptance", "time", "speed", "model passes", "runs"]
     assert rows[2] == ["a (chosen)", "exact", "5 (4 to 6)", "2.20 (1.67 to 3.00)", "0.50", "3"]
     assert rows[3][2] == "5", "the fastest first"
     assert rows[4] == ["next token", "exact", "11 (10 to 12)", "1.00", "0.50", "3"]
