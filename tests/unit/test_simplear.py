@@ -7,12 +7,13 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import family_of, load_model
 from comfyui_specar.model_loaders.families import simplear
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file
 
+from ..support.bad_files import refused
 from ..support.models import of_ids
-from ..support.tiny_folder import byte_tokenizer
+from ..support.tiny_folder import byte_tokenizer, edited
 from ..support.tiny_simplear import CODES, GRID, SPECIALS, config, tokenizer, weights, write
 
 END = "<|soi|>"
@@ -36,7 +37,11 @@ def read(model, conditioning, name="positive"):
     return model.unpack_prompt(conditioning, 1, name).features[0, :, 0].long().tolist()
 
 
-def test_recognition(folder, tmp_path):
+def without(key, settings):
+    return {name: value for name, value in settings.items() if name != key}
+
+
+def test_recognition(folder):
     checkpoint = open_checkpoint(folder / "model.safetensors")
     assert family_of(checkpoint) is simplear.FAMILY
     names = dict.fromkeys(checkpoint.tensors)
@@ -47,16 +52,12 @@ def test_recognition(folder, tmp_path):
 def test_sizes(tmp_path):
     """The released models generate 1024 and 512 pixels, and say so when asked for others."""
     path = write(tmp_path / "model", grid=(64, 64), decoder=False)
-    settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    del settings["specar"]["grid"]
-    (path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    model = load_model(path)
+    model = load_model(edited(path, specar=without("grid", config(grid=(64, 64))["specar"])))
     assert model.grid == (64, 64) and model.layout(32, 32).length == 1024
     assert load_model(path, grid=(32, 32)).grid == (32, 32)
     with pytest.raises(ValueError, match="768 x 768 pixels.*nearest.*1024 x 1024, 512 x 512"):
         model.layout(48, 48)
-    with pytest.raises(CheckpointError, match="16 x 16 tokens.* 32 x 32 or 64 x 64"):
-        load_model(path, grid=(16, 16))
+    refused(path, "16 x 16 tokens", " 32 x 32 or 64 x 64", grid=(16, 16))
 
 
 def test_a_prompt_with_its_own_beginning_is_read_as_it_is_written(model):
@@ -88,12 +89,10 @@ def test_a_tied_head_is_stored_once(model, tmp_path):
 def test_shards_and_single_files(folder, model, tmp_path):
     shards = load_model(write(tmp_path / "shards", shards=3))
     tensors = load_file(folder / "model.safetensors")
-    single = tmp_path / "diffusion_models" / "SimpleAR-0.5B-RL.safetensors"
-    single.parent.mkdir()
-    metadata = {"specar": json.dumps({"codes": CODES, "grid": GRID, "heads": 4})}
-    save_file(tensors, str(single), metadata=metadata)
-    (single.parent / single.stem).mkdir()
-    tokenizer().save(str(single.parent / single.stem / "tokenizer.json"))
+    single = tmp_path / "SimpleAR-0.5B-RL.safetensors"
+    save_file(tensors, single, {"specar": json.dumps({"codes": CODES, "grid": GRID, "heads": 4})})
+    single.with_suffix("").mkdir()
+    tokenizer().save(str(single.with_suffix("") / "tokenizer.json"))
     for other in (shards, load_model(single)):
         assert other.state_dict().keys() == model.state_dict().keys()
         assert all(torch.equal(other.state_dict()[n], t) for n, t in model.state_dict().items())
@@ -113,34 +112,21 @@ def test_the_older_tokenizer_files(folder, model, tmp_path):
         assert read(other, other.encode_prompt(text)) == read(model, model.encode_prompt(text))
     added = {f"<|{i}|>": 300 + i for i in range(70_000)}
     (path / "added_tokens.json").write_text(json.dumps(added), "utf-8")
-    with pytest.raises(CheckpointError, match="added_tokens.json has .* bytes; the limit"):
-        load_model(path)
+    refused(path, "added_tokens.json has ", " bytes; the limit")
 
 
 def test_the_tokenizer_of_another_model(tmp_path):
     path = write(tmp_path / "model", decoder=False)
-    byte_tokenizer(["<|endoftext|>", "<|im_start|>"]).save(str(path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match=r"<\|t2i\|>.*another model"):
-        load_model(path)
     byte_tokenizer([*SPECIALS, "<|more|>"]).save(str(path / "tokenizer.json"))  # the codes do not begin behind it
-    with pytest.raises(CheckpointError, match="tokenizer.json has 265 tokens.*264.*another model"):
-        load_model(path)
+    refused(path, "tokenizer.json has 265 tokens", "264", "another model")
     byte_tokenizer([*SPECIALS, "<|more|>"], first=300).save(str(path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match=r"<\|t2i\|>.*another model"):
-        load_model(path)
-    settings = config()
-    del settings["specar"]["words"]
-    (path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="301.*309 tokens.*tokenizer.json"):
-        load_model(path)
-    (path / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="tokenizer.json"):
-        load_model(path)
+    refused(path, "<|t2i|>", "another model")
+    edited(path, specar=without("words", config()["specar"]))
+    refused(path, "301", "309 tokens", "tokenizer.json")
 
 
 def test_a_language_model_that_generates_no_images(tmp_path):
     """Qwen2.5 has the same tensors, and fewer words."""
     settings = config()
     save_file(weights(settings), str(tmp_path / "qwen.safetensors"))
-    with pytest.raises(CheckpointError, match="301.*64000.*Qwen2 language model"):
-        load_model(tmp_path / "qwen.safetensors")
+    refused(tmp_path / "qwen.safetensors", "301", "64000", "Qwen2 language model")

@@ -1,15 +1,16 @@
 """flan-t5-xl as LlamaGen reads captions through it, as small as transformers makes it."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.text import t5
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from ..support.bad_files import refused
 from ..support.closeness import assert_as_exact, fp64
 from ..support.tiny import CAPTION, write_llamagen
 from ..support.tiny_folder import write_folder
@@ -94,34 +95,26 @@ def test_weights_are_read_with_the_first_prompt_and_put_in_place(folder):
 
 
 def test_damaged_and_foreign_files_are_named(folder):
-    def error(message):
-        return pytest.raises(CheckpointError, match=message)
-
+    load = partial(t5.load_t5, width=CAPTION, dtype=torch.float32)
     encoder = model_of(folder).prompt_encoder
-    with error(" 24 .*per token.*2048"):
-        t5.load_t5(folder, 2048, torch.float32)
+    refused(folder, " 24 ", "per token", "2048", loader=load, width=2048)
     encoder.tokenizer.file.write_bytes(b"broken")
-    with error("tokenizer.json"):
-        encoder.encode("a cat")
+    refused("a cat", "tokenizer.json", loader=encoder.encode)
     shard = folder / "model-00001-of-00002.safetensors"
     whole = load_file(str(shard))
     save_file({name: tensor for name, tensor in whole.items() if "relative" not in name}, str(shard))
-    with error("tensors are not in the shards"):
-        t5.load_t5(folder, CAPTION, torch.float32)
+    refused(folder, "tensors are not in the shards", loader=load)
     save_file({"conv.weight": torch.zeros(1)}, str(folder / "model.safetensors"))
-    with error("model.safetensors.*T5"):
-        t5.load_t5(folder, CAPTION, torch.float32)
+    refused(folder, "model.safetensors", "T5", loader=load)
     shard.unlink(), (folder / "model.safetensors").unlink()
-    with error("flan-t5-xl.*shards"):
-        t5.load_t5(folder, CAPTION, torch.float32)
+    refused(folder, "flan-t5-xl", "shards", loader=load)
 
 
 def test_a_tokenizer_that_is_missing_or_of_another_model(folder):
     encoder = model_of(folder).prompt_encoder
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 7}, unk_token="<unk>"))
     tokenizer.save(str(folder / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="tokenizer.*flan-t5-xl"):
-        encoder.encode("a cat")
+    refused("a cat", "tokenizer", "flan-t5-xl", loader=encoder.encode)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match="tokenizer.json.*google/flan-t5-xl"):
         model_of(folder).encode_prompt("a cat")

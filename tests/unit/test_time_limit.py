@@ -26,24 +26,8 @@ def test_limits(pytestconfig):
 def test_a_hang_is_named(where, tmp_path):
     (tmp_path / "test_hang.py").write_text(HANGS[where], encoding="utf-8")
     pyproject = Path(__file__).parents[2] / "pyproject.toml"
-    limits = ("timeout=1", "faulthandler_timeout=3")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-c",
-            pyproject,
-            "--rootdir",
-            tmp_path,
-            "-p",
-            "no:cacheprovider",
-            *(f"-o{limit}" for limit in limits),
-            tmp_path,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    pytest_here = [sys.executable, "-m", "pytest", "-c", pyproject, "--rootdir", tmp_path, "-p", "no:cacheprovider"]
+    limits = ["-otimeout=1", "-ofaulthandler_timeout=3"]
+    done = subprocess.run([*pytest_here, *limits, tmp_path], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0
     assert "test_that_hangs" in done.stdout + done.stderr

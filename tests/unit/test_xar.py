@@ -31,9 +31,9 @@ def smaller(tmp_path_factory):
     return tiny_xar(tmp_path_factory.mktemp("drafter"), dim=16, blocks=1, hidden=24)
 
 
-def request(model, batch=1, **settings):
+def request(model, batch=1):
     prompt = model.encode_features(torch.tensor([3.0, 8.0]).view(2, 1, 1)[:batch])
-    return ContinuousRequest(model, prompt, model.grid, PARAMS, batch=batch, **settings)
+    return ContinuousRequest(model, prompt, model.grid, PARAMS, batch=batch)
 
 
 @torch.inference_mode()
@@ -47,18 +47,9 @@ def predict(model, known, cells, cfg=3.0, temperature=1.0, kind="ddpm", tokens=N
     noise = fill("noise embedding", (4, 2, 256, 16))[:, :batch]  # by position, as the samplers' noise is
     noise = torch.stack([noise[:, i][:, query[i]] for i in range(batch)], dim=1)
     state = model.start(request(model, batch).conditioning, None, batch, model.grid, guided=cfg != 1)
-    return model.predict(
-        state,
-        tokens,
-        order.argsort() < CELL * known[..., None],
-        query,
-        CELL * int(known.max()),
-        torch.full(query.shape, cfg),
-        temperature,
-        noise[0],
-        noise[1:],
-        model.schedule(ContinuousParams(steps=3, kind=kind)),
-    )
+    asked = tokens, order.argsort() < CELL * known[..., None], query, CELL * int(known.max())
+    schedule = model.schedule(ContinuousParams(steps=3, kind=kind))
+    return model.predict(state, *asked, torch.full(query.shape, cfg), temperature, noise[0], noise[1:], schedule)
 
 
 # Files
@@ -103,7 +94,7 @@ def test_another_grid_is_refused(model):
 
 
 def test_classes_by_name_and_number(model):
-    assert model.encode_prompt("goldfish")[0][0].item() == 1 and model.encode_prompt("207")[0][0].item() == 207
+    assert [model.encode_prompt(text)[0][0].item() for text in ("goldfish", "207")] == [1, 207]
     with pytest.raises(ValueError, match="1000.*class"):
         model.encode_prompt("1000")  # the null class is for guidance only
 
@@ -163,19 +154,10 @@ def test_the_width_is_that_of_the_last_step(model):
 
 def test_cells_must_be_asked_for_whole(model):
     state = model.start(model.encode_prompt("3"), None, 1, model.grid, guided=False)
+    tokens, noise = torch.zeros(1, 256, 16), torch.zeros(4, 1, 1, 8, 16)
+    asked = tokens, tokens[None, ..., 0] > 0, torch.arange(8)[None, None], 0
     with pytest.raises(ValueError, match="cells of 64 tokens.* 8 "):
-        model.predict(
-            state,
-            torch.zeros(1, 256, 16),
-            torch.zeros(1, 1, 256, dtype=torch.bool),
-            torch.arange(8)[None, None],
-            0,
-            torch.ones(1, 1, 8),
-            1.0,
-            torch.zeros(1, 1, 8, 16),
-            torch.zeros(3, 1, 1, 8, 16),
-            Flow.of(3),
-        )
+        model.predict(state, *asked, torch.ones(1, 1, 8), 1.0, noise[0], noise[1:], Flow.of(3))
 
 
 def test_half_precision_computes_the_flow_in_fp32(tmp_path):
@@ -247,13 +229,8 @@ def ones(tmp_path_factory):
 def test_files_say_how_large_cells_are(ones, model, tmp_path):
     assert ones[0].group == 1 and torch.equal(ones[0].order, torch.arange(256))
     middle = xar.load(open_checkpoint(write(tmp_path, cell=4)), torch.float32, None, ())
-    assert middle.group == 16 and middle.order[:20].tolist() == [
-        *range(4),
-        *range(16, 20),
-        *range(32, 36),
-        *range(48, 52),
-        *range(4, 8),
-    ]
+    rows = [first + i for first in (0, 16, 32, 48, 4) for i in range(4)]
+    assert middle.group == 16 and middle.order[:20].tolist() == rows
     with pytest.raises(CheckpointError, match="cells of 1 tokens.*cells of 64 tokens"):
         as_drafter(ones[1], model, Path("xar.safetensors"))
 
@@ -301,12 +278,6 @@ def test_single_tokens_go_through_every_mode(monkeypatch, mode, length):
 def shrink(weights):
     """Weights for images of 4 x 4 tokens."""
     weights.update({name: table[:, :16] for name, table in weights.items() if name.endswith("_learned")})
-
-
-def test_single_tokens_in_a_fixed_order_cannot_be_kept(ones):
-    kept = torch.arange(256) < 3
-    with pytest.raises(ValueError, match="cells of 1 tokens.*mask"):
-        ContinuousNextToken().sample(request(ones[0], tokens=torch.zeros(1, 256, 16), kept=kept[None]))
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("ddpm", 500), ("ddim", 100)])
