@@ -8,7 +8,6 @@ import pytest
 import torch
 from comfyui_specar.limits.printable import printable
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.model_loaders.families.llamagen import class_names
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models.text.prompt_encoders import ClassEncoder, WordEncoder
 from safetensors.torch import save_file
@@ -188,12 +187,6 @@ def test_without_names_only_numbers_are_offered():
     with pytest.raises(ValueError) as error:
         ClassEncoder(10).encode("cat")
     assert str(error.value).endswith("number from 0 to 9.")
-
-
-def test_imagenet_names_where_there_are_1000_classes():
-    names = class_names(1000)
-    assert class_names(10) is None
-    assert names is None or (len(names) == 1000 and ClassEncoder(1000, names).encode("goldfish").item() == 1)
 
 
 def test_a_gap_of_any_length_is_one(encoder):

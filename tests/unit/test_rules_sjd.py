@@ -5,8 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from comfyui_specar.device import cpu
-from comfyui_specar.kernels import attention
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.guesses import Memory
 from comfyui_specar.samplers.engine.run import Run, RunInputs
@@ -23,9 +21,7 @@ from comfyui_specar.samplers.trace import Source
 from ..support import enumerated
 from ..support.enumerated import LAYOUTS, distance
 from ..support.rules import RELAXED
-from ..support.tiny import caption_features
 from ..support.toy import ToyModel, plain
-from ..support.windows import begun, decided, step, three_passes
 
 RUNS = 12_000
 NOISE = 0.03  # how far 12,000 images of 81 kinds stray from their distribution by chance
@@ -145,26 +141,3 @@ def test_settings_say_which_rule_it_was():
         (TVMetered(0.1), "coupled", False),
     ):
         assert draw(rule, batch=1, reuse=reuse).trace.settings["lossless"] is lossless
-
-
-# The step on a real (tiny) model
-
-
-def passes(step, rule, model):
-    strength = torch.full((1, model.layout().length), 0.7)
-    prompt = model.encode_features(caption_features())
-    return three_passes(step, *begun(SJD(rule=rule), model, SamplingParams(cfg=2, top_k=9), prompt, strength))
-
-
-@pytest.mark.parametrize("rule", [CoolSD(2), Lantern(5, 0.3, "paper")], ids=str)
-def test_a_step_compiles_as_one_graph(text_model, rule, monkeypatch):
-    # Compiled code takes torch's own routines, whose last bits differ from those of others.
-    monkeypatch.setattr(cpu, "linear", lambda layer, x, own_weights: layer(x))
-    monkeypatch.setattr(attention, "padded_queries", lambda q, mask: (q, mask))
-    torch.compiler.reset()
-    with torch.inference_mode():
-        plain = passes(step, rule, text_model)
-        compiled = passes(torch.compile(step, fullgraph=True, backend="eager"), rule, text_model)
-    assert all(torch.equal(a, b) for a, b in zip(decided(plain), decided(compiled), strict=True))
-    record = plain[0].record
-    assert record.positions[..., record.fields.index("drift_bound")].any(), "the rule has something to record"

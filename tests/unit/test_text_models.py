@@ -20,15 +20,12 @@ from ..support.tiny import fill
 from ..support.tiny_text import BEGIN, GRIDS, null, text_model
 from ..support.toy import chi_square
 
-PROMPTS = {"short": [36, BEGIN], "long": [35, 37, 36, 39, 34, 38, 2, BEGIN]}  # the model's own has 4 words
+PROMPT = [35, 37, 36, 39, 34, 38, 2, BEGIN]  # the model's own has 4 words
 
 
 @pytest.fixture(scope="module")
 def model():
     return text_model()
-
-
-# The backbone
 
 
 @pytest.mark.parametrize("norms", [0, 1, 4])
@@ -49,21 +46,6 @@ def test_a_backbone_with_shared_heads_is_one_with_copies_of_them(norms):
     assert torch.allclose(shared(x, rotation), whole(x, rotation), atol=1e-5)
 
 
-def test_positions_are_counted_through_prompt_and_image():
-    """Rotated scores depend on distances alone, and the first image token stands one after the prompt."""
-    places = SequencePositions(100.0)
-    whole = places.prompt(9, 8, "cpu")
-    split = rotation_at(places, 4, 5, (2, 3), 8, "cpu")
-    assert torch.allclose(whole.cos, split.cos) and torch.allclose(whole.sin, split.sin) and split.halves
-    angle = torch.tensor(5.0) * 100.0 ** (-torch.tensor([0.0, 2, 4, 6]) / 8)
-    assert torch.allclose(whole.cos[0, 5], angle.cos()) and torch.allclose(whole.sin[0, 5], angle.sin())
-    x = torch.eye(8)[0].view(1, 1, 1, 8)
-    ragged = places.image(torch.tensor([[1], [1]]), torch.tensor([3, 7]), (2, 2), 8)
-    turned = ragged(x.expand(2, -1, -1, -1))
-    at = torch.tensor([4.0, 8.0])
-    assert torch.allclose(turned[:, 0, 0, [0, 4]], torch.stack((at.cos(), at.sin()), dim=1))
-
-
 # The distribution
 
 
@@ -72,7 +54,7 @@ def distribution():
     """A model of 3 codes, and the probability of all 81 images of 2 x 2 tokens under guidance."""
     model = text_model(codes=3, sharpness=0.4, dim=16, layers=1)
     model.grids = (model.grid,) = ((2, 2),)
-    asked = Request(model, of_ids(model, PROMPTS["long"]), model.layout(), SamplingParams(cfg=1.5), batch=4000)
+    asked = Request(model, of_ids(model, PROMPT), model.layout(), SamplingParams(cfg=1.5), batch=4000)
     images = torch.tensor(list(itertools.product(range(3), repeat=4))).view(-1, 2, 2)
     own = of_ids(model, null(torch.zeros(1, 1, 1), (2, 2)).flatten().long().tolist())
     logits = torch.cat([teacher_forced(model, branch, images) for branch in (asked.conditioning, own)])

@@ -99,15 +99,6 @@ def test_classes_by_name_and_number(model):
         model.encode_prompt("1000")  # the null class is for guidance only
 
 
-def test_cells_are_quarters_of_the_image(model):
-    order = model.order.view(CELLS, 8, 8)
-    grid = torch.arange(256).view(16, 16)
-    quarters = grid[:8, :8], grid[:8, 8:], grid[8:, :8], grid[8:, 8:]
-    assert all(torch.equal(cell, quarter) for cell, quarter in zip(order, quarters, strict=True))
-    tokens = fill("tokens embedding", (2, 256, 16))
-    assert torch.allclose(model.from_latent(model.to_latent(tokens, model.grid)), tokens, atol=1e-6)
-
-
 def test_guidance_rises_from_cell_to_cell(model):
     before = torch.arange(0, 256, CELL)
     params = ContinuousParams(cfg=4.0)
