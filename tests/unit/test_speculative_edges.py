@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfyui_specar.kernels import verification as kernels
 from comfyui_specar.models.networks.cache import KVCache
-from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.layout import TokenLayout
@@ -19,8 +19,8 @@ from comfyui_specar.samplers.rules.lantern import Lantern
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
 
-from ..support.rounds import begin
 from ..support.rules import RELAXED
+from ..support.tiny import CAPTION, caption_features, fill
 from ..support.toy import ToyDrafter, ToyModel, chi_square, draft_tree, plain, request
 
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
@@ -155,11 +155,13 @@ def test_caches_hold_whatever_is_fed(text_model, text_drafters, skips, monkeypat
         "dynamic": Dynamic(5, 8, 12),
         "adaptive": ADTTree("random", depths=(1, 5), widths=(1, 8), nodes=10),
     }
+    prompts = caption_features(), fill("negative embedding", (1, 3, CAPTION))
+    prompt, negative = (text_model.encode_features(features) for features in prompts)
+    asked = Request(text_model, prompt, text_model.layout(), SamplingParams(2.0, top_k=12), negative, batch=3)
     for name, structure in sizes.items():
         for drafter in text_drafters.values():
-            run = begin(text_model, draft_tree(drafter, structure, skipping=SKIPS[skips]))
-            while not run.done:
-                run.round()
+            text_model.sessions.clear()
+            draft_tree(drafter, structure, skipping=SKIPS[skips]).sample(asked)
             assert min(furthest) >= 0, name
 
 
