@@ -258,15 +258,13 @@ def written(name, folder):
     """A tiny model, packed, and the wide values of its tensors in another folder."""
     family, pack, about, _ = FILES[name]
     sizes = {"dim": 64} if "64" in name else {}
-    narrow, wide = (FAMILIES[family].write(make(folder / which), layers=2, **sizes) for which in ("narrow", "wide"))
+    folders = folder / "narrow", folder / "wide"
+    for each in folders:
+        each.mkdir()
+    narrow, wide = (FAMILIES[family].write(each, layers=2, **sizes) for each in folders)
     values = layouts.in_folder(narrow, pack, about)
     rewritten(wide, lambda tensors: ({key: values[key] for key in tensors}, {}))
     return narrow, wide
-
-
-def make(folder):
-    folder.mkdir()
-    return folder
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -313,7 +311,7 @@ def with_biases(value):
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_biases_of_zeros_are_no_biases(name, tmp_path):
-    path = FAMILIES[name].write(make(tmp_path / "a"), layers=1)
+    path = FAMILIES[name].write(tmp_path, layers=1)
     layouts.in_folder(path, partial(layouts.gptq, group=8), GPTQ)
     wanted = load_model(path)
     rewritten(path, with_biases(0))
@@ -329,7 +327,7 @@ def test_biases_of_zeros_are_no_biases(name, tmp_path):
 
 
 def test_other_biases_are_not_left_out(tmp_path):
-    path = FAMILIES["emu3"].write(make(tmp_path / "a"), layers=1)
+    path = FAMILIES["emu3"].write(tmp_path, layers=1)
     layouts.in_folder(path, partial(layouts.gptq, group=8), GPTQ)
     rewritten(path, with_biases(0))
     half = {"model.text_model.layers.0.mlp.up_proj.bias": 0.5, "text_model.model.layers.0.mlp.up_proj.bias": 0.5}

@@ -169,6 +169,18 @@ def of_transformers(make: Callable[[], Any]) -> Callable[[], dict[str, tuple[int
     return shapes
 
 
+def sizes_of(dim: int, ffn: int, layers: int, heads: int, kv_heads: int, words: int) -> dict[str, int]:
+    """The sizes of a language model as its config.json names them."""
+    return {
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": words,
+    }
+
+
 # Janus-Pro
 
 VISION = "vision_model."
@@ -178,15 +190,7 @@ def of_janus(size: str, dim: int, layers: int, ffn: int) -> list[Released]:
     """DeepSeek's file, of whose vision tower a few tensors stand for all, and transformers'."""
     heads = dim // 128
     sizes = partial(tiny_janus.shapes, dim, layers, ffn, vision=1024, codes=16384, words=102400, vq=VQConfig())
-    language = {
-        "model_type": "llama",
-        "hidden_size": dim,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "vocab_size": 102400,
-    }
+    language = {"model_type": "llama"} | sizes_of(dim, ffn, layers, heads, heads, 102400)
     config = partial(
         transformers.JanusConfig,
         text_config=language,
@@ -312,15 +316,7 @@ def of_emu3_decoder(original: bool) -> Released:
     return Released("model.safetensors", shapes, recorded if original else None, of_decoder(movq), of_movq(32768))
 
 
-EMU35 = {
-    "hidden_size": 5120,
-    "intermediate_size": 25600,
-    "vocab_size": 282926,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
+EMU35 = sizes_of(5120, 25600, 64, 64, 8, 282926) | {"head_dim": 128}
 
 
 def of_emu35(name: str, cfg: float) -> Released:
@@ -343,14 +339,7 @@ def of_emu35(name: str, cfg: float) -> Released:
 
 def of_simplear(size: str, dim: int, ffn: int, layers: int, heads: int, millions: float) -> Released:
     config = partial(
-        transformers.Qwen2Config,
-        vocab_size=215_672,
-        hidden_size=dim,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
+        transformers.Qwen2Config, tie_word_embeddings=True, **sizes_of(dim, ffn, layers, heads, 2, 215_672)
     )
 
     def shapes() -> Shapes:
@@ -385,8 +374,7 @@ def of_glm_image() -> Released:
 
 def of_lantern(family: str, norms: int, specials: tuple[int, ...]) -> Released:
     dim, ffn, words, codes = 4096, 11008, 65536, 8192
-    settings = {"model_type": "chameleon", "hidden_act": "silu", "hidden_size": dim, "intermediate_size": ffn}
-    settings |= {"num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 1, "vocab_size": words}
+    settings = {"model_type": "chameleon", "hidden_act": "silu"} | sizes_of(dim, ffn, 1, 32, 32, words)
     settings |= {"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False}
     settings |= {"attention_bias": False, "max_position_embeddings": 4096}
 
