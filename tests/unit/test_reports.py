@@ -65,15 +65,8 @@ def test_a_map_contains_its_image(example, kind):
 def test_a_map_is_the_same_of_every_form_of_the_image(example, kind):
     trace, pixels = example[kind]["out"].trace, example[kind]["pixels"]
     levels = (pixels * 255).round()
-    forms = (
-        pixels,
-        pixels.numpy(),
-        pixels.double(),
-        pixels[0],
-        levels.byte(),
-        levels.byte().numpy(),
-        torch.cat((pixels, pixels[..., :1]), -1),
-    )
+    with_alpha = torch.cat((pixels, pixels[..., :1]), -1)
+    forms = pixels, pixels.numpy(), pixels.double(), pixels[0], levels.byte(), levels.byte().numpy(), with_alpha
     first, *others = (specar.acceptance_map(trace, form) for form in forms)
     assert all(np.array_equal(first, other) for other in others)
     assert np.array_equal(as_bytes(levels[0].bfloat16() / 256), as_bytes(levels / 256)), "numpy has no bf16"

@@ -75,11 +75,8 @@ def test_every_rule_is_among_those_tested_here():
 def test_a_rule_judges_every_row_of_a_window_by_itself(rule):
     rule, generator = bound(rule), torch.Generator().manual_seed(5)
     p, q = (torch.randn(6, VOCAB, generator=generator, dtype=torch.float64).mul(1.5).softmax(-1) for _ in range(2))
-    numbers = (
-        torch.randint(VOCAB, (6,), generator=generator),
-        torch.tensor([1, 2, 3, 1, 2, 3]),
-        torch.tensor([0.0, 0.3, 0.5, 0.7, 0.9, 1.0], dtype=torch.float64),
-    )
+    strength = torch.tensor([0.0, 0.3, 0.5, 0.7, 0.9, 1.0], dtype=torch.float64)
+    numbers = torch.randint(VOCAB, (6,), generator=generator), torch.tensor([1, 2, 3, 1, 2, 3]), strength
     window = [x.unflatten(0, (2, 3)) for x in (p, q, *numbers)]
     for name in ("accept_probability", "residual", "drift_bound"):
         torch.testing.assert_close(getattr(rule, name)(*window).flatten(0, 1), getattr(rule, name)(p, q, *numbers))
@@ -98,13 +95,8 @@ def probs(seed, vocab=VOCAB, zeros=0.2):
 def every(p, q, depth=1, strength=1.0):
     """The arguments of a rule's methods, for every token at once."""
     vocab = len(p)
-    return (
-        p.expand(vocab, -1),
-        q.expand(vocab, -1),
-        torch.arange(vocab),
-        torch.full((vocab,), depth),
-        torch.full((vocab,), strength, dtype=p.dtype),
-    )
+    depths, strengths = torch.full((vocab,), depth), torch.full((vocab,), strength, dtype=p.dtype)
+    return p.expand(vocab, -1), q.expand(vocab, -1), torch.arange(vocab), depths, strengths
 
 
 def enumerated(rule, p, q, depth=1, strength=1.0):

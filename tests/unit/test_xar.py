@@ -1,6 +1,7 @@
 """xAR: files, cells, and what a sampler may rely on. Agreement with the official code is tests/parity/test_xar.py."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,12 +190,9 @@ def test_a_target_that_drafts_for_itself_generates_its_own_image(model, plain, l
 
 def test_a_smaller_model_drafts_and_the_target_judges(model, smaller, plain):
     """An infinite tolerance keeps every draft, none at all gives the target's own cells."""
-    loose, strict = (
-        ContinuousSpeculative(smaller, length=3, prefill=0.25, condition=condition, tolerance=tolerance).sample(
-            request(model, 2)
-        )
-        for tolerance, condition in ((math.inf, "prefix"), (0.0, "drafts"))
-    )
+    method = ContinuousSpeculative(smaller, length=3, prefill=0.25, condition="prefix", tolerance=math.inf)
+    methods = method, replace(method, condition="drafts", tolerance=0.0)
+    loose, strict = (each.sample(request(model, 2)) for each in methods)
     first = model.order[:CELL]
     rest = model.order[CELL : 2 * CELL]
     for out in (loose, strict):
