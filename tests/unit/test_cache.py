@@ -1,12 +1,7 @@
 """Whatever was fed, kept, dropped or rearranged before: cached logits equal those of a teacher-forced pass."""
 
-from math import inf
-
 import pytest
 import torch
-from comfyui_specar.kernels.attention import NewTokens
-from comfyui_specar.models.networks.backbone import Rotation
-from comfyui_specar.models.networks.cache import KVCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,38 +114,3 @@ def test_a_row_that_reached_the_end_disturbs_nobody(models, kind):
     for n in range(8):
         driven.feed(chain, [6, 1, 2], seed=n)
     assert [len(row) for row in driven.tokens] == [driven.length - 1, 8, driven.length - 1]
-
-
-def write(cache: KVCache, layer: int, new: NewTokens, keys: torch.Tensor, values: torch.Tensor):
-    """Store keys and values [rows, count] of one channel pair each, as they are: they stand at the first place."""
-    every = torch.stack((keys, keys, values), dim=2)[..., None].repeat(1, 1, 1, 2)
-    nowhere = torch.ones(1, keys.shape[1], 1), torch.zeros(1, keys.shape[1], 1)
-    cache.attend(layer, every, Rotation(*nowhere).table(), new)
-
-
-def test_uncommitted_slots_are_out_of_sight():
-    """A pass that is not committed leaves no trace: the next one writes over it."""
-    cache = KVCache(1, 1, 1, 6, 2, torch.float32, torch.device("cpu"))
-    new = cache.open(3)
-    assert new.mask[0, 0].tolist() == [[0] + [-inf] * 5, [0] * 2 + [-inf] * 4, [0] * 3 + [-inf] * 3]
-    write(cache, 0, new, torch.ones(1, 3), torch.ones(1, 3))
-    cache.commit(torch.tensor([1]))
-    new = cache.open(2)
-    assert new.mask[0, 0].tolist() == [[0] * 2 + [-inf] * 4, [0] * 3 + [-inf] * 3]
-    write(cache, 0, new, torch.full((1, 2), 5.0), torch.zeros(1, 2))
-    assert cache.keys[0, 0, 0, :, 0].tolist() == [1, 5, 5, 0, 0, 0]
-
-
-def test_a_tree_path_moves_to_consecutive_slots():
-    cache = KVCache(2, 2, 1, 8, 2, torch.float32, torch.device("cpu"))
-    new = cache.open(1)
-    for layer in range(2):
-        write(cache, layer, new, torch.full((2, 1), -1.0), torch.full((2, 1), -1.0))
-    cache.commit(torch.tensor([1, 0]))
-    new = cache.open(4, torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
-    for layer in range(2):
-        write(cache, layer, new, torch.arange(4.0).expand(2, -1), torch.arange(4.0).expand(2, -1))
-    cache.commit(torch.tensor([2, 1]), torch.tensor([[1, 3], [2, 0]]))
-    assert cache.lengths.tolist() == [3, 1]
-    assert cache.keys[1, 0, 0, :3, 0].tolist() == [-1, 1, 3]
-    assert cache.values[0, 1, 0, :1, 0].tolist() == [2]
