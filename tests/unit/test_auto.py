@@ -27,7 +27,6 @@ from comfyui_specar.samplers.drafts.trees import published_paths
 from comfyui_specar.samplers.methods import pass_costs as measuring
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
-from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.trace import Source
 from comfyui_specar.tools.benchmarks import trees
 
@@ -111,14 +110,6 @@ def test_the_tree_is_the_best_of_all(slope, first):
     assert rate == pytest.approx(best)
 
 
-def test_the_size_follows_the_cost():
-    """Where a pass costs the same at any width, many drafts; where it does not, a short chain or nothing."""
-    wide, chain, nothing = (best_paths(acceptance_of(0.7, 8), linear(slope), 64)[0] for slope in (0, 0.2, 2))
-    assert len(wide) >= 50
-    assert 1 <= len(chain) <= 4 and all(path == (0,) * len(path) for path in chain)
-    assert nothing == ()
-
-
 def test_the_size_follows_the_acceptance():
     depths = [max(map(len, best_paths(acceptance_of(a, 8), linear(0.05), 64)[0])) for a in (0.3, 0.6, 0.9)]
     assert depths == sorted(depths) and depths[0] < depths[-1]
@@ -200,7 +191,7 @@ def test_trees_adapt_to_the_drafter():
         method = DraftTree(ToyDrafter(model, noise=noise), replace(SMALL, costs=linear(0.2)))
         rounds = method.sample(request(model, layout, batch=30)).trace.rounds
         depth[noise] = float(rounds["depth"][1:].float().mean())
-    assert depth[0.0] >= depth[8.0]
+    assert depth[0.0] > depth[8.0]
 
 
 def test_a_tree_changes_for_a_clear_gain_only():
@@ -271,21 +262,6 @@ def test_where_drafts_do_not_pay_nothing_is_said_of_a_broken_drafter(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"rule": CoolSD(2.0)},
-        {"skipping": Skipping(interval=2, guard=0)},
-        {"skipping": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False)},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("slope", [0.0, 0.1, 5.0])
-def test_every_rule_and_schedule_runs_on_it(slope, more):
-    result = draw(replace(SMALL, costs=linear(slope)), **more)
-    assert result.tokens.shape == (40, 6) and (result.tokens < 3).all()
-
-
 # Measuring
 
 
@@ -327,21 +303,9 @@ def test_measured_costs_choose_the_tree(ticks, slope, fewest, most):
     assert fewest <= first_round(draw(Auto(), model=large(), noise=0)) <= most
 
 
-def test_a_second_run_measures_nothing(ticks):
-    model = large()
-    drafter = ToyDrafter(model)
-    counts = []
-    for _ in range(2):
-        ticks.passes.clear()
-        DraftTree(drafter, SMALL).sample(request(model, LAYOUT, batch=2))
-        counts.append(len(ticks.passes))
-    assert counts[0] > counts[1]
-    ticks.passes.clear()
-    DraftTree(drafter, replace(SMALL, costs=linear(0.1))).sample(request(model, LAYOUT, batch=2))
-    assert len(ticks.passes) < counts[0]
-
-
 def test_a_model_that_is_loaded_again_has_the_costs_of_before(monkeypatch):
+    """And measuring left its caches as they were: the image is the same without."""
+
     def image(seed, **loading):
         model = specar.load_model(specar.bundled("default"), **loading)
         method = specar.methods.DraftTree(specar.load_drafter(specar.bundled("default/eagle"), model))
@@ -363,17 +327,6 @@ def test_measuring_leaves_the_image_as_it_is():
         measured = draw(SMALL, **method)
         given = draw(replace(SMALL, costs=measured.trace.settings["structure"]["costs"]), **method)
         assert torch.equal(measured.tokens, given.tokens)
-
-
-def test_measuring_leaves_the_caches_of_a_model_as_they_are():
-    model = specar.load_model(specar.bundled("default"))
-    drafter = specar.load_drafter(specar.bundled("default/eagle"), model)
-    prompt = model.encode_prompt("heart")
-    method = specar.methods.DraftTree(drafter)
-    one = specar.sample(model, prompt, method, seed=3)
-    costs = one.trace.settings["structure"]["costs"]
-    two = specar.sample(model, prompt, specar.methods.DraftTree(drafter, Auto(costs=costs)), seed=3)
-    assert torch.equal(one.tokens, two.tokens)
 
 
 # ADT-Tree within what pays
