@@ -42,6 +42,13 @@ def same(found, wanted, kind):
     return error <= steps * 2.0**-22 * wanted.abs().max()
 
 
+def assert_same_models(narrow, wide):
+    """Whatever is loaded of the second file is in the first, to the last bit."""
+    found, wanted = load_model(narrow).state_dict(), load_model(wide).state_dict()
+    for key, tensor in wanted.items():
+        assert torch.equal(found[key], tensor), key
+
+
 # What a format means is decided in one place, before any family sees it: so each family once, and each format once.
 CASES = [(name, "float8_e4m3fn") for name in SELF_CONTAINED] + [("simplear", kind) for kind in list(KINDS)[1:]]
 
@@ -92,10 +99,7 @@ def test_numbers_and_scales_stay_what_they_are(kind, tmp_path):
 def test_padding_is_left_out(name, kind, which, tmp_path):
     """Of rows and columns: known from biases, sizes of config.json, or what the model expects. As ComfyUI's tools do,
     sizes that are no multiples of 16 and 32 are filled up."""
-    narrow, wide = both(name, tmp_path, kind, chosen=lambda key: which in key and "embed" not in key)
-    found, wanted = load_model(narrow), load_model(wide)
-    for key, parameter in wanted.named_parameters():
-        assert torch.equal(found.get_parameter(key), parameter), key
+    assert_same_models(*both(name, tmp_path, kind, chosen=lambda key: which in key and "embed" not in key))
 
 
 def test_what_is_no_padding_stays_in_the_matrix():
@@ -134,9 +138,7 @@ def test_a_matrix_with_a_part_that_was_not_quantised(tmp_path):
 @pytest.mark.parametrize("name", SELF_CONTAINED)
 def test_tables_and_heads_may_be_quantised_too(name, tmp_path):
     """Families read parts of their rows, and look into some."""
-    narrow, wide = map(load_model, both(name, tmp_path, "int8 by row", chosen=lambda key: True))
-    for key, parameter in wide.named_parameters():
-        assert torch.equal(narrow.get_parameter(key), parameter), key
+    assert_same_models(*both(name, tmp_path, "int8 by row", chosen=lambda key: True))
 
 
 def marked_in_metadata(tensors):
@@ -156,10 +158,9 @@ def test_layers_may_be_marked_in_the_metadata(tmp_path, mapped):
     other = rewritten(FAMILIES["simplear"].write(tmp_path / "other", layers=2), marked_in_metadata)
     try:
         use_mmap(mapped)
-        found, wanted = load_model(other).state_dict(), load_model(wide).state_dict()
+        assert_same_models(other, wide)
     finally:
         use_mmap(True)
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
     shapes = {name: tensor.shape for name, tensor in outline(other / "model.safetensors").tensors.items()}
     assert shapes == {name: tensor.shape for name, tensor in load_file(str(wide / "model.safetensors")).items()}
 
@@ -176,8 +177,7 @@ def test_layers_of_before_are_marked_by_their_scales(tmp_path):
 
     rewritten(narrow, as_before)
     assert stays_narrow(narrow) == FP8
-    found, wanted = load_model(narrow).state_dict(), load_model(wide).state_dict()
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    assert_same_models(narrow, wide)
 
 
 def test_scales_may_lie_in_another_shard(tmp_path):
@@ -192,8 +192,7 @@ def test_scales_may_lie_in_another_shard(tmp_path):
     index = {name: file for file, part in shards.items() for name in part}
     (narrow / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
     assert stays_narrow(narrow) == INT8
-    found, wanted = load_model(narrow).state_dict(), load_model(wide).state_dict()
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    assert_same_models(narrow, wide)
 
 
 def test_parts_of_rows_are_not_widened():
@@ -214,18 +213,12 @@ def test_parts_of_rows_are_not_widened():
 
 
 def test_continuous_models_are_widened(tmp_path):
-    files = [tiny_mar.write_mar(tmp_path / f"{which}.safetensors") for which in ("narrow", "wide")]
-    for file, which in zip(files, (0, 1), strict=True):
-        rewritten(
-            file,
-            lambda tensors, which=which: (
-                quantise_file(tensors, "float8_e4m3fn", lambda name: "blocks." in name)[which],
-                {},
-            ),
-        )
-    assert stays_narrow(files[0]) is None
-    found, wanted = (load_model(file).state_dict() for file in files)
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    narrow, wide = (tiny_mar.write_mar(tmp_path / f"{which}.safetensors") for which in ("narrow", "wide"))
+    found = quantise_file(load_file(str(wide)), "float8_e4m3fn", lambda name: "blocks." in name)
+    rewritten(narrow, lambda _: (found[0], {}))
+    rewritten(wide, lambda _: (found[1], {}))
+    assert stays_narrow(narrow) is None
+    assert_same_models(narrow, wide)
 
 
 # What is refused
