@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from safetensors.torch import save_file
 
+from ..support import bad_files
 from ..support.closeness import fp64
 from ..support.models import eagle_features
 from ..support.tiny import (
@@ -45,10 +45,7 @@ def features(drafter) -> torch.Tensor:
 
 
 def refused(path: Path, target, *words: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        load_drafter(path, target)
-    for word in words:
-        assert word in str(caught.value), caught.value
+    bad_files.refused(path, *words, loader=load_drafter, model=target)
 
 
 def pickled(folder: Path, content, **changes) -> Path:
