@@ -7,8 +7,7 @@ import pytest
 import torch
 from comfyui_specar.kernels.attention import additive
 from comfyui_specar.model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.models.networks.backbone import HeadNorm, Rotation
+from comfyui_specar.models.networks.backbone import Rotation
 from comfyui_specar.tools.training import drafter as command_line
 from comfyui_specar.tools.training import drafter_export
 from comfyui_specar.tools.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
@@ -18,17 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..support.models import eagle_features
-from ..support.tiny import (
-    CAPTION,
-    HEADS,
-    VOCAB,
-    caption_features,
-    fill,
-    llamagen,
-    vq_weights,
-    write_eagle,
-    write_llamagen,
-)
+from ..support.tiny import CAPTION, VOCAB, caption_features, fill, llamagen, vq_weights, write_eagle, write_llamagen
 
 IMAGE = torch.tensor([[(5 * i + 3 + 7 * b) % VOCAB for i in range(16)] for b in range(2)])
 NEGATIVE = fill("negative caption embedding", (1, 4, CAPTION))
@@ -209,25 +198,6 @@ def test_a_drafter_does_not_own_its_target_and_reports_its_memory(target, drafte
     cache = state.cache if drafter.kind == "eagle" else state.own.cache
     needed = cache.keys.nbytes + cache.values.nbytes
     assert drafter.kv_bytes(2, target.layout(), 8, True) == needed
-
-
-def test_a_model_of_other_tokens_is_no_drafter(target, tmp_path):
-    path = write_llamagen(tmp_path / "model.safetensors", True, grid=[2, 2])
-    with pytest.raises(CheckpointError, match="2 x 2"):
-        load_drafter(path, target)
-
-
-@pytest.mark.parametrize("rows", [1, HEADS])
-def test_head_norm_is_a_layer_norm_of_every_head(rows):
-    norm = HeadNorm(rows, 16)
-    with torch.no_grad():
-        norm.weight.copy_(torch.rand(rows, 16))
-        norm.bias.copy_(torch.rand(rows, 16))
-    x = torch.randn(2, 5, HEADS, 16)
-    for h in range(HEADS):
-        row = h % rows
-        wanted = torch.nn.functional.layer_norm(x[:, :, h], (16,), norm.weight[row], norm.bias[row])
-        assert torch.allclose(norm(x)[:, :, h], wanted, atol=1e-6)
 
 
 # Training
