@@ -10,7 +10,7 @@ from comfyui_specar.models.networks import precision, products
 from torch import nn
 
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 33, 36, 64, 65, 127, 128, 129, 140)
-SIZES = [(96, 100), (192, 1024), (768, 2304), (2048, 768)]  # inputs, outputs
+SIZES = [(96, 100, True), (192, 1024, False), (768, 2304, True), (2048, 768, False)]  # inputs, outputs, with a bias
 PARTS = slice(300), slice(300, 500), slice(500, None)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,9 +50,8 @@ def refuse(layer, error=RuntimeError):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_row_of_a_product_does_not_depend_on_the_others(onednn, dtype, size, bias):
-    layer, x = made(*size, bias, dtype), torch.randn(1, 140, size[0]).to(dtype)
+def test_a_row_of_a_product_does_not_depend_on_the_others(onednn, dtype, size):
+    layer, x = made(*size, dtype), torch.randn(1, 140, size[0]).to(dtype)
     bias = None if layer.bias is None else layer.bias.double()
     exact = F.linear(x.double(), layer.weight.double(), bias)
     largest = F.linear(x.abs().double(), layer.weight.abs().double(), bias).abs()  # of any sum of its products
