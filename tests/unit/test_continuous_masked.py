@@ -82,20 +82,14 @@ def test_variants_of_one_call_equal_calls_of_their_own(models, guided):
         assert_same(together.map(lambda t, v=v: t[:, v : v + 1]), alone)
 
 
-def test_slots_for_more_known_tokens_change_nothing(models):
-    model, tokens, known = models[0], image(2), known_rows(2, 5)[:, None]
+@pytest.mark.parametrize(("counts", "slots"), [((2, 5), (5, 6, LENGTH)), ((0, 0), (0, 4))])
+def test_slots_for_more_known_tokens_change_nothing(models, counts, slots):
+    model, tokens, known = models[0], image(2), known_rows(*counts)[:, None]
     query = torch.tensor([[[0, 4]], [[8, 1]]])
     state = model.start(prompt(model, 3), None, 2, model.grid, True)
-    wanted = predict(model, state, tokens, known, query, 5)
-    for seen in (6, LENGTH):
-        assert_same(predict(model, state, tokens, known, query, seen), wanted)
-
-
-def test_nothing_known_needs_no_slots(models):
-    model, tokens, known = models[0], image(1), torch.zeros(1, 1, LENGTH, dtype=torch.bool)
-    state = model.start(prompt(model, 3), None, 1, model.grid, True)
-    query = torch.tensor([[[5]]])
-    assert_same(predict(model, state, tokens, known, query, 0), predict(model, state, tokens, known, query, 4))
+    wanted, *others = (predict(model, state, tokens, known, query, seen) for seen in slots)
+    for other in others:
+        assert_same(other, wanted)
 
 
 # Guidance
