@@ -8,14 +8,12 @@ import torch
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.families import mar
 from comfyui_specar.samplers.continuous_contract import ContinuousParams
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ..support.bad_files import refused
 from ..support.models import condition_vectors
-from ..support.tiny import fill
+from ..support.tiny import fill, write_words
 from ..support.tiny_mar import MAR, mar_weights, write_mar
-
-WORDS = ["apple", "pear", "bg_blue"]
 
 
 def vectors(model):
@@ -45,23 +43,12 @@ def test_class_names(tmp_path, monkeypatch):
 # Models of our own
 
 
-def write_words(folder, width=MAR.conditions):
-    """A word table beside a caption model."""
-    meta = {"words": WORDS, "stop_words": ["a"], "synonyms": {}}
-    table = fill("word_embeddings.weight embedding", (len(WORDS), width))
-    save_file(
-        {"word_embeddings.weight": table},
-        str(folder / "text_encoder.safetensors"),
-        metadata={"specar": json.dumps(meta)},
-    )
-    return table
-
-
 CAPTIONS = replace(MAR, captions=True, rows=2, cols=8)
 
 
 def test_metadata_describes_models_of_our_own(tmp_path):
-    table = write_words(tmp_path)
+    write_words(tmp_path, MAR.conditions)
+    table = load_file(tmp_path / "text_encoder.safetensors")["word_embeddings.weight"]
     path = write_mar(
         tmp_path / "model.safetensors",
         CAPTIONS,
@@ -75,7 +62,7 @@ def test_metadata_describes_models_of_our_own(tmp_path):
     assert model.grid == (2, 8) and model.pixels_per_token == 8
     assert model.defaults == ContinuousParams(2.0, "constant", 0.9, 25, "ddim")
     assert model.schedule(model.defaults).steps == model.head.schedule.steps == 25
-    assert torch.equal(model.encode_prompt("a pear, an apple on a blue background")[0][0], table[[1, 0]][None])
+    assert torch.equal(model.encode_prompt("a cat, red, on a blue background")[0][0], table[[1, 0]][None])
     latent = fill("latent embedding", (1, 16, 2, 8))
     assert torch.equal(model.from_latent(latent)[0, 11], latent[0, :, 1, 3] * 0.5)
     assert torch.allclose(model.to_latent(model.from_latent(latent), (2, 8)), latent)
@@ -153,5 +140,5 @@ def test_text_encoders(tmp_path):
     path = write_mar(tmp_path / "model.safetensors", CAPTIONS)
     with pytest.raises(FileNotFoundError, match=r"text_encoder\.safetensors.*beside"):
         load_model(path).encode_prompt("an apple")
-    write_words(tmp_path, width=7)
+    write_words(tmp_path, 7)
     refused(path, "text_encoder.safetensors", " 7,", " 10")
