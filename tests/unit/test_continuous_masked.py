@@ -16,7 +16,7 @@ from comfyui_specar.samplers.rng import Stream
 from safetensors.torch import save_file
 
 from ..support.tiny_mar import MAR, write_mar
-from ..support.tiny_masked import CHANNELS, LENGTH, SIDE, STEPS, prompt, request, tiny
+from ..support.tiny_masked import CHANNELS, LENGTH, STEPS, prompt, request, tiny
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -115,12 +115,6 @@ def test_guidance_mixes_the_predictions_of_both_prompts(models):
     assert (predict(model, guided, tokens, known, query, 3, cfg=4.0).mean - plain.mean).abs().max() > 1e-3
 
 
-def test_guidance_without_a_negative_prompt_is_against_no_prompt(models):
-    model = models[0]
-    state = model.start(prompt(model, 3), None, 2, model.grid, True)
-    assert state.branches == 2 and torch.equal(state.prompts[2:], model.backbone.unconditional(2))
-
-
 # Samplers
 
 
@@ -134,27 +128,10 @@ def test_kept_tokens_stay_and_are_seen(models):
         assert ((decoded != other).any(-1)).all()
 
 
-def test_tokens_and_latents_are_each_others_inverse(models):
-    model, tokens = models[0], image(2)
-    latent = model.to_latent(tokens, model.grid)
-    assert latent.shape == (2, CHANNELS, SIDE, SIDE)
-    assert torch.allclose(latent[1, :, 1, 2] * model.scale, tokens[1, SIDE + 2])
-    assert torch.allclose(model.from_latent(latent), tokens)
-
-
 def test_a_noiseless_head_needs_no_temperature(models):
     method = ContinuousSpeculative(models[1], 4)
     tokens = [method.sample(request(models[0], kind="ddim", temperature=t)).tokens for t in (0.0, 1.0)]
     assert torch.equal(*tokens)
-
-
-def test_what_a_run_drew_can_be_kept_by_the_next(models):
-    """Output.tokens [B, rows, cols, C] and a mask of the same form."""
-    model = models[0]
-    grid = known_rows(4, 4).unflatten(1, (SIDE, SIDE))
-    drawn = api.sample(model, prompt(model, 3), batch_size=2)
-    again = api.sample(model, prompt(model, 3), seed=9, batch_size=2, tokens=drawn.tokens, kept=grid)
-    assert again.tokens.shape == (2, SIDE, SIDE, CHANNELS) and torch.equal(again.tokens[grid], drawn.tokens[grid])
 
 
 def test_a_huge_tolerance_ends_as_an_infinite_one(models):
