@@ -119,18 +119,6 @@ def test_the_norms_of_chameleon_drafters_are_not_dropped(tmp_path, target):
 # Bad ones
 
 
-def test_nothing_there(tmp_path, target):
-    refused(tmp_path / "none", target, "none")
-    refused(tmp_path / "none.safetensors", target, "none.safetensors", "exist")
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", target, "empty", "model.safetensors")
-    (tmp_path / "config only").mkdir()
-    (tmp_path / "config only" / "config.json").write_text(json.dumps(eagle_config()), encoding="utf-8")
-    refused(tmp_path / "config only", target, "config only", "model.safetensors")
-    (tmp_path / "weights.txt").write_text("hello", encoding="utf-8")
-    refused(tmp_path / "weights.txt", target, "weights.txt", "weight file")
-
-
 @pytest.mark.parametrize("name", eagle_shapes(head_norms=1))
 def test_missing_and_misshapen_tensors(tmp_path, target, name):
     for number, shape in enumerate([(), (3,), (64, 63), (2, 2, 2)]):
