@@ -105,13 +105,11 @@ def test_members_are_named_without_their_folder_and_data_is_stored(tmp_path):
 def test_a_list_of_members_has_a_limit(tmp_path, monkeypatch):
     path = archive(tmp_path / "a.zip", {"data.pkl": b"x"})
     size = 46 + len("folder/data.pkl")
-    for limit, fits in ((size, True), (size - 1, False)):
-        monkeypatch.setattr(archives, "DIRECTORY", limit)
-        if fits:
-            assert len(members_of(path)) == 1
-        else:
-            with pytest.raises(FileError, match=f"has {size} bytes"):
-                members_of(path)
+    monkeypatch.setattr(archives, "DIRECTORY", size)
+    assert len(members_of(path)) == 1
+    monkeypatch.setattr(archives, "DIRECTORY", size - 1)
+    with pytest.raises(FileError, match=f"has {size} bytes"):
+        members_of(path)
 
 
 def test_names_that_differ_in_case_are_the_same_and_what_is_no_archive_is_named(tmp_path):
@@ -173,13 +171,11 @@ def test_a_backslash_is_named_where_it_separates_nothing(monkeypatch, separator,
 
 def test_a_torchscript_archive_whose_tensors_are_not_in_it_is_refused(tmp_path, monkeypatch):
     path = archive(tmp_path / "a.jit", {"data.pkl": b"x" * 100})
-    for copies, sound in ((100, True), (10**6, False)):
-        monkeypatch.setattr(checkpoint, "read_torchscript", lambda _, n=copies: {"a": torch.zeros(1).expand(n)})
-        if sound:
-            assert checkpoint._open_torchscript(path).tensors["a"].shape == (100,)
-        else:
-            with pytest.raises(checkpoint.CheckpointError, match="larger than the file"):
-                checkpoint._open_torchscript(path)
+    monkeypatch.setattr(checkpoint, "read_torchscript", lambda _: {"a": torch.zeros(1).expand(100)})
+    assert checkpoint._open_torchscript(path).tensors["a"].shape == (100,)
+    monkeypatch.setattr(checkpoint, "read_torchscript", lambda _: {"a": torch.zeros(1).expand(10**6)})
+    with pytest.raises(checkpoint.CheckpointError, match="larger than the file"):
+        checkpoint._open_torchscript(path)
 
 
 def test_modules_are_counted_by_their_numbers():
