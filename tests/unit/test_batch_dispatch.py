@@ -8,7 +8,6 @@ import random
 import socket
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -411,19 +410,6 @@ async def test_behind_a_load_balancer_the_cause_is_said_before_anything_is_gener
         assert {record["id"] for record in lines(tmp_path / "r.jsonl")} == {job.id for job in jobs_of(4)}
 
 
-@pytest.mark.parametrize("outputs", [{}, {"10": {"text": ["a caption"]}}])
-@asynchronous
-async def test_a_run_that_saved_nothing_has_no_image(tmp_path, outputs):
-    """Where images were asked for, that is an error; else a warning."""
-    async with FakeComfy() as one:
-        one._ended = lambda *given: FakeComfy._ended(one, *given) | {"outputs": outputs}
-        await run_batch(tmp_path / "r.jsonl", [one], jobs_of(1))
-        await run_batch(tmp_path / "s.jsonl", [one], jobs_of(1), replace(QUICK, download=tmp_path / "out"))
-        [warned], [failed] = lines(tmp_path / "r.jsonl"), lines(tmp_path / "s.jsonl")
-        assert (warned["status"], failed["status"]) == ("success", "error")
-        assert "Save Image" in warned["warnings"][0] and "Save Image" in failed["error"]
-
-
 @asynchronous
 async def test_cancelling_takes_ours_and_leaves_what_others_queued(tmp_path):
     async with FakeComfy() as one:
@@ -479,12 +465,8 @@ def test_an_image_that_another_program_holds_open_is_waited_for_and_then_costs_t
             return await run_batch(tmp_path / "r.jsonl", [one], jobs_of(4), options)
 
     results = asyncio.run(check()).results
-    assert {job: record["status"] for job, record in results.items()} == {
-        "j0": "success",
-        "j1": "success",
-        "j2": "error",
-        "j3": "success",
-    }
+    done = dict.fromkeys(("j0", "j1", "j3"), "success")
+    assert {job: record["status"] for job, record in results.items()} == done | {"j2": "error"}
     assert "j2.png" in results["j2"]["error"] and "another program" in results["j2"]["error"]
     assert results["j2"]["copies"] == [] and results["j1"]["copies"] == [str(tmp_path / "out/j1.png")]
     assert attempts == {"j0.png": 1, "j1.png": 3, "j2.png": 1 + len(files.PAUSES), "j3.png": 1}

@@ -289,15 +289,19 @@ def test_copies_can_be_had_later(table, here, capsys):
     assert (table / "out/j0.png").read_text("utf-8") == "edited"
 
 
-def test_a_batch_that_saved_nothing_has_no_copies(table, here, capsys):
+@pytest.mark.parametrize("outputs", [{}, {"10": {"text": ["a caption"]}}])
+def test_a_batch_that_saved_nothing_has_no_copies(table, here, capsys, outputs):
+    """Where images were asked for, that is an error; else a warning."""
     (table / "jobs.csv").write_text("id,prompt\na,cat\nb,cat\n", encoding="utf-8")
     one = FakeComfy()
-    one._ended = lambda *given: FakeComfy._ended(one, *given) | {"outputs": {}}
+    one._ended = lambda *given: FakeComfy._ended(one, *given) | {"outputs": outputs}
     assert run_beside(one) == cli.DONE and "With warnings: a, b" in capsys.readouterr().err
     assert run_beside(one, "--out", "out") == cli.UNFINISHED and len(one.drawn) == 2
     assert re.search("2 jobs done, but without a copy: .* a: .*Save Image", capsys.readouterr().err)
     assert run_beside(one, "--out", "out", "--results", "other.jsonl") == cli.FAILED
     assert "2 failed" in capsys.readouterr().err
+    [warned, *_], [failed, *_] = (lines(table / name) for name in ("jobs.results.jsonl", "other.jsonl"))
+    assert "Save Image" in warned["warnings"][0] and "Save Image" in failed["error"]
 
 
 def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here, capsys):
@@ -329,14 +333,12 @@ ONE = "seed\n1\n"
     [
         ("id,sed\na,1\n", (), "jobs.csv, line 2: .*no sed.*filename_prefix, prompt, seed"),
         ("id,se\x1bed\u202e\na,1\n", (), r"no se\\x1bed\\u202e that"),
-        ("", (), "jobs.csv.*no jobs"),
         (ONE, ("--workflow", "jobs.csv"), "workflow.*jobs.csv"),
         ("id,seed\na,1\n", ("--out", "full"), r"full.*files.* a\b"),
         ("id,seed\nA,1\n", ("--out", "full"), r"full.*files.* A\b"),
         (ONE, ("--out", "jobs.csv"), "--out jobs.csv: no file can be written there .*folder"),
         (ONE, ("--server", "127.0.0.1:8380x"), "8380x is no address .*port.*http://127.0.0.1:8188"),
         (ONE, ("--server", ""), "--server  is no address .no host"),
-        (ONE, ("--server", "http://"), "--server http:// is no address .no host"),
         (ONE, ("--server", "http://u:Z/z9@h:1"), "--server http://h:1 is no address .*`/` is written %2F"),
         (ONE, ("--server", "ftp://u:Zz9@a"), "ftp://a is no address .no http:// or https://"),
         (ONE, ("--server", "u:Zz9@h:99999?t=Zz9"), "--server h:99999 is no address .not a host and a port"),
