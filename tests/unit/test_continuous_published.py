@@ -77,13 +77,6 @@ def test_the_printed_algorithm_is_off_by_what_sigma_makes_of_it(sigma, bias):
     assert abs(decoded.trace.summary()["acceptance_rate"] - rate) < 4 * error
 
 
-@pytest.mark.parametrize("sigma", [1.6, 0.8])
-def test_the_residual_is_the_printed_one(sigma):
-    decoded = sample("printed", sigma)
-    refused = decoded.trace.positions["source"][:, 0] == Source.RESIDUAL
-    assert ks(uniform(residual(sigma)[0], decoded.tokens[refused, 0, 0])) < 2.3
-
-
 def test_without_sigma_the_printed_algorithm_is_the_exact_mode():
     """To the last bit: both models' earlier widths are the same, and so Sigma = 1."""
     target, drafter = ToyHead(2), ToyHead(2, noise=0.4, slopes=(0.75, 0.62, 0.65))
