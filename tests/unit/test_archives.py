@@ -10,8 +10,6 @@ from comfyui_specar.model_loaders.files import archives, checkpoint, names, pick
 from comfyui_specar.model_loaders.files.archives import get_stored, members_of
 from comfyui_specar.model_loaders.files.pickles import check_pickle
 
-from ..support.mapped_files import maps
-
 
 def check(code: bytes):
     """What a pickle of these instructions asks for."""
@@ -139,25 +137,6 @@ def test_a_pickle_of_compressed_parts_is_refused(tmp_path, compress):
     assert pickles.read_pickle(archive(tmp_path / "a.pt", members), False)["a"].sum() == 1000
     with pytest.raises(FileError, match="compressed"):
         pickles.read_pickle(archive(tmp_path / "b.pt", members, [compress]), False)
-
-
-def test_tensors_of_a_mapped_pickle_are_the_file_itself(tmp_path):
-    path = tmp_path / "a.pt"
-    torch.save({"a": torch.arange(1000.0), "b": torch.ones(3, dtype=torch.bfloat16)}, path)
-    for mapped in (True, False):
-        content = pickles.read_pickle(path, mapped)
-        assert content["a"].tolist() == list(range(1000)) and content["b"].tolist() == [1, 1, 1]
-        assert (path.name in maps(tmp_path)) == mapped
-        del content
-
-
-def test_a_drive_that_cannot_be_mapped_has_its_own_remedy(tmp_path, monkeypatch):
-    def refuse(path):
-        raise OSError("no such device")
-
-    monkeypatch.setattr(checkpoint, "_map", refuse)
-    with pytest.raises(checkpoint.CheckpointError, match="no such device.*--disable-mmap"):
-        checkpoint._open_safetensors(tmp_path / "a.safetensors", "map")
 
 
 @pytest.mark.parametrize(
