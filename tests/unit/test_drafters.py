@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.kernels.attention import additive
 from comfyui_specar.model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
-from comfyui_specar.models.networks.backbone import Rotation
 from comfyui_specar.tools.training import drafter as command_line
 from comfyui_specar.tools.training import drafter_export
 from comfyui_specar.tools.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
@@ -173,21 +171,6 @@ def test_after_a_class_there_are_no_prompt_pairs(tmp_path):
     )
     wanted = eagle_features(eagle, hidden[:, :4], IMAGE[:, :4].repeat(2, 1))[:, -1:]
     assert torch.allclose(out.hidden, wanted, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_the_padding_of_a_prompt_is_what_the_uncropped_target_has(target, tmp_path):
-    drafter = load_drafter(write_eagle(tmp_path / "d", input_type=None), target)
-    features, slots, valid = caption_features(), target.prefix.slots, 7
-    captions = target.prefix(torch.nn.functional.pad(features, (0, 0, slots - valid, 0)))
-    x = torch.cat((captions, target.prefix.unconditional(captions, target.grid)))
-    seen = torch.arange(slots) >= slots - valid
-    mask = torch.ones(slots, slots, dtype=torch.bool).tril() & (seen | ~seen[:, None])  # padding sees padding
-    nothing = torch.zeros(1, slots, target.backbone.config.head_dim // 2)
-    wanted = target.backbone(x, Rotation(nothing, nothing), mask=additive(mask, torch.float32))
-    state = target.start(target.encode_features(features), None, 1, target.layout(), 1, guided=True)
-    for index, hidden in enumerate(state.prefix_hidden):
-        assert torch.allclose(drafter._padding(hidden, learned=index == 1)[0], wanted[index], atol=1e-5)
 
 
 def test_a_drafter_does_not_own_its_target_and_reports_its_memory(target, drafter):
