@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,12 @@ settings.load_profile("specar")
 def same_random_numbers() -> None:
     """For what samples from torch's own generator."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from ..support.tape import TapeGraphs
 from ..support.tiny_harmon import write_harmon, write_tokenizer
 from ..support.tiny_xar import tiny_xar
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 CLOSE = {"atol": 1e-9, "rtol": 1e-9}
 METHODS = {
     "next token": lambda drafter: ContinuousNextToken(),
@@ -33,12 +35,6 @@ METHODS = {
     "exact": lambda drafter: ContinuousSpeculative(drafter, 3, mode="exact", prefill=0.3),
 }
 OF_CELLS = ("next token", "block", "block, drafts", "itself")
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(scope="module")

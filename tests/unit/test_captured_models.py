@@ -16,6 +16,8 @@ from ..support.tape import TapeGraphs, captured_call
 from ..support.tiny import caption_features, fill, llamagen, write_eagle, write_llamagen
 from ..support.tiny_text import text_model
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 BATCH, SLACK = 2, 9
 TREE = (-1, -1, 0, 2, 1)  # parents of the nodes of a pass
 NODES = len(TREE)
@@ -45,12 +47,6 @@ def drafters(models, tmp_path_factory):
         "eagle": load_drafter(write_eagle(folder / "eagle", input_type=None, prompt="padded"), models["grid"]),
         "same model": load_drafter(write_llamagen(folder / "model.safetensors", True), models["grid"]),
     }
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.inference_mode():
-        yield
 
 
 def begin(model, name: str, prompt: int, into=None, slack: int = SLACK, guided: bool = True):

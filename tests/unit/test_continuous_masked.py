@@ -18,18 +18,14 @@ from safetensors.torch import save_file
 from ..support.tiny_mar import MAR, write_mar
 from ..support.tiny_masked import CHANNELS, LENGTH, STEPS, prompt, request, tiny
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
 @pytest.fixture(scope="module")
 def models():
     return tiny(1), tiny(2)
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
 
 
 def image(batch):
