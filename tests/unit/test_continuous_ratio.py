@@ -190,16 +190,6 @@ def test_the_first_proposal_that_passes_is_taken_and_else_the_last():
     assert torch.equal(token, torch.stack([proposals[1, 0], proposals[2, 1], proposals[2, 2]]))
 
 
-def test_an_empty_residual_ends_with_its_last_proposal():
-    """Sigma p < q everywhere: no proposal can pass."""
-    p, q = gaussian([0.3, 0.3], [0.5, 0.5], path=0.0), gaussian([0.3, 0.3], [0.5, 0.5], path=-0.7)
-    normal, uniform, accept = numbers(100, 50, 2)
-    y, tries = sample_residual(wide(p, 50), wide(q, 50), normal, uniform, 0 * accept, 1.0)
-    assert (tries == -100).all()
-    torch.testing.assert_close(y, 0.3 + 0.5 * normal[-1])
-    assert y.isfinite().all() and (y != 0).all()
-
-
 @pytest.mark.parametrize("gap", [0.25, 1e3, 1e18])
 def test_a_residual_far_from_the_draft_is_the_target(gap):
     """q is nothing where p is: the first proposal passes, however large the numbers."""

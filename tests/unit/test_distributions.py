@@ -48,13 +48,6 @@ def test_mixture_density():
     assert torch.allclose(shifted.log_density(x), wanted, atol=1e-5)
 
 
-def test_densities_broadcast_over_proposals():
-    """x may have leading dimensions that the distribution has not."""
-    for distribution in (normal_distribution(5, channels=2), mixture_distribution(5)):
-        x = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(1))
-        assert torch.allclose(distribution.log_density(x)[1], distribution.log_density(x[1]))
-
-
 def test_samples_of_a_gaussian_follow_the_distribution_and_the_token_is_its_mean():
     distribution, count = normal_distribution(), 20_000
     normal, uniform = numbers(count, 3)
