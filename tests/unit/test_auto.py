@@ -265,42 +265,20 @@ def test_where_drafts_do_not_pay_nothing_is_said_of_a_broken_drafter(caplog):
 # Measuring
 
 
-@pytest.fixture
-def ticks(monkeypatch):
-    """A clock that a pass moves on by its cost, ``slope`` per token: the times at which passes were made."""
-    now, passes = [0.0], []
+@pytest.mark.parametrize(("slope", "fewest", "most"), [(0.0, 50, 64), (1.0, 0, 3)])
+def test_measured_costs_choose_the_tree(monkeypatch, slope, fewest, most):
+    """On a clock that a pass moves on by its cost, which rises by ``slope`` for every token."""
+    now, real, target = [0.0], ToyModel.step, ToyModel(LAYOUT, memory=1)
 
-    class Machine:
-        slope = 0.0
-
-    real = ToyModel.step
-
-    def step(self, state, tokens, positions, tree_mask=None, uncommitted=0):
-        now[0] += (1e-3 if self.__dict__.get("large") else 1e-4) * (1 + Machine.slope * tokens.shape[1])
-        passes.append(tokens.shape[1])
-        return real(self, state, tokens, positions, tree_mask, uncommitted)
+    def step(self, state, tokens, *given, **named):
+        now[0] += (1e-3 if self is target else 1e-4) * (1 + slope * tokens.shape[1])
+        return real(self, state, tokens, *given, **named)
 
     monkeypatch.setattr(ToyModel, "step", step)
     monkeypatch.setattr(measuring, "clock", lambda: now[0])
     monkeypatch.setattr(measuring, "known", {})
-    Machine.passes = passes
-    return Machine
-
-
-def large():
-    model = ToyModel(LAYOUT, memory=1)
-    model.large = True
-    return model
-
-
-def first_round(result):
-    return int(result.trace.rounds["width"][1]) - 1
-
-
-@pytest.mark.parametrize(("slope", "fewest", "most"), [(0.0, 50, 64), (1.0, 0, 3)])
-def test_measured_costs_choose_the_tree(ticks, slope, fewest, most):
-    ticks.slope = slope
-    assert fewest <= first_round(draw(Auto(), model=large(), noise=0)) <= most
+    rounds = draw(Auto(), model=target, noise=0).trace.rounds
+    assert fewest <= int(rounds["width"][1]) - 1 <= most
 
 
 def test_a_model_that_is_loaded_again_has_the_costs_of_before(monkeypatch):
