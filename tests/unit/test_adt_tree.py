@@ -209,14 +209,8 @@ def test_every_choice_is_the_one_made_by_hand(name, adt, seed):
         update = going & torch.tensor([rng.random() < 0.8 for _ in range(batch)])
         history = adt.learn(history, plan, tree_of(levels), None, committed, after, accepted, update)
         for b in range(batch):
-            hand[b].learn(
-                [int(x[b]) for x in plan],
-                int(levels[b]),
-                int(committed[b]),
-                int(after[b]),
-                int(accepted[b]),
-                bool(update[b]),
-            )
+            numbers = (int(x[b]) for x in (levels, committed, after, accepted))
+            hand[b].learn([int(x[b]) for x in plan], *numbers, bool(update[b]))
         committed = after
 
 

@@ -53,23 +53,19 @@ def assert_whole(decoded, batch):
     assert tokens.isfinite().all() and torch.equal((tokens == 0).all(-1), failed)
     assert torch.equal(drawing_order(decoded).sort(dim=1).values, torch.arange(LENGTH).expand(batch, -1))
     source, order = trace.positions["source"], trace.positions["order"]
-    assert torch.equal(trace.rounds["committed"].sum(0), (source != Source.FORCED).sum(1))
-    turn = trace.positions["finalised_at"].gather(1, drawing_order(decoded))
-    forced = (source == Source.FORCED).gather(1, drawing_order(decoded))
-    assert (turn.masked_fill(forced, 0).diff(dim=1) >= 0).all()  # passes follow the order
-    assert (
-        order[source == Source.FORCED]
-        < (source == Source.FORCED).sum(1).repeat_interleave((source == Source.FORCED).sum(1))
-    ).all()  # kept tokens come first
+    forced = source == Source.FORCED
+    kept = forced.sum(1)
+    assert torch.equal(trace.rounds["committed"].sum(0), LENGTH - kept)
+    turn = trace.positions["finalised_at"].masked_fill(forced, 0).gather(1, drawing_order(decoded))
+    assert (turn.diff(dim=1) >= 0).all(), "passes follow the order"
+    assert (order[forced] < kept.repeat_interleave(kept)).all(), "kept tokens come first"
     accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
     assert torch.equal(trace.rounds["accepted"].sum(0), accepted.sum(1))
     drafted = trace.positions["depth"] > 0
     assert torch.equal(drafted, accepted | (source == Source.RESIDUAL))
     assert (trace.positions["log_ratio"][~drafted] == 0).all() and (trace.positions["distance"][~drafted] == 0).all()
-    assert torch.equal(
-        trace.positions["block"] > 0,
-        drafted | ((source == Source.BONUS) & (trace.settings["method"] == "continuous_speculative")),
-    )
+    bonus = (source == Source.BONUS) & (trace.settings["method"] == "continuous_speculative")
+    assert torch.equal(trace.positions["block"] > 0, drafted | bonus)
     blocks = trace.positions["block"].unique().tolist()
     assert [n for n in blocks if n] == list(range(1, 1 + max(blocks))), "blocks are numbered one after the other"
     assert (trace.positions["tries"][source != Source.RESIDUAL] == 0).all()
