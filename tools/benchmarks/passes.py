@@ -151,19 +151,15 @@ class Baseline:
         return Run(ended - begun, len(moments) - 1, 1e3 * (ended - moments[0]) / passes)
 
 
-def baselines(model, conditioning, stretch: Stretch, params, tokens: int, plain: bool) -> list[Baseline]:
-    """``generate`` with both caches, in one row per branch of guidance; the plain loop, if it fits the model. They
-    generate ``tokens``, from the beginning of the stretch."""
-    made, rows = counterpart(model), 1 + (params.cfg != 1)
-    prompt = conditioning[0][0].shape[1] + stretch.behind
-    found = [
-        Baseline(f"generate, {cache} cache", model.device, partial(generate, made, rows, prompt, tokens, params, cache))
+def baselines(model, conditioning, layout: TokenLayout, params) -> list[Baseline]:
+    """``generate`` with both caches, in one row per branch of guidance, and the plain loop, of a whole image."""
+    made, rows, prompt = counterpart(model), 1 + (params.cfg != 1), conditioning[0][0].shape[1]
+    loops = {
+        f"generate, {cache} cache": partial(generate, made, rows, prompt, layout.length, params, cache)
         for cache in ("static", "dynamic")
-    ]
-    if plain:
-        loop = partial(plain_loop, model, conditioning, params, stretch.layout, 1, stretch.behind, tokens)
-        found.append(Baseline("plain loop", model.device, loop))
-    return found
+    }
+    loops["plain loop"] = partial(plain_loop, model, conditioning, params, layout)
+    return [Baseline(name, model.device, loop) for name, loop in loops.items()]
 
 
 def weights_read(module: nn.Module) -> int:

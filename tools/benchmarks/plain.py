@@ -79,9 +79,8 @@ def draw(logits: Tensor, params) -> Tensor:
 
 
 @torch.inference_mode()
-def plain_loop(model, conditioning, params, layout, batch: int, behind: int, tokens: int) -> list[float]:
-    """Draw ``tokens`` image tokens of ``batch`` images of a layout, ``behind`` others standing in the cache already
-    (as zeros), and say when each was there."""
+def plain_loop(model, conditioning, params, layout, batch: int = 1) -> list[float]:
+    """Draw the tokens of ``batch`` images of a layout, and say when each was there."""
     features = model.unpack_prompt(conditioning, batch, "positive").features
     branches = [model.prefix(features)]
     if params.cfg != 1:
@@ -91,14 +90,14 @@ def plain_loop(model, conditioning, params, layout, batch: int, behind: int, tok
     net = PlainModel(model, len(x), prompt, layout.length, (layout.rows, layout.cols))
     logits = net(x, torch.arange(prompt, device=model.device))
     moments, drawn = [], []
-    at = torch.tensor([prompt + behind], device=model.device)
-    for _ in range(tokens):
+    at = torch.tensor([prompt], device=model.device)
+    for _ in range(layout.length):
         if params.cfg != 1:
             cond, uncond = logits.chunk(2)
             logits = uncond + (cond - uncond) * params.cfg
         drawn.append(draw(logits, params))
         moments.append(time.perf_counter())
-        if len(drawn) < tokens:
+        if len(drawn) < layout.length:
             x = model.backbone.tok_embeddings(drawn[-1].repeat(len(branches), 1)).to(model.dtype)
             logits, at = net(x, at), at + 1
     return moments

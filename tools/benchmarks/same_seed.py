@@ -16,7 +16,7 @@ import comfyui_specar as specar
 import torch
 from torch import Tensor
 
-from .report import command, find, measured_on, parsed, write
+from .report import command, measured_on, parsed, write
 from .runs import PROMPTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,7 +32,7 @@ def main() -> None:
     options = parsed(parser)
     report: dict[str, Any] = {**measured_on(torch.device(options.device)), "images": options.images, "dtypes": {}}
     for name in options.dtype:
-        model = specar.load_model(find("default"), options.device, DTYPES[name])
+        model = specar.load_model(specar.bundled("default"), options.device, DTYPES[name])
         report["dtypes"][name] = found = compared(model, options.images)
         for way, row in found.items():
             print(

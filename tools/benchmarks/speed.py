@@ -1,18 +1,15 @@
 """Measure the cost of a forward pass, and compare it with its lower bound.
 
-    python -m tools.benchmarks speed                    # CPU: the bundled model, also at LlamaGen-B's size
-    python -m tools.benchmarks speed --device cuda  # LlamaGen-XL, Janus-Pro-1B, Lumina-mGPT-7B in bf16
+    python -m tools.benchmarks speed                    # CPU or GPU: the bundled model, also at LlamaGen-B's size
 
 All methods run on the same weights, prompt and filters in one process and take turns (A B C A B C ...), after a
 warm-up. ``default`` is the bundled model, and ``default@llamagen-b`` the same widened to LlamaGen-B's shapes (see
-widen.py): they generate whole images, the second at the cost of the larger model. The others have released shapes and
-random weights: they generate ``--tokens`` tokens in the middle of an image, and only the cost of a pass is measured on
-them. The number of passes that a method needs is taken from the bundled model. Images need more passes for one prompt
-than for another: ``--prompts 6`` takes those of ``methods``.
+widen.py): it generates whole images at the cost of the larger model. Images need more passes for one prompt than for
+another: ``--prompts 6`` takes those of ``methods``.
 
 Parts of a report (--parts): methods, baselines (transformers' ``generate`` and a plain loop, beside the methods),
-batches (a pass by images). What could not run is listed with the reason. The
-report is written after every step, so a run may be stopped at any time.
+batches (an image's seconds by images). What could not run is listed with the reason. The report is written after every
+step, so a run may be stopped at any time.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ from typing import Any
 
 import torch
 
-from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, weights_read
-from .report import Record, command, commit, measured_on, parsed, spread, versions
+from .passes import Run, bandwidth, baselines, bytes_of_a_pass, weights_read
+from .report import Record, command, measured_on, parsed, spread
 from .runs import PROMPTS, chosen, names_of_cases
 from .sizes import SIZES
 from .subjects import BASE, CURVES, METHODS, SMALL, Subject, subject
@@ -34,33 +31,21 @@ from .tables import row_of, table
 
 SCHEMA = "specar.speed/1"
 PARTS = ("methods", "baselines", "batches")
-MODELS = {
-    "cpu": ["default", "default@llamagen-b", "llamagen-b:int8"],
-    "cuda": [
-        "default",
-        "llamagen-xl",
-        "lumina-mgpt-7b",
-        "janus-pro-1b",
-        "llamagen-xl:int8",
-        "llamagen-xl:fp8",
-        "lumina-mgpt-7b:int8",
-        "lumina-mgpt-7b:fp8",
-    ],
-}
-TOKENS = {"cpu": 64, "cuda": 1024}  # that random weights generate
+MODELS = ["default", "default@llamagen-b"]
 BATCHES = (1, 4, 16)
-BATCH_TOKENS = 64  # of a batch's images with random weights
 
 
 # Parts
 
 
-def methods(case: Subject, names: list[str], entry: dict, options, report: Record, passes: dict[str, float]) -> None:
-    """Every method and the baselines, in turns. ``passes``: those of the bundled model by method (filled by it)."""
+def methods(case: Subject, names: list[str], entry: dict, options, report: Record) -> None:
+    """Every method and the baselines, in turns."""
     asked, contestants = case.conditionings(PROMPTS[: options.prompts]), []
     entry["prompts"] = len(asked)
-    baselines = case.baselines() if "baselines" in options.parts else []
-    for contestant in (*(case.sampler(name) for name in names), *baselines):
+    others = ()
+    if "baselines" in options.parts:
+        others = baselines(case.model, case.conditioning, case.stretch.layout, case.params)
+    for contestant in (*(case.sampler(name) for name in names), *others):
         with report.going_on(f"{case.name}: {contestant.name}"):
             contestant(0)
             contestants.append(contestant)
@@ -75,9 +60,7 @@ def methods(case: Subject, names: list[str], entry: dict, options, report: Recor
         entry["rows"] = [row_of(name, runs, BASE, len(asked)) for name in runs]
         for row in entry["rows"]:
             row |= beside_the_floor(case, row, entry["copy_bytes_per_second"])
-            if not entry["random_weights"]:
-                passes[row["name"]] = row["passes"] + 1  # and that of the prompt
-            row["pictures_passes"] = passes.get(row["name"])
+            row["pictures_passes"] = row["passes"] + 1  # and that of the prompt
         report.save()
 
 
@@ -92,31 +75,25 @@ def beside_the_floor(case: Subject, row: dict[str, Any], bytes_per_second: float
 
 
 def batches(case: Subject, options, report: Record) -> Iterator[dict]:
-    """A pass of CURVES' methods with 1, 4 and 16 images (whole ones of the bundled model)."""
-    stretch = case.stretch if case.whole else Stretch.middle(case.stretch.layout, BATCH_TOKENS)
+    """CURVES' methods with 1, 4 and 16 images."""
     for batch in BATCHES:
         if not report.in_time:
             report.not_run(f"{case.name}: pictures {batch}", "out of time")
             continue
-        contestants = [case.sampler(name, stretch, batch) for name in CURVES]
+        contestants = [case.sampler(name, batch=batch) for name in CURVES]
         for contestant in contestants:
             contestant(0)
         runs: dict[str, list[Run]] = {name: [] for name in CURVES}
         for seed in range(1, max(options.repetitions // 2, 1) + 1):
             for contestant in contestants:
                 runs[contestant.name].append(contestant(seed))
-        yield {
-            "pictures": batch,
-            "ms": {name: spread([run.pass_ms for run in runs[name]]) for name in CURVES},
-            "seconds": {name: spread([run.seconds for run in runs[name]]) for name in CURVES},
-            "whole": case.whole,
-        }
+        yield {"pictures": batch, "seconds": {name: spread([run.seconds for run in runs[name]]) for name in CURVES}}
 
 
-def measure(name: str, cfg: float | None, options, report: Record, passes: dict[str, float]) -> None:
+def measure(name: str, cfg: float, options, report: Record) -> None:
     """All parts of one model."""
     device = torch.device(options.device)
-    case = subject(name, cfg, device, getattr(torch, options.dtype), options.tokens)
+    case = subject(name, cfg, device, getattr(torch, options.dtype))
     weights = weights_read(case.model.backbone)
     entry: dict[str, Any] = {
         "name": name,
@@ -125,16 +102,13 @@ def measure(name: str, cfg: float | None, options, report: Record, passes: dict[
         "weights_read": weights,
         "copy_bytes_per_second": int(bandwidth(device, weights)),
         "settings": asdict(case.params),
-        "random_weights": not case.whole,
         "picture_tokens": case.stretch.layout.length,
-        "drawn": {"behind": case.stretch.behind, "tokens": case.stretch.tokens},
     }
     report.content["models"].append(entry)
-    known = case.cases()
-    wanted = CURVES if case.narrow else (BASE, *options.methods) if options.methods else (*METHODS, *SMALL)
+    wanted = (BASE, *options.methods) if options.methods else (*METHODS, *SMALL)
     if "methods" in options.parts:
-        methods(case, [n for n in dict.fromkeys(wanted) if n in known], entry, options, report, passes)
-    if "batches" in options.parts and not case.narrow:
+        methods(case, list(dict.fromkeys(wanted)), entry, options, report)
+    if "batches" in options.parts:
         entry["batches"] = []
         for point in batches(case, options, report):
             entry["batches"].append(point)
@@ -145,7 +119,11 @@ def main() -> None:
     parser = command("speed", __doc__)
     parser.add_argument("--dtype", help="precision (default: float32 on a CPU, bfloat16 on a GPU)")
     parser.add_argument(
-        "--models", nargs="+", help=f"default, a size ({', '.join(SIZES)}), or default@size; append :int8 or :fp8"
+        "--models",
+        nargs="+",
+        default=MODELS,
+        metavar="MODEL",
+        help=f"default, or default@SIZE: {', '.join(SIZES)} (default: {' '.join(MODELS)})",
     )
     parser.add_argument(
         "--methods",
@@ -153,18 +131,13 @@ def main() -> None:
         help="names, also those of the documents' tables; a wrong one lists all (default: one of each kind)",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts of the report (default: all)")
-    parser.add_argument(
-        "--cfg", type=float, nargs="+", default=[2.0], help="guidance scales of the bundled model (default: 2)"
-    )
+    parser.add_argument("--cfg", type=float, nargs="+", default=[2.0], help="guidance scales (default: 2)")
     parser.add_argument(
         "--prompts",
         type=int,
         default=1,
         choices=range(1, len(PROMPTS) + 1),
-        help="prompts of the bundled model, in turns; every repetition runs all (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tokens", type=int, help="tokens to generate with random weights (default: 64 on a CPU, 1024 on a GPU)"
+        help="prompts, in turns; every repetition runs all (default: %(default)s)",
     )
     parser.add_argument("--repetitions", type=int, default=5, help="timed runs (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=20, help="start no new measurement after this time")
@@ -177,29 +150,17 @@ def run(options: argparse.Namespace) -> None:
     """Measure what the options ask for."""
     device = torch.device(options.device)
     options.dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    options.tokens = options.tokens or TOKENS[device.type]
-    options.models = options.models or MODELS[device.type]
-    here = device.type != "cuda" or torch.cuda.is_available()
-    report = Record(
-        {
-            "schema": SCHEMA,
-            **(measured_on(device) if here else {"machine": {"gpu": None}, "versions": versions(), "commit": commit()}),
-            "models": [],
-            "device": options.device,
-            "repetitions": options.repetitions,
-        },
-        options.out,
-        60 * options.minutes,
-    )
-    passes: dict[str, float] = {}
+    about = {"device": options.device, "repetitions": options.repetitions}
+    content = {"schema": SCHEMA, **measured_on(device), "models": [], **about}
+    report = Record(content, options.out, 60 * options.minutes)
     for name in options.models:
-        for cfg in [None] if name.partition(":")[0] in SIZES else options.cfg:
-            if not (here and report.in_time):
-                report.not_run(name, "out of time" if here else "no CUDA GPU on this machine")
+        for cfg in options.cfg:
+            if not report.in_time:
+                report.not_run(name, "out of time")
                 continue
-            print(f"{name}{'' if cfg is None else f', guidance {cfg:g}'} ...", flush=True)
+            print(f"{name}, guidance {cfg:g} ...", flush=True)
             with report.going_on(name):
-                measure(name, cfg, options, report, passes)
+                measure(name, cfg, options, report)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -11,8 +11,7 @@ import torch
 from comfyui_specar.samplers.contract import SamplingParams
 
 from . import sizes
-from .passes import Baseline, Sampler, Staged, Stretch, baselines
-from .report import find
+from .passes import Sampler, Staged, Stretch
 from .runs import PROMPTS, Case, cases, drafter_cases
 from .widen import widen, widen_eagle, widen_small
 
@@ -48,8 +47,7 @@ METHODS = (  # those of the README's table (documents.METHODS) among them
     "VVS every 4th, EAGLE-1",
 )
 SMALL = ("chain of 5, small model",)  # of the bundled model, which has a small one
-STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint4}  # llamagen-b:int8
-BASELINE_TOKENS = 128  # that baselines generate where nothing stops them
+STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint4}
 
 
 @dataclass
@@ -96,48 +94,18 @@ class Subject:
         method, staged = self.cases()[name].method, Staged(self.model, stretch)
         return Sampler(name, method, staged, self.conditioning, stretch, self.params, batch)
 
-    @property
-    def narrow(self) -> bool:
-        """Are its matrices kept in one byte per number?"""
-        return ":" in self.name
 
-    def baselines(self) -> list[Baseline]:
-        """Those that can have its weights."""
-        if self.narrow:
-            return []
-        tokens = self.stretch.tokens if self.whole else min(self.stretch.tokens, BASELINE_TOKENS)
-        return baselines(
-            self.model,
-            self.conditioning,
-            self.stretch,
-            self.params,
-            tokens,
-            plain=self.model.family.startswith("llamagen"),
-        )
-
-
-def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dtype, tokens: int) -> Subject:
-    """A model under measurement by its name, with its storage after a colon if it is not its dtype.
-
-    A bundled model (``default``) and the same widened to one of ``sizes.SIZES`` (``default@llamagen-b``) generate whole
-    images. One of these sizes with random weights (``llamagen-b``) generates ``tokens``.
-    """
-    name_of_model, _, storage = name.partition(":")
-    if name_of_model in sizes.SIZES:
-        model = sizes.build(sizes.SIZES[name_of_model], dtype, device, STORAGES[storage] if storage else None)
-        params = model.defaults if cfg is None else replace(model.defaults, cfg=cfg)
-        return Subject(
-            name, model, sizes.prompt(model), params, Stretch.middle(model.layout(), tokens), sizes.eagle(model)
-        )
-    bundled, _, size = name_of_model.partition("@")
-    model = specar.load_model(find(bundled), device=device, dtype=dtype)
-    eagle, small = (specar.load_drafter(find(f"{bundled}/{drafter}"), model) for drafter in ("eagle", "small"))
+def subject(name: str, cfg: float, device: torch.device, dtype: torch.dtype) -> Subject:
+    """The bundled model (``default``), or it widened to one of ``sizes.SIZES`` (``default@llamagen-b``): they generate
+    whole images."""
+    bundled, _, size = name.partition("@")
+    model = specar.load_model(specar.bundled(bundled), device=device, dtype=dtype)
+    eagle, small = (
+        specar.load_drafter(specar.bundled(f"{bundled}/{drafter}"), model) for drafter in ("eagle", "small")
+    )
     if size:
         own, model = model.backbone.config, widen(model, sizes.SIZES[size].config)
         eagle, small = widen_eagle(eagle, model), widen_small(small, own, model)
-    if storage:
-        sizes.narrow(model, STORAGES[storage])
     layout = model.layout()
-    stretch = Stretch(layout, 0, layout.length)
-    params = replace(model.defaults, cfg=cfg or 1.0)
+    stretch, params = Stretch(layout, 0, layout.length), replace(model.defaults, cfg=cfg)
     return Subject(name, model, model.encode_prompt(PROMPTS[0]), params, stretch, eagle, small)

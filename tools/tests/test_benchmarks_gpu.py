@@ -111,7 +111,7 @@ def test_verdicts(found, code, verdict, reported):
 
 def test_a_process_that_dies_hangs_or_is_not_there(tmp_path):
     def run(*before, seconds=PATIENCE):
-        return stages.process(Stage("device", "", 1, "device.run", before=before), seconds, tmp_path, [], True)
+        return stages.process(Stage("device", "", 1, "device.run", before=before), seconds, tmp_path, True)
 
     died = run("/bin/sh", "-c", "echo no memory; exit 3")
     assert died["verdict"] == FAILED and "code 3: no memory" in died["why"]
@@ -136,7 +136,7 @@ def calls_of(monkeypatch, tmp_path):
 
         monkeypatch.setattr(stages, "process", process)
         chosen = tuple(stage for stage in STAGES if not names or stage.name in names)
-        found = stages.in_turn(chosen, seconds, tmp_path, [], dry, known, plan)
+        found = stages.in_turn(chosen, seconds, tmp_path, dry, known, plan)
         return {entry["stage"]: entry for entry in found}, given
 
     return call
@@ -309,10 +309,9 @@ def test_rows_of_a_device(monkeypatch):
     monkeypatch.setattr(subjects, "device_of", lambda dry: CPU)
     monkeypatch.setitem(sizes.SIZES, "llamagen-xl", subjects.tiny(sizes.SIZES["llamagen-xl"]))
     findings = Findings(None, PATIENCE, dry=False)
-    passes.run(findings, generate=True)
+    passes.run(findings)
     assert findings.content["failures"] == [] and findings.content["not_run"] == {}
-    first, chain, *others = findings.rows
-    assert [row["method"] for row in others] == ["generate, static cache", "generate, dynamic cache", "plain loop"]
+    first, chain = findings.rows
     columns = {"model", "method", "ms", "floor, ms", "times the floor", "cost", "launches", "synchronisations"}
     assert set(first) == columns
     assert first["cost"] == 1 and first["synchronisations"] == "none" and chain["floor, ms"] > first["floor, ms"] > 0

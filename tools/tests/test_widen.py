@@ -18,7 +18,7 @@ METHODS = ("next_token", "sjd coupled w16", "sjd gumbel w32", "chain of 5", "cha
 @pytest.fixture(scope="module")
 def pair():
     """The bundled model, and the same with more channels, heads, columns and layers, as subjects."""
-    own = subjects.subject("default", 2.0, CPU, torch.float32, 0)
+    own = subjects.subject("default", 2.0, CPU, torch.float32)
     config = own.model.backbone.config
     # A whole multiple of the width, which a small model needs; heads of another width than the bundled model's.
     shapes = replace(
@@ -26,7 +26,7 @@ def pair():
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sizes.SIZES, "wide", replace(sizes.SIZES["llamagen-b"], config=shapes))
-        return own, subjects.subject("default@wide", 2.0, CPU, torch.float32, 0)
+        return own, subjects.subject("default@wide", 2.0, CPU, torch.float32)
 
 
 def test_the_widened_model_has_the_larger_shapes(pair):

@@ -36,9 +36,6 @@ def main() -> None:
         "--dry", action="store_true", help="run on the CPU with tiny models (always if there is no GPU)"
     )
     parser.add_argument(
-        "--generate", action="store_true", help="also measure generate of transformers, which is compiled"
-    )
-    parser.add_argument(
         "--out", type=Path, help="JSON report, with its page next to it (default: tools/benchmarks/results/)"
     )
     for name, kind in (("--stage", str), ("--into", Path), ("--seconds", float)):  # of the processes of the stages
@@ -61,10 +58,9 @@ def all_stages(options: argparse.Namespace) -> str | None:
     about = {"schema": SCHEMA, "device": device, "dry": dry, "commit": commit()}
     known = {entry["stage"]: entry for entry in (begun(out, about) if options.of else ())}
     stages = tuple(stage for stage in STAGES if not options.only or stage.name in options.only)
-    arguments = ["--generate"] if options.generate else []
     times = 60 * options.minutes, 60 * (options.of or 0.0)
     with tempfile.TemporaryDirectory() as folder:
-        for entry in in_turn(stages, times[0], Path(folder), arguments, dry, known, times[1]):
+        for entry in in_turn(stages, times[0], Path(folder), dry, known, times[1]):
             known[entry["stage"]] = entry
             report = about | {"minutes": options.of or options.minutes}
             report["stages"] = [known[stage.name] for stage in STAGES if stage.name in known]
@@ -91,8 +87,7 @@ def one_stage(options: argparse.Namespace) -> None:
         wanted = stage.environment.get(ALLOCATORS, "").partition(":")[2]
         if wanted and not options.dry and (here := torch.cuda.get_allocator_backend()) != wanted:
             raise NotRun(f"torch's allocator is {here} although {wanted} was asked for")
-        run = getattr(import_module(f".{module}", __package__), function)
-        run(findings, generate=options.generate)
+        getattr(import_module(f".{module}", __package__), function)(findings)
     except NotRun as reason:
         findings.not_run(stage.title, str(reason))
     findings.save()

@@ -16,7 +16,7 @@ from . import packages, subjects
 from .findings import Findings
 
 
-def run(findings: Findings, **_options: object) -> None:
+def run(findings: Findings) -> None:
     """One row for every fact; a warning where the pack has to do without Triton or graphs."""
     facts: dict[str, object] = {"processor": cpu_name(), **{name: found for name, found in versions().items() if found}}
     findings.needs_device("name, capability, memory, driver, allocator, bandwidth")

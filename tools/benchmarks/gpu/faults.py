@@ -119,7 +119,7 @@ def interrupting(put: Callable[[bool], None]) -> Iterator[None]:
         thread.join()
 
 
-def run_interrupted(findings: Findings, **_options: object) -> None:
+def run_interrupted(findings: Findings) -> None:
     """Stages ``interrupted`` and ``interrupted-async``: the process lives, and the next run is captured."""
     dry, how = findings.dry, flag(findings.dry)
     subjects.need_graphs(dry)
@@ -180,7 +180,7 @@ def filled(gib: float, dry: bool) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def run_full(findings: Findings, **_options: object) -> None:
+def run_full(findings: Findings) -> None:
     """The stage ``full``: a run whose graphs, or prompt, find no memory ends with torch's error, and the next one,
     which has memory, gives the same image, captured."""
     dry = findings.dry
@@ -211,7 +211,7 @@ def run_full(findings: Findings, **_options: object) -> None:
 # A workspace of cuBLAS that another node frees
 
 
-def run_workspace(findings: Findings, **_options: object) -> None:
+def run_workspace(findings: Findings) -> None:
     """The stage ``workspace``: replays write to no memory that somebody else has since got."""
     dry = findings.dry
     subjects.need_graphs(dry)
@@ -259,7 +259,7 @@ def failing() -> Iterator[None]:
         yield
 
 
-def run_failed(findings: Findings, **_options: object) -> None:
+def run_failed(findings: Findings) -> None:
     """Stages ``failed`` and ``failed-async``: a failed capture costs neither the image nor memory, and what comes after
     it in the process works."""
     dry = findings.dry
@@ -285,7 +285,7 @@ def run_failed(findings: Findings, **_options: object) -> None:
     findings.content["summary"] = "; ".join(f"{row['kept, MiB']:.0f} MiB kept" for row in findings.rows)
 
 
-def run_unloading(findings: Findings, **_options: object) -> None:
+def run_unloading(findings: Findings) -> None:
     """Stage ``unloading``: what a run used is free when its model is gone."""
     dry = findings.dry
     with findings.listening(), captures(dry), findings.item(model="llamagen-xl") as row:

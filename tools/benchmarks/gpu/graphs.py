@@ -91,7 +91,7 @@ def made(name: str, dtype: torch.dtype, dry: bool) -> Subject:
     return subjects.random_subject(name, dry, size.grid[0] ** 2, size, dtype)
 
 
-def run(findings: Findings, **_options: object) -> None:
+def run(findings: Findings) -> None:
     """The stages ``graphs`` and ``graphs-async``."""
     compare(findings, models(findings.dry))
 
@@ -144,7 +144,7 @@ def compared(called: Sampler, captured: Sampler, counted: Captures) -> dict[str,
 # How often the first images of a process make steps be captured, how long that takes, and what repeats it
 
 
-def run_captures(findings: Findings, **_options: object) -> None:
+def run_captures(findings: Findings) -> None:
     """Three images by every method as if it was the first of the process, then parts of images after every change that
     a user may make between two runs."""
     dry = findings.dry

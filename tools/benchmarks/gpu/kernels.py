@@ -144,12 +144,12 @@ def models(dry: bool) -> dict[str, sizes.Size]:
     return found | {"emu3-8b, all ids": replace(emu3, config=replace(emu3.config, vocab=subjects.EMU3_IDS))}
 
 
-def run(findings: Findings, **_options: object) -> None:
+def run(findings: Findings) -> None:
     """The stage ``kernels``."""
     compare(findings, models(findings.dry), DRY_DTYPES if findings.dry else DTYPES)
 
 
-def run_races(findings: Findings, **_options: object) -> None:
+def run_races(findings: Findings) -> None:
     """The stage ``races``: tiny models, because a sanitizer makes everything a hundred times slower."""
     try:
         torch.zeros(1, device=subjects.device_of(dry=False))

@@ -22,7 +22,7 @@ WANTED = {  # package -> what is not run without it
     "numpy": "LANTERN, ComfyUI",
     "PIL": "ComfyUI",
     "aiohttp": "ComfyUI",
-    "transformers": "--generate, ComfyUI",
+    "transformers": "ComfyUI",
 }
 _IMPORTED = {  # module -> functions that the pack imports from it
     "safetensors": ("safe_open",),

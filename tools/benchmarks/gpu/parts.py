@@ -73,7 +73,7 @@ def matrices(name: str, dry: bool) -> dict[str, tuple[int, int, str]]:
     }
 
 
-def run_products(findings: Findings, **_options: object) -> None:
+def run_products(findings: Findings) -> None:
     """What the pack does, its kernel, and cuBLAS, of which the pack chooses by rows and storage."""
     dry, dtype = findings.dry, subjects.dtype_of(findings.dry)
     device = subjects.device_of(dry)
@@ -133,7 +133,7 @@ def ways(x: Tensor, gate: bool, added: Tensor | None, narrow: bool) -> dict[str,
 # Attention
 
 
-def run_attention(findings: Findings, **_options: object) -> None:
+def run_attention(findings: Findings) -> None:
     """Two rows whose caches are half full: the pack's attention, which also rotates and stores, and torch's, whose keys
     are stored already."""
     dry, dtype = findings.dry, subjects.dtype_of(findings.dry)

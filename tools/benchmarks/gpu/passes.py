@@ -11,12 +11,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ..passes import Baseline, Run, Sampler, Stretch, bandwidth, weights_read
+from ..passes import Run, Sampler, Stretch, bandwidth, weights_read
 from ..runs import PROMPTS
 from ..speed import beside_the_floor
 from ..subjects import BASE, Subject
 from ..tables import row_of
-from . import packages, subjects
+from . import subjects
 from .faults import free_memory
 from .findings import Findings
 from .graphs import CAPTURED, Captures, captures
@@ -34,19 +34,19 @@ BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "Memcpy DtoH (Devi
 # What a pass of released shapes costs, beside the time that reading its weights takes
 
 
-def run(findings: Findings, generate: bool = False, models: Sequence[str] = (), **_options: object) -> None:
+def run(findings: Findings, models: Sequence[str] = ()) -> None:
     """The stage ``passes``."""
     findings.needs_device("milliseconds, floor, launches, synchronisations")
     with findings.listening(), captures(findings.dry) as counted:
         for name in findings.each(models or MODELS, "models", "model"):
             with findings.trying(name):
-                measure(findings, subjects.random_subject(name, findings.dry, TOKENS), counted, generate)
+                measure(findings, subjects.random_subject(name, findings.dry, TOKENS), counted)
             free_memory(findings.dry)
     summary = (f"{row['model']}: {row['ms']} ms, floor {row['floor, ms']}" for row in of_base(findings))
     findings.content["summary"] = "; ".join(summary) or f"{len(findings.rows)} runs went through"
 
 
-def run_allocator(findings: Findings, **_options: object) -> None:
+def run_allocator(findings: Findings) -> None:
     """The stage ``passes-async``: the same for LlamaGen-XL, beside the stage ``passes``."""
     run(findings, models=MODELS[:1])
     compare_allocators(findings)
@@ -70,21 +70,15 @@ def of_base(findings: Findings) -> list[dict[str, Any]]:
     return [row for row in findings.rows if row["method"] == BASE and "ms" in row]
 
 
-def measure(findings: Findings, case: Subject, counted: Captures, generate: bool) -> None:
+def measure(findings: Findings, case: Subject, counted: Captures) -> None:
     """All methods of a model, in turns."""
-    contestants: list[Sampler | Baseline] = []
+    contestants: list[Sampler] = []
     for method in findings.each(subjects.DRY_METHODS[:3] if findings.dry else METHODS, f"methods of {case.name}"):
         with findings.trying(f"{case.name}, {method}, first runs"):
             contestant = case.sampler(method)
             for seed in range(2):
                 contestant(seed)
             contestants.append(contestant)
-    if generate:
-        with findings.trying(f"{case.name}, generate"):
-            packages.need("transformers", "einops")
-            for baseline in case.baselines():
-                baseline(0)
-                contestants.append(baseline)
     counted.taken()
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     for seed in findings.each(range(1, 2 if findings.dry else REPETITIONS + 1), f"repetitions of {case.name}"):
@@ -106,18 +100,22 @@ def measure(findings: Findings, case: Subject, counted: Captures, generate: bool
             )
 
 
-def beside(case: Subject, contestant: Sampler | Baseline, runs: dict[str, list[Run]]) -> dict[str, object]:
+def beside(case: Subject, contestant: Sampler, runs: dict[str, list[Run]]) -> dict[str, object]:
     """A row: milliseconds of a pass, those of copying what it must read, the cost in passes of next-token; and of a
     profiled run, what is launched in a pass and what else makes the host wait."""
     measured, device = row_of(contestant.name, runs, BASE), case.model.device
     floor = beside_the_floor(case, measured, bandwidth(device, weights_read(case.model.backbone)))["floor_ms"]
     ms = measured["pass_ms"]["median"]
     cost = round(1 / measured["ms_over"][BASE], 2)
-    row = {"ms": ms, "floor, ms": floor, "times the floor": round(ms / floor, 1), "cost": cost}
-    if not isinstance(contestant, Sampler):
-        return row
     seen = synchronisations(case.sampler(contestant.name, Stretch.middle(case.stretch.layout, PROFILED)))
-    return row | {"launches": seen["launches"], "synchronisations": seen["between"] or "none"}
+    return {
+        "ms": ms,
+        "floor, ms": floor,
+        "times the floor": round(ms / floor, 1),
+        "cost": cost,
+        "launches": seen["launches"],
+        "synchronisations": seen["between"] or "none",
+    }
 
 
 # What a profiler tells of a run on a GPU
@@ -167,7 +165,7 @@ def synchronisations(contestant: Sampler) -> dict[str, Any]:
 # Narrow weights
 
 
-def run_storages(findings: Findings, **_options: object) -> None:
+def run_storages(findings: Findings) -> None:
     """Stages ``storages`` and ``plain``: milliseconds of a pass of a 7B model in bf16, int8 and int4."""
     dry = findings.dry
     findings.needs_device("milliseconds of a pass")
@@ -188,7 +186,7 @@ def run_storages(findings: Findings, **_options: object) -> None:
 # How much faster every method is on images of a large model that was trained
 
 
-def run_ratios(findings: Findings, **_options: object) -> None:
+def run_ratios(findings: Findings) -> None:
     """The stage ``ratios``. The bundled model is too small to tell what a pass costs on a GPU. Widened to a larger
     model's shapes by channels and layers that add nothing, it generates the same images at the larger one's cost."""
     dry = findings.dry

@@ -69,7 +69,7 @@ def memory_management(dry: bool) -> Any:
     return import_module("comfy.model_management")
 
 
-def run(findings: Findings, **_options: object) -> None:
+def run(findings: Findings) -> None:
     tree = comfyui()
     from tools.comfy_server import ComfyServer
 

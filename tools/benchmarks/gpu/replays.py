@@ -21,7 +21,7 @@ OTHERS, GAPS = "(others)", "(gaps)"
 Event = tuple[float, float, str]  # begin, end (us), name
 
 
-def run(findings: Findings, **_options: object) -> None:
+def run(findings: Findings) -> None:
     """Rows of one method are made together, so that a second run goes on with the next method."""
     dry = findings.dry
     findings.needs_device("kernels of a replay")

@@ -78,13 +78,13 @@ STAGES = (
 )
 
 
-def process(stage: Stage, seconds: float, folder: Path, arguments: list[str], dry: bool) -> dict[str, Any]:
+def process(stage: Stage, seconds: float, folder: Path, dry: bool) -> dict[str, Any]:
     """Run a stage for so many seconds at most, and judge what it wrote into ``folder``, where it finds what an earlier
     call and other stages have written."""
     into, log = folder / f"{stage.name}.json", folder / f"{stage.name}.log"
     soft = seconds - min(GRACE, seconds / 3)
     command = [*stage.before, sys.executable, "-m", "tools.benchmarks", "gpu", "--stage", stage.name]
-    command += ["--into", str(into), "--seconds", f"{soft:.1f}", *arguments, *(["--dry"] if dry else [])]
+    command += ["--into", str(into), "--seconds", f"{soft:.1f}", *(["--dry"] if dry else [])]
     begun, code = time.perf_counter(), None
     with log.open("wb") as words:
         try:
@@ -156,7 +156,6 @@ def in_turn(
     stages: tuple[Stage, ...],
     seconds: float,
     folder: Path,
-    arguments: list[str],
     dry: bool,
     known: dict[str, dict[str, Any]] | None = None,
     plan: float = 0.0,
@@ -185,6 +184,6 @@ def in_turn(
             yield known.get(stage.name) or not_run(stage, OUT_OF_TIME)
         else:
             share = stage.minutes / sum(other.minutes for other in todo[number:])
-            entry = process(stage, min(rest, max(plan * share, STARTING)), folder, arguments, dry)
+            entry = process(stage, min(rest, max(plan * share, STARTING)), folder, dry)
             plan -= entry["seconds"]
             yield entry | {"seconds": round(before + entry["seconds"], 1)}

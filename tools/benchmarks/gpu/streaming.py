@@ -25,7 +25,7 @@ LEFT = {"half": 0.5, "a little": 0.02}  # share of the weights that stays in mai
 LINK = 2**28  # bytes that are copied to measure the link
 
 
-def run(findings: Findings, **_options: object) -> None:
+def run(findings: Findings) -> None:
     """Milliseconds of a pass beside those of copying what was not loaded, and how much of the copying is hidden."""
     dry, device = findings.dry, subjects.device_of(findings.dry)
     prompts.memory_management(dry)

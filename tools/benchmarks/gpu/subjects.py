@@ -96,7 +96,7 @@ def subject_of(name: str, model: DiscreteModel, dry: bool, tokens: int, dry_toke
 def bundled_subject(dry: bool, dtype: torch.dtype, name: str = "default") -> Subject:
     """The bundled model (or it widened), which generates whole images; in a dry run a few tokens in the middle."""
     packages.need("safetensors", "einops")
-    found = subject(name, 3.0, device_of(dry), dtype, 0)
+    found = subject(name, 3.0, device_of(dry), dtype)
     return replace(found, stretch=Stretch.middle(found.stretch.layout, DRY_TOKENS)) if dry else found
 
 
