@@ -14,7 +14,7 @@ arXiv:2402.12374, section 3.1, there for one table of ranks). So best_paths() co
 a(d, r) is counted in the verified rounds of the run, of all its images, which are forgotten exponentially (MEMORY);
 where little was counted, neighbours in the table tell. A run chooses among the best trees of a few tables, and changes
 its tree for a clear gain only: on a GPU every other tree is another CUDA graph, whose capture takes as long as some
-twenty rounds, and the best trees of all tables that are counted gain nothing (tools/benchmarks/trees.py). As a tree
+twenty rounds, and the best trees of all tables that are counted gain nothing (tests/unit/test_auto.py). As a tree
 depends on verified rounds only, an exact rule stays exact. Children are sampled as in EAGLE-1, as sampled ones are
 accepted more often than the most likely ones unless the temperature is low.
 """

@@ -28,9 +28,9 @@ from comfyui_specar.samplers.methods import pass_costs as measuring
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.trace import Source
-from comfyui_specar.tools.benchmarks import trees
 
 from ..support.toy import ToyDrafter, ToyModel, draft_tree, plain, request
+from ..support.tree_simulation import MACHINES, AlwaysBest, simulated
 
 LAYOUT = plain(2, 3)
 SMALL = Auto(nodes=12, depth=4)
@@ -217,14 +217,11 @@ def test_a_tree_changes_for_a_clear_gain_only():
     assert kept and changed >= 3
 
 
-@pytest.mark.parametrize("machine", trees.MACHINES)
+@pytest.mark.parametrize("machine", MACHINES)
 def test_few_trees_are_as_fast_as_the_best_ones(machine):
     """In simulated images. On a GPU every tree is captured."""
-    costs, tokens = trees.MACHINES[machine]
-    rates = trees.DRAFTERS["bundled"]
-    (best, many), (speed, few) = (
-        trees.simulated(kind(costs=costs), tokens, rates) for kind in (trees.AlwaysBest, Auto)
-    )
+    costs, tokens = MACHINES[machine]
+    (best, many), (speed, few) = (simulated(kind(costs=costs), tokens) for kind in (AlwaysBest, Auto))
     assert len(few) <= 6 < len(many) / 4
     assert speed >= 0.98 * best
 

@@ -5,7 +5,6 @@
     gpu         the first command to run on a new GPU (3, 10 or 25 minutes): checks Triton kernels and CUDA graphs, then
                 measures passes; without a GPU a dry run
     launches    number of kernel launches per pass on a GPU, counted without a GPU
-    trees       how many draft trees *auto* takes in an image, and what it loses by not taking more: simulated
     quality     likelihood, prompt agreement and distances of every method's images; a check of the lossless ones
     same_seed   how often the same-seed mode and batches give the image of next-token sampling
     documents   writes the tables of the documents from the published reports
@@ -19,7 +18,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "gpu", "launches", "trees", "quality", "same_seed", "documents")
+WHAT = ("speed", "gpu", "launches", "quality", "same_seed", "documents")
 
 
 def main(arguments: list[str]) -> None:

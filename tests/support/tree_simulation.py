@@ -1,11 +1,8 @@
-"""How many draft trees *auto* takes in a few images, and the tokens per cost, beside taking the best one at every look:
-simulated, without a model.
+"""Which draft trees *auto* takes in a few images, and the tokens per cost, beside taking the best one at every look.
 
-    python -m tools.benchmarks trees
-
-A draft that is tested is accepted with a probability that depends on its rank. Costs are those measured of LlamaGen-XL
-and Lumina-mGPT-7B on an H200 (results/gpu-nvidia-h200.md; the drafter's follow from the rounds of a chain), and of
-LlamaGen-B on a CPU (results/measured.md; the drafter's are a guess). On a GPU every tree is a CUDA graph to capture.
+No model is needed: a draft that is tested is accepted with a probability that depends on its rank. Costs are those
+measured of LlamaGen-XL and Lumina-mGPT-7B on an H200 (tools/benchmarks/results/gpu-nvidia-h200.md; the drafter's follow
+from the rounds of a chain), and of LlamaGen-B on a CPU (measured.md; the drafter's are a guess).
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.drafts.structures import Extent
 from comfyui_specar.samplers.drafts.trees import Path
 
-from .report import grid, plain_command
-
 IMAGES = 5
 MACHINES = {  # costs, and tokens of an image
     "LlamaGen-XL, H200": (PassCosts(((1, 1.0), (17, 1.2), (33, 1.75), (65, 1.8)), 0.1, ((1, 0.05),)), 1024),
@@ -41,11 +36,7 @@ MACHINES = {  # costs, and tokens of an image
         256,
     ),
 }
-DRAFTERS = {  # acceptance by rank, that of the last for all others
-    "bundled": (0.72, 0.4, 0.33, 0.27),
-    "weaker": (0.5, 0.3, 0.25, 0.2),
-    "relaxed rule": (0.9, 0.6, 0.5, 0.4),
-}
+RATES = 0.72, 0.4, 0.33, 0.27  # acceptance by rank of the bundled drafter, that of the last for all others
 
 
 class AlwaysBest(Auto):
@@ -57,15 +48,15 @@ class AlwaysBest(Auto):
         return paths, tokens / rate
 
 
-def simulated(structure: Auto, tokens: int, rates: Sequence[float], images: int = IMAGES) -> tuple[float, set[Paths]]:
-    """Expected tokens per cost of the trees that are taken, and these. rates: acceptance by rank."""
+def simulated(structure: Auto, tokens: int) -> tuple[float, set[Paths]]:
+    """Expected tokens per cost of the trees that are taken, and these."""
     chance = random.Random(0)
-    row = [rates[min(rank, len(rates) - 1)] for rank in range(RANKS)]
+    row = [RATES[min(rank, len(RATES) - 1)] for rank in range(RANKS)]
     levels = structure.size()[1]
     reached = [sibling_chances(row)] * levels
     taken: set[Paths] = set()
     gained = spent = 0.0
-    for _ in range(images):
+    for _ in range(IMAGES):
         counts, extent, decided = [0.0] * (2 * levels * RANKS), Extent(), 0
         while decided < tokens:
             read = tuple(round(count * UNIT) for count in counts)
@@ -103,18 +94,3 @@ def verified(siblings: list[Path], row: Sequence[float], counts: list[float], ch
             counts[len(counts) // 2 + place] += 1
             return path
     return None
-
-
-def table() -> str:
-    """A row for every machine and drafter: trees in all images, and tokens per cost of a pass over one token."""
-    rows = []
-    for machine, (costs, tokens) in MACHINES.items():
-        for drafter, rates in DRAFTERS.items():
-            (best, many), (speed, few) = (simulated(kind(costs=costs), tokens, rates) for kind in (AlwaysBest, Auto))
-            rows.append([machine, drafter, len(many), f"{best:.2f}", len(few), f"{speed:.2f}"])
-    return grid(["costs of", "drafter", "trees, always the best", "tokens per cost", "trees, auto", "of it"], rows)
-
-
-def main() -> None:
-    plain_command(" trees", __doc__).parse_args()
-    print(table())
