@@ -40,9 +40,6 @@ class Run:
     previews: list[bytes] = field(default_factory=list)
     outputs: dict = field(default_factory=dict)
 
-    def count(self, event: str) -> int:
-        return sum(kind == event for kind, _ in self.events)
-
     def message(self) -> str:
         """The server's whole message about a failure."""
         if self.outcome == "error":

@@ -111,9 +111,6 @@ class Frontend:
     def connect(self, source: str, output: str, target: str, input: str) -> None:
         self.page.evaluate("link => connect(...link)", [source, output, target, input])
 
-    def remove(self, name: str) -> None:
-        self.page.evaluate("name => app.graph.remove(find(name))", name)
-
     def run(self) -> None:
         """Queues the graph and waits until it has run and its images are loaded."""
         self.page.evaluate("() => { window.ended.length = 0; app.queuePrompt(0, 1); }")

@@ -14,7 +14,7 @@ from comfyui_specar.api import Output
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.pass_costs import wait
-from torch import nn
+from torch import Tensor, nn
 
 from .generate import counterpart, generate
 from .plain import plain_loop
@@ -186,14 +186,19 @@ def bytes_of_a_pass(model, drafter, stretch: Stretch, prompt: int, rows: int, dr
 
 
 def bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second that copying a buffer of ``size`` bytes (at most CHUNK) moves: read and written, best of ten."""
-    a = torch.ones(min(size, CHUNK), dtype=torch.uint8, device=device)
-    b, best = torch.empty_like(a), float("inf")
+    """Bytes per second that copying a buffer of ``size`` bytes (at most CHUNK) moves: read and written."""
+    source = torch.ones(min(size, CHUNK), dtype=torch.uint8, device=device)
+    return 2 * copying(source, torch.empty_like(source))
+
+
+def copying(source: Tensor, target: Tensor) -> float:
+    """Bytes per second that are copied from one buffer to another, best of ten."""
+    best = float("inf")
     for _ in range(10):
-        wait(device)
+        wait(target.device)
         begun = time.perf_counter()
         for _ in range(4):
-            b.copy_(a)
-        wait(device)
+            target.copy_(source, non_blocking=True)
+        wait(target.device)
         best = min(best, (time.perf_counter() - begun) / 4)
-    return 2 * len(a) / best
+    return source.nbytes / best

@@ -17,17 +17,7 @@ from comfyui_specar.kernels import linear, sampling
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.tests.support.patience import PATIENCE
 from comfyui_specar.tools.benchmarks import sizes
-from comfyui_specar.tools.benchmarks.gpu import (
-    calls,
-    faults,
-    graphs,
-    kernels,
-    passes,
-    replays,
-    stages,
-    streaming,
-    subjects,
-)
+from comfyui_specar.tools.benchmarks.gpu import calls, faults, graphs, kernels, passes, replays, stages, subjects
 from comfyui_specar.tools.benchmarks.gpu.command import begun, page
 from comfyui_specar.tools.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, OUT_OF_TIME, Findings, NotRun
 from comfyui_specar.tools.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
@@ -449,7 +439,8 @@ def test_what_a_replay_consists_of():
 
 
 def test_time_in_which_anything_runs():
-    assert streaming.busy([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4 and streaming.busy([]) == 0
+    spans = [(0, 2), (1, 3), (5, 6), (5, 5.5)]
+    assert passes.busy([(*span, "a kernel") for span in spans]) == 4 and passes.busy([]) == 0
 
 
 def test_differences():

@@ -28,6 +28,7 @@ SLOWEST = 7.5  # times the floor that a pass of next-token may take: beyond it, 
 STORED, STORED_METHODS, STORED_TOKENS = "lumina-mgpt-7b", (BASE, "sjd coupled w32"), 128
 APART = 5  # percent that a pass may take longer with the other allocator
 POLL = "cudaEventSynchronize"  # the host reads how far the images are, one step late
+Event = tuple[float, float, str]  # begin, end (us), name
 BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "Memcpy DtoH (Device -> Pageable)")
 
 
@@ -150,15 +151,25 @@ def polls_of(events: Any) -> list[float]:
     return [event.time_range.start for event in events if event.name == POLL]
 
 
-def on_device(events: Any) -> Iterable[Any]:
+def on_device(events: Any) -> list[Event]:
     """What the device did: kernels and copies, each of which was launched by itself or as a part of a graph."""
-    return (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+    did = (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+    return [(event.time_range.start, event.time_range.end, event.name) for event in did]
+
+
+def busy(events: Iterable[Event]) -> float:
+    """How long at least one of the events lasts."""
+    total, until = 0.0, float("-inf")
+    for begin, end, _ in sorted(events):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def synchronisations(contestant: Sampler) -> dict[str, Any]:
     """Of a run: polls, other synchronisations, and how much the device did in a pass."""
     events = profiled(contestant)
-    launches = per_pass(polls_of(events), (event.time_range.start for event in on_device(events)))
+    launches = per_pass(polls_of(events), (begin for begin, _, _ in on_device(events)))
     return between_polls((event.time_range.start, event.name) for event in events) | {"launches": launches}
 
 

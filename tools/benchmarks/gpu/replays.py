@@ -6,19 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..passes import Sampler
 from . import subjects
 from .faults import free_memory
 from .findings import Findings
 from .graphs import captures
-from .passes import MODELS, on_device, polls_of, profiled
+from .passes import MODELS, Event, busy, on_device, polls_of, profiled
 
 METHODS = ("next_token", "sjd coupled w32", "chain of 5", "EAGLE-1, 57 drafts", "LANTERN delta 0.3")
 TOKENS = 64  # of a run under the profiler
 MOST = 25  # kernels that have a row of their own
 NAME = 80  # characters of a kernel's name: those of libraries hold all their types
 OTHERS, GAPS = "(others)", "(gaps)"
-Event = tuple[float, float, str]  # begin, end (us), name
 
 
 def run(findings: Findings) -> None:
@@ -35,7 +33,11 @@ def run(findings: Findings) -> None:
                 assert case is not None
                 with findings.trying(f"{name}, {method}"):
                     sampler = case.sampler(method)
-                    rows = [{"kernel": "any", "passes": sampler(0).passes}] if dry else by_kernel(*events_of(sampler))
+                    if dry:
+                        rows = [{"kernel": "any", "passes": sampler(0).passes}]
+                    else:
+                        events = profiled(sampler)
+                        rows = by_kernel(polls_of(events), on_device(events))
                     findings.rows.extend({"model": name, "method": method} | row for row in rows)
             del case
             free_memory(dry)
@@ -43,26 +45,17 @@ def run(findings: Findings) -> None:
     findings.content["summary"] = f"gaps in a replay: {'; '.join(gaps) or 'not known'}"
 
 
-def events_of(contestant: Sampler) -> tuple[list[float], list[Event]]:
-    """When the host polled, and what the device did, in a run whose graphs were captured before."""
-    events = profiled(contestant)
-    ranges = ((event.time_range, event.name) for event in on_device(events))
-    return polls_of(events), [(time.start, time.end, name) for time, name in ranges]
-
-
 def by_kernel(polls: Sequence[float], events: Iterable[Event]) -> list[dict[str, Any]]:
     """A row for every name: launches and microseconds in a pass, and the time in which nothing ran. The longest come
     first."""
     if len(polls) < 2:
         return []
-    inside = sorted(event for event in events if min(polls) < event[0] < max(polls))
+    inside = [event for event in events if min(polls) < event[0] < max(polls)]
     passes = len(polls) - 1
     found: dict[str, list[float]] = defaultdict(list)
-    busy, gaps = min(polls), 0.0
     for begin, end, name in inside:
         found[name[:NAME]].append(end - begin)
-        gaps += max(0.0, begin - busy)
-        busy = max(busy, end)
+    gaps = max((end for _, end, _ in inside), default=min(polls)) - min(polls) - busy(inside)
     longest = sorted(found, key=lambda name: sum(found[name]), reverse=True)
     parts = [(name, found[name]) for name in longest[:MOST]]
     if rest := [us for name in longest[MOST:] for us in found[name]]:

@@ -8,21 +8,19 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from comfyui_specar.samplers.methods.pass_costs import wait
 
 from .. import sizes
-from ..passes import Sampler
+from ..passes import CHUNK, Sampler, copying
 from ..subjects import BASE, STORAGES
 from . import prompts, subjects
 from .faults import free_memory
 from .findings import Findings
-from .passes import STORED, on_device, profiled
+from .passes import STORED, busy, on_device, profiled
 
 METHODS, DRY_METHODS = (BASE, "sjd coupled w32"), (BASE,)
 TOKENS = 48
 STORED_AS = ("", ":int8", ":int4")
 LEFT = {"half": 0.5, "a little": 0.02}  # share of the weights that stays in main memory
-LINK = 2**28  # bytes that are copied to measure the link
 
 
 def run(findings: Findings) -> None:
@@ -60,16 +58,8 @@ def run(findings: Findings) -> None:
 
 def link_speed(device: torch.device) -> float:
     """Bytes per second from pinned memory to the GPU."""
-    there = torch.empty(LINK, dtype=torch.uint8).pin_memory()
-    here, seconds = torch.empty(LINK, dtype=torch.uint8, device=device), []
-    edges = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    for _ in range(4):
-        edges[0].record()
-        here.copy_(there, non_blocking=True)
-        edges[1].record()
-        wait(device)
-        seconds.append(1e-3 * edges[0].elapsed_time(edges[1]))
-    return LINK / min(seconds)
+    there = torch.empty(CHUNK, dtype=torch.uint8).pin_memory()
+    return copying(there, torch.empty(CHUNK, dtype=torch.uint8, device=device))
 
 
 def streamed(contestant: Sampler, copied: int, link: float | None) -> dict[str, Any]:
@@ -78,10 +68,10 @@ def streamed(contestant: Sampler, copied: int, link: float | None) -> dict[str, 
     row: dict[str, Any] = {"passes": run.passes, "left, MB": round(copied / 1e6, 3)}
     if link is None:
         return row
-    events = [(event.time_range.start, event.time_range.end, event.name) for event in on_device(profiled(contestant))]
+    events = on_device(profiled(contestant))
     copies = sum(end - begin for begin, end, name in events if "HtoD" in name)
     kernels = sum(end - begin for begin, end, name in events if "HtoD" not in name)
-    hidden = copies + kernels - busy([(begin, end) for begin, end, _ in events])
+    hidden = copies + kernels - busy(events)
     return row | {
         "ms": round(run.pass_ms, 2),
         "of the link, ms": round(1e3 * copied / link, 2),
@@ -89,12 +79,3 @@ def streamed(contestant: Sampler, copied: int, link: float | None) -> dict[str, 
         "kernels, ms": round(1e-3 * kernels / run.passes, 2),
         "at the same time, ms": round(1e-3 * hidden / run.passes, 2),
     }
-
-
-def busy(spans: list[tuple[float, float]]) -> float:
-    """How long at least one of the spans (begin, end) lasts."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
