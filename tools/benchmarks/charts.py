@@ -1,12 +1,11 @@
-"""The charts of the documents, drawn by matplotlib as SVG that is readable on light and on dark pages."""
+"""The chart of the documents, drawn by matplotlib as SVG that is readable on light and on dark pages."""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import matplotlib as mpl
@@ -39,35 +38,6 @@ SETTINGS = {
 }
 
 
-class Chart:
-    """A figure of WIDTH pixels, with ``panels`` below each other; ``svg`` is it as text, once it is finished."""
-
-    def __init__(self, title: str, height: int, panels: int):
-        self.title, self.svg = title, ""
-        self.figure = Figure((WIDTH / 72, height / 72), dpi=72, layout="constrained")  # a point is a pixel
-        self.panels: list[Axes] = list(self.figure.subplots(panels, squeeze=False).flat)
-
-
-@contextmanager
-def chart(title: str, height: int, panels: int = 1) -> Iterator[Chart]:
-    """A chart to draw on meanwhile."""
-    with mpl.rc_context(SETTINGS):
-        made = Chart(title, height, panels)
-        yield made
-        made.figure.savefig(file := io.StringIO(), format="svg", transparent=True, metadata={"Date": None})
-    text = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', file.getvalue()).replace(INK, "currentColor")
-    made.svg = re.sub(r"(<svg [^>]*>)", rf"\1\n<title>{title}</title>\n{THEME}", text, count=1)
-
-
-def legend(figure: Figure, *more: Line2D, exact: str, drifts: str) -> None:
-    """Below everything: what the colours mean, and more."""
-    dots = [
-        Line2D([], [], color=COLOURS[kind], marker="o", linestyle="none", label=label)
-        for kind, label in ((True, exact), (False, drifts))
-    ]
-    figure.legend(handles=[*dots, *more], loc="outside lower center", ncols=2 + len(more), columnspacing=1.2)
-
-
 class Point(NamedTuple):
     """A setting in a panel. loss: what its images lose, at least 0, with the interval that it lies in; exact methods
     lose nothing. listed: whether it has a label, as those on the front have."""
@@ -91,14 +61,22 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def quality_chart(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
-    """panels: what is lost (on a scale of square roots), and the points, against passes (on a logarithmic scale)."""
-    line = Line2D([], [], color=INK, linestyle="--", linewidth=1, label="the front: best of all")
-    with chart("Quality against forward passes", 60 + 370 * len(panels), len(panels)) as made:
-        for axes, (title, points) in zip(made.panels, panels, strict=True):
-            draw_panel(axes, title, points)
-        made.panels[-1].set_xlabel("forward passes per image")
-        legend(made.figure, line, exact="exact: differs by chance", drifts="may drift, with 95 % interval")
-    return made.svg
+    """An SVG of panels below each other: what is lost (on a scale of square roots), and the points, against passes (on
+    a logarithmic scale)."""
+    title, height = "Quality against forward passes", 60 + 370 * len(panels)
+    dots = {True: "exact: differs by chance", False: "may drift, with 95 % interval"}
+    signs = [Line2D([], [], color=COLOURS[kind], marker="o", linestyle="none", label=dots[kind]) for kind in dots]
+    signs.append(Line2D([], [], color=INK, linestyle="--", linewidth=1, label="the front: best of all"))
+    with mpl.rc_context(SETTINGS):
+        figure = Figure((WIDTH / 72, height / 72), dpi=72, layout="constrained")  # a point is a pixel
+        axes: list[Axes] = list(figure.subplots(len(panels), squeeze=False).flat)
+        for each, (lost, points) in zip(axes, panels, strict=True):
+            draw_panel(each, lost, points)
+        axes[-1].set_xlabel("forward passes per image")
+        figure.legend(handles=signs, loc="outside lower center", ncols=len(signs), columnspacing=1.2)
+        figure.savefig(file := io.StringIO(), format="svg", transparent=True, metadata={"Date": None})
+    text = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', file.getvalue()).replace(INK, "currentColor")
+    return re.sub(r"(<svg [^>]*>)", rf"\1\n<title>{title}</title>\n{THEME}", text, count=1)
 
 
 def draw_panel(axes: Axes, title: str, points: Sequence[Point]) -> None:
