@@ -15,10 +15,10 @@ from comfyui_specar.batch.maps import SAMPLER
 from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
 from comfyui_specar.batch.server import files_of, notices_of, refusal
 from comfyui_specar.reports.run_report import drafting
+from tqdm import tqdm
 
 DEFAULT_WORKFLOW = PACK / "workflows/api/06 Race.json"
 OUTPUT = PACK / "output"
-BAR_WIDTH = 30
 MOST_SECONDS = 86400.0  # of a run: whoever waits can end it
 
 
@@ -89,9 +89,9 @@ def make(server: ComfyServer, prompt: dict, workflow: Path) -> None:
     """Runs the prompt with a progress bar, then prints its files and the cost of each method."""
     start = time.monotonic()
     print(f"Running {workflow.name}", flush=True)
-    bar = ProgressBar(prompt)
-    run = asyncio.run(run_prompt(server.url, prompt, follow=bar.follow, timeout=MOST_SECONDS))
-    bar.close()
+    progress = Progress(prompt)
+    with progress.bar:
+        run = asyncio.run(run_prompt(server.url, prompt, follow=progress.follow, timeout=MOST_SECONDS))
     if run.outcome != "success":
         raise DemoError(f"{failure(run)}; see {server.log}")
     print(f"Done in {time.monotonic() - start:.0f} s. In {OUTPUT}:")
@@ -129,30 +129,24 @@ def serve(server: ComfyServer) -> None:
     raise DemoError(f"ComfyUI ended ({f'signal {-code}' if code < 0 else f'code {code}'}); its log is {server.log}")
 
 
-class ProgressBar:
-    """One line in the terminal that follows the running node; without a terminal, a line for each of their titles."""
+class Progress:
+    """A bar in the terminal that follows the running node; without a terminal, a line for each of their titles."""
 
     def __init__(self, prompt: dict):
         self._titles = {key: node.get("_meta", {}).get("title", node["class_type"]) for key, node in prompt.items()}
-        self._live, self._said = sys.stdout.isatty(), set()
+        self._said: set[str] = set()
+        # disable=None: where the output is no terminal.
+        self.bar = tqdm(total=1, file=sys.stdout, disable=None, leave=False, bar_format="  [{bar:30}] {desc}")
 
     async def follow(self, _run: Run, event: str, data: dict) -> None:
         if event == "progress_state":
             for node, state in data["nodes"].items():
                 if state["state"] == "running":
-                    self._draw(self._titles[node], state["value"] / max(state["max"], 1))
-        elif event == "executed" and not self._live and (title := self._titles[data["node"]]) not in self._said:
+                    self.bar.total, self.bar.n = max(state["max"], 1), state["value"]
+                    self.bar.set_description_str(self._titles[node])
+        elif event == "executed" and self.bar.disable and (title := self._titles[data["node"]]) not in self._said:
             self._said.add(title)
             print(f"  {title}: done", flush=True)
-
-    def _draw(self, title: str, fraction: float) -> None:
-        if self._live:
-            filled = round(BAR_WIDTH * fraction)
-            print(f"\r\033[K  [{'#' * filled}{'-' * (BAR_WIDTH - filled)}] {title}", end="", flush=True)
-
-    def close(self) -> None:
-        if self._live:
-            print("\r\033[K", end="", flush=True)
 
 
 if __name__ == "__main__":
