@@ -60,48 +60,27 @@ def _janus(dim: int, layers: int, heads: int, ffn: int) -> Size:
     return Size("janus-pro", BackboneConfig(dim, layers, heads, ffn, 16384, 1e-6), (24, 24), SamplingParams(cfg=5.0))
 
 
-def _lumina(dim: int, layers: int, heads: int, ffn: int, side: int) -> Size:
-    return Size(
-        "lumina-mgpt",
-        BackboneConfig(dim, layers, heads, ffn, 8192 + 2, head_norms=1),
-        (side, side),
-        SamplingParams(cfg=3.0, top_k=2000),
-        (True, 1),
-    )
-
-
-def _emu3(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, side: int) -> Size:
-    return Size(
-        "emu3",
-        BackboneConfig(dim, layers, heads, ffn, 32768 + 4, kv_heads=kv_heads),
-        (side, side),
-        SamplingParams(cfg=3.0, top_k=2048),
-        (True, 3),
-        theta=1e6,
-    )
-
-
-def _emu35(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, side: int) -> Size:
-    return Size(
-        "emu3.5",
-        BackboneConfig(dim, layers, heads, ffn, 131072 + 1, 1e-6, kv_heads=kv_heads, head_rms=True, head_dim=128),
-        (side, side),
-        SamplingParams(cfg=5.0, top_k=5120),
-        (True, 0),
-        theta=1e6,
-    )
-
-
 SIZES = {
     "llamagen-b": _llamagen(768, 12, 12, 2048, 16),
     "llamagen-l": _llamagen(1024, 24, 16, 2816, 16),
     "llamagen-xl": _llamagen(1280, 36, 20, 3584, 32),
-    "llamagen-xxl": _llamagen(1536, 48, 24, 4096, 24),
     "janus-pro-1b": _janus(2048, 24, 16, 5632),
     "janus-pro-7b": _janus(4096, 30, 32, 11008),
-    "lumina-mgpt-7b": _lumina(4096, 32, 32, 11008, 48),
-    "emu3-8b": _emu3(4096, 32, 32, 8, 14336, 90),
-    "emu3.5-34b": _emu35(5120, 64, 64, 8, 25600, 32),
+    "lumina-mgpt-7b": Size(
+        "lumina-mgpt",
+        BackboneConfig(4096, 32, 32, 11008, 8192 + 2, head_norms=1),
+        (48, 48),
+        SamplingParams(cfg=3.0, top_k=2000),
+        (True, 1),
+    ),
+    "emu3-8b": Size(
+        "emu3",
+        BackboneConfig(4096, 32, 32, 14336, 32768 + 4, kv_heads=8),
+        (90, 90),
+        SamplingParams(cfg=3.0, top_k=2048),
+        (True, 3),
+        theta=1e6,
+    ),
 }
 
 

@@ -73,12 +73,6 @@ def captures(dry: bool) -> Iterator[Captures]:
 # Captured steps give the tokens of called ones, at first and when replayed
 
 
-def models(dry: bool) -> list[tuple[str, torch.dtype]]:
-    """Names and dtypes of what is compared: a tiny model of each family, and the bundled one."""
-    dtypes = (torch.float32,) if dry else (torch.bfloat16, torch.float32)
-    return [(name, dtype) for dtype in dtypes for name in (*subjects.FAMILIES, "default")]
-
-
 def methods(number: int, dry: bool) -> Sequence[str]:
     """Those of a model. The tape is slow: a dry run takes a few, and of all models but the first two."""
     return subjects.DRY_METHODS[: None if number == 0 else 2] if dry else subjects.methods()
@@ -92,13 +86,11 @@ def made(name: str, dtype: torch.dtype, dry: bool) -> Subject:
 
 
 def run(findings: Findings) -> None:
-    """The stages ``graphs`` and ``graphs-async``."""
-    compare(findings, models(findings.dry))
-
-
-def compare(findings: Findings, listed: list[tuple[str, torch.dtype]]) -> None:
-    """Every method on every model: once with called steps, twice with captured ones."""
+    """The stages ``graphs`` and ``graphs-async``: every method on a tiny model of each family and the bundled one, once
+    with called steps, twice with captured ones."""
     subjects.need_graphs(findings.dry)
+    dtypes = (torch.float32,) if findings.dry else (torch.bfloat16, torch.float32)
+    listed = [(name, dtype) for dtype in dtypes for name in (*subjects.FAMILIES, "default")]
     with torch.inference_mode(), findings.listening(), captures(findings.dry) as counted:
         for number, (name, dtype) in enumerate(findings.each(listed, "models")):
             case = None
