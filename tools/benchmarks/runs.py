@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import comfyui_specar as specar
 from comfyui_specar.samplers.drafts.guesses import INITIAL
 from comfyui_specar.samplers.methods.jacobi import REUSE
-
-from .results_tables import said
 
 PROMPTS = (
     "heart, 3d, on a blue background",
@@ -50,15 +47,6 @@ def cases(windows: Sequence[int]) -> list[Case]:
 def names_of_cases() -> list[str]:
     """Of both lists, with the windows that reports have."""
     return [case.name for case in (*cases((16, 32)), *drafter_cases(None, None))]
-
-
-def chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The names of cases that are wanted, which may also be those of the documents' tables. Exits with all names where
-    one is neither."""
-    names = {said(name): name for name in known} | {name: name for name in known}
-    if unknown := [name for name in wanted if name not in names]:
-        sys.exit(f"error: there is no method {', '.join(unknown)}; choose from: {'; '.join(known)}")
-    return [names[name] for name in wanted]
 
 
 def drafter_cases(eagle, small) -> list[Case]:

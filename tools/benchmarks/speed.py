@@ -14,7 +14,6 @@ step, so a run may be stopped at any time.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -24,7 +23,7 @@ import torch
 
 from .passes import Run, bandwidth, baselines, bytes_of_a_pass, weights_read
 from .report import Record, command, measured_on, parsed, spread
-from .runs import PROMPTS, chosen, names_of_cases
+from .runs import PROMPTS, names_of_cases
 from .sizes import SIZES
 from .subjects import BASE, CURVES, METHODS, SMALL, Subject, subject
 from .tables import row_of, table
@@ -128,7 +127,9 @@ def main() -> None:
     parser.add_argument(
         "--methods",
         nargs="+",
-        help="names, also those of the documents' tables; a wrong one lists all (default: one of each kind)",
+        metavar="NAME",
+        choices=names_of_cases(),
+        help="a wrong one lists all (default: one of each kind)",
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts of the report (default: all)")
     parser.add_argument("--cfg", type=float, nargs="+", default=[2.0], help="guidance scales (default: 2)")
@@ -142,12 +143,6 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5, help="timed runs (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=20, help="start no new measurement after this time")
     options = parsed(parser)
-    options.methods = chosen(options.methods or (), names_of_cases())
-    run(options)
-
-
-def run(options: argparse.Namespace) -> None:
-    """Measure what the options ask for."""
     device = torch.device(options.device)
     options.dtype = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     about = {"device": options.device, "repetitions": options.repetitions}

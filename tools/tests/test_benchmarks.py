@@ -14,7 +14,6 @@ from comfyui_specar.tools.benchmarks import plain, sizes, speed
 from comfyui_specar.tools.benchmarks.generate import counterpart, generate
 from comfyui_specar.tools.benchmarks.gpu import subjects as gpu_subjects
 from comfyui_specar.tools.benchmarks.passes import Sampler, Staged, Stretch, weights_read
-from comfyui_specar.tools.benchmarks.runs import chosen, names_of_cases
 
 CPU = torch.device("cpu")
 
@@ -61,17 +60,6 @@ def test_plain_loop_filters():
     ):
         torch.manual_seed(0)
         assert {int(plain.draw(logits, params)) for _ in range(200)} == legal
-
-
-def test_names_of_cases_are_ours_or_those_of_the_tables():
-    known = names_of_cases()
-    assert chosen(["TV budget 0.05", "sjd coupled w32", "SJD, coupled, window 16"], known) == [
-        "TV-metered 0.05",
-        "sjd coupled w32",
-        "sjd coupled w16",
-    ]
-    with pytest.raises(SystemExit, match="no method TV budget 5; choose from: next_token; "):
-        chosen(["sjd coupled w32", "TV budget 5"], known)
 
 
 def test_a_stretch_is_generated_after_the_tokens_before_it():
