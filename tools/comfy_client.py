@@ -68,20 +68,17 @@ class History(Answer):
 Follower = Callable[[Run, str, dict], Awaitable[None]]
 
 
-async def run_prompt(
-    url: str, prompt: dict, workflow: dict | None = None, follow: Follower | None = None, timeout: float = 600.0
-) -> Run:
-    """Queues an API-format prompt and waits for its end.
+async def run_prompt(url: str, prompt: dict, follow: Follower | None = None, timeout: float = 600.0) -> Run:
+    """Queues an API-format prompt and waits for its end. `follow` is awaited with (run, event, data) for every message
+    about this prompt.
 
-    `workflow` (UI format) is embedded in saved images, so that they can be dragged back into ComfyUI. `follow` is
-    awaited with (run, event, data) for every message about this prompt.
     Raises asyncio.TimeoutError after `timeout` seconds, and aiohttp.ClientError when the server goes away, or answers
     as no ComfyUI does (UnexpectedAnswerError).
     """
-    return await asyncio.wait_for(_run_prompt(url, prompt, workflow, follow), timeout)
+    return await asyncio.wait_for(_run_prompt(url, prompt, follow), timeout)
 
 
-async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Follower | None) -> Run:
+async def _run_prompt(url: str, prompt: dict, follow: Follower | None) -> Run:
     client_id, run = uuid.uuid4().hex, Run(str(uuid.uuid4()))
     async with (
         aiohttp.ClientSession() as session,
@@ -89,8 +86,6 @@ async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Fol
     ):
         await socket.send_json({"type": "feature_flags", "data": {"supports_preview_metadata": True}})
         body = {"prompt": prompt, "client_id": client_id, "prompt_id": run.prompt_id}
-        if workflow is not None:
-            body["extra_data"] = {"extra_pnginfo": {"workflow": workflow}}
         async with session.post(f"{url}/prompt", json=body) as reply:
             content = await read_body(reply, ANSWER_BYTES)
             if reply.status not in (200, 400):

@@ -21,7 +21,7 @@ import torch
 PACK = Path(__file__).resolve().parent.parent
 PACK_FOLDER = "ComfyUI-SpecAR"
 NO_PAID_NODES = "--disable-api-nodes"
-STOP_SECONDS = 10
+START_SECONDS, STOP_SECONDS = 600, 10
 PR_SET_PDEATHSIG = 1
 
 
@@ -43,7 +43,6 @@ class ComfyServer:
         log: Path,
         output: Path | None = None,
         port: int | None = None,
-        start_seconds: float = 600.0,
         previews: str = "auto",
         more_nodes: Sequence[Path] = (),
     ):
@@ -52,7 +51,6 @@ class ComfyServer:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._output = output
-        self._start_seconds = start_seconds
         self._previews = previews
         self._custom_nodes = {PACK_FOLDER: PACK, **{folder.name: folder for folder in more_nodes}}
 
@@ -125,7 +123,7 @@ class ComfyServer:
         return command if torch.cuda.is_available() else [*command, "--cpu"]
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self._start_seconds
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise ServerError(f"ComfyUI ended with code {self.process.returncode} while starting; see {self.log}")
@@ -136,7 +134,7 @@ class ComfyServer:
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.3)
-        raise ServerError(f"ComfyUI did not answer on {self.url} within {self._start_seconds:.0f} s; see {self.log}")
+        raise ServerError(f"ComfyUI did not answer on {self.url} within {START_SECONDS} s; see {self.log}")
 
 
 def end_with_parent() -> None:

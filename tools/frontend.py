@@ -8,6 +8,7 @@ from playwright.sync_api import Page, sync_playwright
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 WIDTH, HEIGHT = 2800, 1800  # large enough for any arrangement beside ComfyUI's own bars
 CORNER = (300, 160)  # position of the upper left corner of an arrangement, clear of them
+MARGIN, BADGE = 14, 22  # beside and below nodes, and above them
 SHARPNESS = 2  # pixels of a screenshot per pixel of the page
 RUN_SECONDS = 600
 
@@ -138,17 +139,13 @@ class Frontend:
         self.page.wait_for_timeout(700)
         return {"x": CORNER[0], "y": CORNER[1], "width": right - left, "height": bottom - top}
 
-    def photograph(self, shown: dict[str, tuple], margin: int = 14, badge: int = 22) -> bytes:
+    def photograph(self, shown: dict[str, tuple]) -> bytes:
         """PNG of the arranged nodes alone, with a margin that shows wires and the badge above a node."""
         area = self.arrange(shown)
         if area["width"] + CORNER[0] > WIDTH - 300 or area["height"] + CORNER[1] > HEIGHT - 100:
             raise FrontendError(f"{area['width']:.0f} x {area['height']:.0f} are too large for the page")
-        clip = {
-            "x": area["x"] - margin,
-            "y": area["y"] - badge,
-            "width": area["width"] + 2 * margin,
-            "height": area["height"] + badge + margin,
-        }
+        width, height = area["width"] + 2 * MARGIN, area["height"] + BADGE + MARGIN
+        clip = {"x": area["x"] - MARGIN, "y": area["y"] - BADGE, "width": width, "height": height}
         return self.page.screenshot(clip=clip)
 
     def render(self, html: str, size: tuple[int, int]) -> bytes:

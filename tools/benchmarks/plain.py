@@ -79,13 +79,13 @@ def draw(logits: Tensor, params) -> Tensor:
 
 
 @torch.inference_mode()
-def plain_loop(model, conditioning, params, layout, batch: int = 1) -> list[float]:
-    """Draw the tokens of ``batch`` images of a layout, and say when each was there."""
-    features = model.unpack_prompt(conditioning, batch, "positive").features
+def plain_loop(model, conditioning, params, layout) -> list[float]:
+    """Draw the tokens of an image of a layout, and say when each was there."""
+    features = model.unpack_prompt(conditioning, 1, "positive").features
     branches = [model.prefix(features)]
     if params.cfg != 1:
         branches.append(model.prefix.unconditional(features, (layout.rows, layout.cols)))
-    x = torch.cat([branch.expand(batch, -1, -1) for branch in branches]).to(model.dtype)
+    x = torch.cat(branches).to(model.dtype)
     prompt = x.shape[1]
     net = PlainModel(model, len(x), prompt, layout.length, (layout.rows, layout.cols))
     logits = net(x, torch.arange(prompt, device=model.device))

@@ -45,8 +45,8 @@ def test_the_plain_loop_generates_what_our_next_token_does(monkeypatch):
     params = SamplingParams(cfg=3.0, temperature=0.0)
     prompt, drawn, draw = sizes.prompt(model), [], plain.draw
     monkeypatch.setattr(plain, "draw", lambda *given: drawn.append(draw(*given)) or drawn[-1])
-    assert len(plain.plain_loop(model, prompt, params, model.layout(), 2)) == 64
-    ours = api.sample(model, prompt, api.methods.NextToken(), cfg=3.0, temperature=0.0, top_k=0, batch_size=2)
+    assert len(plain.plain_loop(model, prompt, params, model.layout())) == 64
+    ours = api.sample(model, prompt, api.methods.NextToken(), cfg=3.0, temperature=0.0, top_k=0)
     assert torch.equal(torch.cat(drawn, dim=1), ours.tokens.flatten(1))
 
 

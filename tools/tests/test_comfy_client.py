@@ -53,9 +53,8 @@ async def run(
         await runner.cleanup()
 
 
-@pytest.mark.parametrize("workflow", [None, {"nodes": []}])
 @asynchronous
-async def test_messages_of_other_kinds_and_prompts_are_passed_over(workflow):
+async def test_messages_of_other_kinds_and_prompts_are_passed_over():
     asked, heard = {}, []
 
     async def follow(_run, event, data):
@@ -63,11 +62,10 @@ async def test_messages_of_other_kinds_and_prompts_are_passed_over(workflow):
 
     odd = [b"", b"\0\0\0\4", b"\0\0\0\4\xff\xff\xff\xffab", OTHER_BINARY, PREVIEW, '{"type": "status"}']
     odd += ['{"type": "a", "data": [1]}', '{"type": "executing", "data": {"prompt_id": {}, "node": null}}']
-    found = await run(*odd, asked=asked, workflow=workflow, follow=follow)
+    found = await run(*odd, asked=asked, follow=follow)
     assert found.outcome == "success" and b"image" in found.previews and found.collect("images") == [1, 2]
     assert [event for event, _ in heard] == ["execution_success", "executing"] and heard == found.events
     assert asked["prompt"] == WORKFLOW and asked["prompt_id"] == found.prompt_id
-    assert asked.get("extra_data") == (workflow and {"extra_pnginfo": {"workflow": workflow}})
 
 
 @pytest.mark.parametrize("odd", ["[]", "<html>", "[" * 9**6, '{"type": 5, "data": {}}', "{}"])
