@@ -122,14 +122,15 @@ class Frontend:
         self.page.wait_for_timeout(500)
         self.page.wait_for_function(COMPLETE, timeout=60_000)
 
-    def arrange(self, shown: dict[str, tuple]) -> dict[str, float]:
-        """Places nodes by name: (x, y, width[, height]); y None: below the previous node; width 0: collapsed.
-
-        Returns the page's area around them.
+    def photograph(self, shown: dict[str, tuple]) -> bytes:
+        """PNG of the named nodes alone, with a margin that shows wires and the badge above a node. They are placed at
+        (x, y, width[, height]); y None: below the previous node; width 0: collapsed.
         """
         boxes = self.page.evaluate(ARRANGE, {name: list(place) for name, place in shown.items()})
         left, top = min(b[0] for b in boxes), min(b[1] for b in boxes)
-        right, bottom = max(b[0] + b[2] for b in boxes), max(b[1] + b[3] for b in boxes)
+        width, height = max(b[0] + b[2] for b in boxes) - left, max(b[1] + b[3] for b in boxes) - top
+        if width + CORNER[0] > WIDTH - 300 or height + CORNER[1] > HEIGHT - 100:
+            raise FrontendError(f"{width:.0f} x {height:.0f} are too large for the page")
         self.page.evaluate(
             "([x, y]) => { app.canvas.deselectAll(); app.canvas.ds.scale = 1; "
             "app.canvas.ds.offset = [x, y]; app.canvas.setDirty(true, true); }",
@@ -137,16 +138,8 @@ class Frontend:
         )
         self.page.mouse.move(5, HEIGHT // 2)
         self.page.wait_for_timeout(700)
-        return {"x": CORNER[0], "y": CORNER[1], "width": right - left, "height": bottom - top}
-
-    def photograph(self, shown: dict[str, tuple]) -> bytes:
-        """PNG of the arranged nodes alone, with a margin that shows wires and the badge above a node."""
-        area = self.arrange(shown)
-        if area["width"] + CORNER[0] > WIDTH - 300 or area["height"] + CORNER[1] > HEIGHT - 100:
-            raise FrontendError(f"{area['width']:.0f} x {area['height']:.0f} are too large for the page")
-        width, height = area["width"] + 2 * MARGIN, area["height"] + BADGE + MARGIN
-        clip = {"x": area["x"] - MARGIN, "y": area["y"] - BADGE, "width": width, "height": height}
-        return self.page.screenshot(clip=clip)
+        clip = {"x": CORNER[0] - MARGIN, "y": CORNER[1] - BADGE, "width": width + 2 * MARGIN}
+        return self.page.screenshot(clip={**clip, "height": height + BADGE + MARGIN})
 
     def render(self, html: str, size: tuple[int, int]) -> bytes:
         """PNG of an HTML page."""

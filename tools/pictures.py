@@ -41,7 +41,7 @@ COLUMN = 350  # distance between columns of nodes
 class Scene:
     """A help page's image: a shipped workflow, changes to it, and the nodes that are shown.
 
-    `shown`: name -> place, see Frontend.arrange; `added`: new nodes and their widgets;
+    `shown`: name -> place, see Frontend.photograph; `added`: new nodes and their widgets;
     `values`: other widgets; `wires`: (from, output, to, input); `prepare` makes other changes before the run.
     """
 
