@@ -79,12 +79,12 @@ def _model(model: dict[str, Any]) -> list[str]:
 
 def _methods(rows: list[dict[str, Any]]) -> str:
     """The table of methods and baselines."""
-    base, table = rows[0], []
+    base, lines = rows[0], []
     for row in rows:
         ms, over, baseline = row["pass_ms"], row["ms_over"], row["name"] in OTHERS
         fewer, faster = base["pictures_passes"] / row["pictures_passes"], row["seconds_over"][base["name"]]
         beside = {other: "" if baseline or other not in over else f"{over[other]:.2f}" for other in OTHERS}
-        table.append(
+        lines.append(
             {
                 "method": row["name"],
                 "passes": "" if baseline else f"{row['pictures_passes']:.0f}",
@@ -98,4 +98,4 @@ def _methods(rows: list[dict[str, Any]]) -> str:
                 **{f"x {other.removeprefix('generate, ')}": times for other, times in beside.items()},
             }
         )
-    return grid([*table[0]], [[*line.values()] for line in table])
+    return grid([*lines[0]], [[*line.values()] for line in lines])

@@ -19,7 +19,6 @@ from .findings import Findings
 def run(findings: Findings) -> None:
     """One row for every fact; a warning where the pack has to do without Triton or graphs."""
     facts: dict[str, object] = {"processor": cpu_name(), **{name: found for name, found in versions().items() if found}}
-    findings.needs_device("name, capability, memory, driver, allocator, bandwidth")
     if not findings.dry:
         facts |= of_the_gpu(findings)
     facts["COMFYUI_PATH"] = os.environ.get("COMFYUI_PATH", "not set")

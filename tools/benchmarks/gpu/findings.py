@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from ..report import Record
 
-NEEDS_DEVICE = "needs a CUDA device"
 OUT_OF_TIME = "out of time"
 MOST_FAILURES = 5  # after which a stage looks no further: a GPU that has failed once may fail in everything
 T = TypeVar("T")
@@ -49,11 +48,6 @@ class Findings(Record):
     def warning(self, what: str) -> None:
         self.content["warnings"].append(what)
         self.save()
-
-    def needs_device(self, what: str) -> None:
-        """In a dry run, this is not run."""
-        if self.dry:
-            self.not_run(what, NEEDS_DEVICE)
 
     def has(self, **about: Any) -> bool:
         """Is there a row with these entries?"""

@@ -141,7 +141,6 @@ def run_captures(findings: Findings) -> None:
     a user may make between two runs."""
     dry = findings.dry
     subjects.need_graphs(dry)
-    findings.needs_device("milliseconds of captures")
     whole = subjects.trained("llamagen-xl", dry)
     listed = subjects.DRY_METHODS[:2] if dry else (*sorted(DEFAULTS, key=adaptive, reverse=True), *CAPTURED)
     listed = dict.fromkeys(listed)  # once each

@@ -77,7 +77,6 @@ def run_products(findings: Findings) -> None:
     """What the pack does, its kernel, and cuBLAS, of which the pack chooses by rows and storage."""
     dry, dtype = findings.dry, subjects.dtype_of(findings.dry)
     device = subjects.device_of(dry)
-    findings.needs_device("microseconds of a product")
     listed = [
         (matrix, *about, storage)
         for name in MODELS
@@ -137,7 +136,6 @@ def run_attention(findings: Findings) -> None:
     """Two rows whose caches are half full: the pack's attention, which also rotates and stores, and torch's, whose keys
     are stored already."""
     dry, dtype = findings.dry, subjects.dtype_of(findings.dry)
-    findings.needs_device("microseconds of attention")
     with torch.inference_mode():
         for name in findings.each(ATTENDED, "models"):
             for tokens in findings.each(TOKENS[: 2 if dry else None], f"tokens of {name}", "tokens", model=name):

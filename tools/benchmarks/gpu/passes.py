@@ -37,7 +37,6 @@ BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "Memcpy DtoH (Devi
 
 def run(findings: Findings, models: Sequence[str] = ()) -> None:
     """The stage ``passes``."""
-    findings.needs_device("milliseconds, floor, launches, synchronisations")
     with findings.listening(), captures(findings.dry) as counted:
         for name in findings.each(models or MODELS, "models", "model"):
             with findings.trying(name):
@@ -179,7 +178,6 @@ def synchronisations(contestant: Sampler) -> dict[str, Any]:
 def run_storages(findings: Findings) -> None:
     """Stages ``storages`` and ``plain``: milliseconds of a pass of a 7B model in bf16, int8 and int4."""
     dry = findings.dry
-    findings.needs_device("milliseconds of a pass")
     with captures(dry):
         for storage in findings.each(("", ":int8") if dry else ("", ":int8", ":int4"), "storages"):
             listed = STORED_METHODS[: 1 if dry else None]
@@ -201,7 +199,6 @@ def run_ratios(findings: Findings) -> None:
     """The stage ``ratios``. The bundled model is too small to tell what a pass costs on a GPU. Widened to a larger
     model's shapes by channels and layers that add nothing, it generates the same images at the larger one's cost."""
     dry = findings.dry
-    findings.needs_device("wall-time ratios")
     case = subjects.bundled_subject(dry, subjects.dtype_of(dry), "default" if dry else "default@llamagen-xl")
     asked = case.conditionings(PROMPTS[: 1 if dry else 3])
     listed = subjects.DRY_METHODS[:3] if dry else subjects.methods()

@@ -22,7 +22,6 @@ OTHERS, GAPS = "(others)", "(gaps)"
 def run(findings: Findings) -> None:
     """Rows of one method are made together, so that a second run goes on with the next method."""
     dry = findings.dry
-    findings.needs_device("kernels of a replay")
     wanted = subjects.methods()
     with findings.listening(), captures(dry):
         for name in MODELS[: 1 if dry else None]:

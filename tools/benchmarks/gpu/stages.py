@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ..report import write
-from .findings import NEEDS_DEVICE, OUT_OF_TIME
+from .findings import OUT_OF_TIME
 
 ROOT = Path(__file__).resolve().parents[3]
 SANITIZER = "compute-sanitizer"
+NEEDS_DEVICE = "needs a CUDA device"
 STARTING = 25.0  # seconds that a stage has at least: importing torch and waking the device take some
 GRACE = 30.0  # seconds, or a third: a stage begins nothing new so long before it is ended
 NO_TRITON = {"SPECAR_DISABLE_TRITON": "1"}
