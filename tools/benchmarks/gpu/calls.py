@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ PACK = kernels.__name__.rpartition(".")[0]
 Look = Callable[[str, Callable[..., Any], tuple], Any]  # name, torch reference, arguments -> result
 
 
+@cache
 def accelerated() -> dict[str, dispatch.Accelerated]:
     """The functions that may have a Triton kernel, by ``module.function``, as they are called."""
     found = {}
@@ -35,12 +36,6 @@ def accelerated() -> dict[str, dispatch.Accelerated]:
             if isinstance(value, dispatch.Accelerated) and value.reference.__module__ == module.__name__
         }
     return found
-
-
-def triton_kernel(name: str) -> Callable[..., Any]:
-    """The Triton kernel of an accelerated function."""
-    module, function = name.split(".")
-    return getattr(import_module(f"{kernels.__name__}.{module}_triton"), function)
 
 
 def copied(tree: Any) -> Any:

@@ -226,7 +226,7 @@ def continuous_runs(device: torch.device) -> None:
 
 def launched(name: str, given: tuple) -> Any:
     """The kernel on the device."""
-    return calls.triton_kernel(name)(*given)
+    return calls.accelerated()[name].kernel(*given)
 
 
 def interpreted(name: str, given: tuple) -> Any:
