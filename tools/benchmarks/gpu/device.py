@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 
 import torch
 from comfyui_specar.device import dispatch
 from comfyui_specar.device.graphs import capturable
+from torch.utils import collect_env
 
 from ..passes import CHUNK, bandwidth
 from ..report import cpu_name, versions
@@ -43,18 +42,8 @@ def of_the_gpu(findings: Findings) -> dict[str, object]:
         "capability": f"{about.major}.{about.minor}",
         "memory": f"{about.total_memory / 2**30:.1f} GiB",
         "multiprocessors": about.multi_processor_count,
-        "driver": driver(),
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) or "unknown",
         "CUDA of torch": torch.version.cuda,
         "allocator": torch.cuda.get_allocator_backend(),
         "copying moves": f"{bandwidth(device, CHUNK) / 1e9:.0f} GB/s",
     }
-
-
-def driver() -> str:
-    """The driver's version, from the program that comes with it."""
-    if not (program := shutil.which("nvidia-smi")):
-        return "unknown (there is no nvidia-smi)"
-    asked = subprocess.run(
-        [program, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
-    return asked.stdout.strip().partition("\n")[0] or "unknown"
