@@ -1,5 +1,6 @@
 """Makes the images of the documentation: the README's animation, the contact sheets of the bundled models' cards, the
-example that templates begin with, and, in a real ComfyUI, one per help page and a thumbnail per template.
+example that templates begin with, and, in a real ComfyUI, one per help page, a thumbnail per template, and, if they are
+asked for, screenshots.
 
 Run it again when models, nodes or workflows have changed (with tools/pictures.sh), for all of them or those given.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import example
 import hero
+import screenshots
 import thumbnails
 from comfy_server import PACK, ComfyServer, ServerError
 from comfyui_specar.tools.training import contact_sheet
@@ -309,20 +311,25 @@ def main() -> int:
         "names",
         nargs="*",
         metavar="NAME",
-        help="a node's id, a workflow's name, "
-        f"{', '.join(WITHOUT_COMFYUI)}, help (all nodes) or thumbnails (all workflows); default: all",
+        help=f"a node's id, a workflow's name, {', '.join([*WITHOUT_COMFYUI, *screenshots.SHOTS])}, help (all nodes), "
+        "thumbnails (all workflows) or screenshots; default: all but the last",
     )
     parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    groups = {"help": list(SCENES), "thumbnails": workflows}
-    names = [each for name in arguments.names or [*WITHOUT_COMFYUI, *groups] for each in groups.get(name, [name])]
-    if unknown := set(names) - set(SCENES) - set(workflows) - set(WITHOUT_COMFYUI):
-        parser.error(f"no node or workflow is called {', '.join(sorted(unknown))}")
+    groups = {"help": list(SCENES), "thumbnails": workflows, "screenshots": list(screenshots.SHOTS)}
+    wanted = arguments.names or [*WITHOUT_COMFYUI, "help", "thumbnails"]
+    names = [each for name in wanted for each in groups.get(name, [name])]
+    if unknown := set(names).difference(WITHOUT_COMFYUI, *groups.values()):
+        parser.error(f"no picture is called {', '.join(sorted(unknown))}")
     # First: a server would disturb the seconds that the animation shows.
     draw_without_comfyui([name for name in names if name in WITHOUT_COMFYUI])
-    if not (names := [name for name in names if name not in WITHOUT_COMFYUI]):
-        return 0
+    shots = [name for name in names if name in screenshots.SHOTS]
+    names = [name for name in names if name not in WITHOUT_COMFYUI and name not in shots]
     try:
+        if shots:
+            screenshots.draw(arguments.comfyui, LOG, shots)
+        if not names:
+            return 0
         # Without previews, which make samplers taller.
         with ComfyServer(arguments.comfyui, LOG, previews="none") as server:
             vae = server.base / "models/vae"

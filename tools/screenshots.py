@@ -1,24 +1,21 @@
-"""Makes the screenshots of the README and docs/getting-started.md in a real ComfyUI: its page as a person sees it.
+"""The screenshots of the README and docs/getting-started.md: ComfyUI's page as a person sees it.
 
-Run it again (with tools/screenshots.sh, COMFYUI_PATH naming the newest ComfyUI) when the front end, the nodes or the
-templates have changed.
+Take them again (`COMFYUI_PATH=... bash tools/pictures.sh screenshots`, with the newest ComfyUI) when the front end, the
+nodes or the templates have changed.
 """
 
-import argparse
 import io
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError
+from comfy_server import PACK, PACK_FOLDER, ComfyServer
 from frontend import SHARPNESS, Frontend, FrontendError
 from PIL import Image
 
 SCREENSHOTS = PACK / "docs/pictures/screenshots"
 WORKFLOWS = PACK / "workflows"
-LOG = PACK / "output/screenshots.log"
 VIEW = {"width": 1400, "height": 860}
 QUALITY = 82
 SAME = "06 Race"
@@ -91,30 +88,16 @@ SHOTS: dict[str, Callable[[Frontend], None]] = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="screenshots.sh", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(SHOTS)}")
-    parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(SHOTS):
-        parser.error(f"no screenshot is called {', '.join(sorted(unknown))}")
+def draw(comfyui: Path, log: Path, names: list[str]) -> None:
+    """Takes these in the order of SHOTS, on a server with previews, as a person's has them."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    try:
-        with ComfyServer(arguments.comfyui, LOG) as server, Frontend(server.url) as page:
-            for setting, value in PLAIN.items():
-                page.page.evaluate("setting => app.extensionManager.setting.set(...setting)", [setting, value])
-            page.page.add_style_tag(content=NO_NEWS)
-            for name in [name for name in SHOTS if name in (arguments.names or SHOTS)]:
-                SHOTS[name](page)
-                file = SCREENSHOTS / f"{name}.webp"
-                image = Image.open(io.BytesIO(page.page.screenshot(clip=CLIPS.get(name)))).convert("RGB")
-                image.reduce(SHARPNESS).save(file, quality=QUALITY, method=6)
-                print(f"{file.relative_to(PACK)}: {file.stat().st_size // 1024} KB", flush=True)
-    except (ServerError, FrontendError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with ComfyServer(comfyui, log) as server, Frontend(server.url) as page:
+        for setting, value in PLAIN.items():
+            page.page.evaluate("setting => app.extensionManager.setting.set(...setting)", [setting, value])
+        page.page.add_style_tag(content=NO_NEWS)
+        for name in [name for name in SHOTS if name in names]:
+            SHOTS[name](page)
+            file = SCREENSHOTS / f"{name}.webp"
+            image = Image.open(io.BytesIO(page.page.screenshot(clip=CLIPS.get(name)))).convert("RGB")
+            image.reduce(SHARPNESS).save(file, quality=QUALITY, method=6)
+            print(f"{file.relative_to(PACK)}: {file.stat().st_size // 1024} KB", flush=True)
