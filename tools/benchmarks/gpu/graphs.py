@@ -93,25 +93,22 @@ def run(findings: Findings) -> None:
     listed = [(name, dtype) for dtype in dtypes for name in (*subjects.FAMILIES, "default")]
     with torch.inference_mode(), findings.listening(), captures(findings.dry) as counted:
         for number, (name, dtype) in enumerate(findings.each(listed, "models")):
-            case = None
             with findings.trying(name):
                 case = made(name, dtype, findings.dry)
-            if case is None:
-                continue
-            about = {"model": name, "dtype": str(dtype).removeprefix("torch.")}
-            listed_here = methods(number, findings.dry)
-            for method in findings.each(listed_here, f"methods of {name}, {dtype}", "method", **about):
-                with findings.item(**about, method=method) as row:
-                    title = ", ".join((*about.values(), method))
-                    sampler, other = (unmeasured(case.sampler(method)) for _ in range(2))
-                    row |= compared(sampler, other, counted)
-                    if not row["same"]:
-                        findings.failure(
-                            f"{title}: captured steps draw other tokens than called ones: first run from token "
-                            f"{row['first']}, repeated {row['again']}"
-                        )
-                    if not row["captures"]:
-                        findings.failure(f"{title}: nothing was captured")
+                about = {"model": name, "dtype": str(dtype).removeprefix("torch.")}
+                listed_here = methods(number, findings.dry)
+                for method in findings.each(listed_here, f"methods of {name}, {dtype}", "method", **about):
+                    with findings.item(**about, method=method) as row:
+                        title = ", ".join((*about.values(), method))
+                        sampler, other = (unmeasured(case.sampler(method)) for _ in range(2))
+                        row |= compared(sampler, other, counted)
+                        if not row["same"]:
+                            findings.failure(
+                                f"{title}: captured steps draw other tokens than called ones: first run from token "
+                                f"{row['first']}, repeated {row['again']}"
+                            )
+                        if not row["captures"]:
+                            findings.failure(f"{title}: nothing was captured")
     same = sum(row["same"] for row in findings.rows)
     findings.content["summary"] = (
         f"{same} of {len(findings.rows)} methods draw the same tokens captured, replayed and called"

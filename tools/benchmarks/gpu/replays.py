@@ -27,9 +27,10 @@ def run(findings: Findings) -> None:
         for name in MODELS[: 1 if dry else None]:
             listed = subjects.DRY_METHODS[:1] if dry else [method for method in METHODS if method in wanted]
             listed = [method for method in listed if not findings.has(model=name, method=method)]
-            case = subjects.random_subject(name, dry, TOKENS) if listed else None
+            if not listed:
+                continue
+            case = subjects.random_subject(name, dry, TOKENS)
             for method in findings.each(listed, f"methods of {name}"):
-                assert case is not None
                 with findings.trying(f"{name}, {method}"):
                     sampler = case.sampler(method)
                     if dry:
