@@ -117,7 +117,7 @@ def hidden_states(model: DiscreteModel, features: Tensor, tokens: Tensor) -> lis
     return [torch.cat(parts, dim=1).cpu() for parts in branches]
 
 
-def own_samples(model: DiscreteModel, prompts: list[Tensor], seed: int = 0, rows: int = 64) -> list[Example]:
+def own_samples(model: DiscreteModel, prompts: list[Tensor], rows: int = 64) -> list[Example]:
     """Samples of the model for prompt features [n, F], alternating between its default settings and temperature 1."""
     by_length: dict[int, list[Tensor]] = defaultdict(list)
     for features in prompts:
@@ -132,7 +132,7 @@ def own_samples(model: DiscreteModel, prompts: list[Tensor], seed: int = 0, rows
                 model.encode_features(features),
                 model.layout(),
                 (model.defaults, plain)[at // rows % 2],
-                seed=seed + len(examples),
+                seed=len(examples),
                 batch=len(features),
             )
             with torch.inference_mode():
@@ -166,15 +166,12 @@ def from_folder(model: DiscreteModel, decoder: ImageDecoder, folder: Path) -> li
     return examples
 
 
-def bundled_images(
-    model: DiscreteModel, decoder: ImageDecoder, cache: Path, count: int, seed: int = 0, held_out: bool = False
-) -> list[Example]:
+def bundled_images(model: DiscreteModel, decoder: ImageDecoder, cache: Path, count: int) -> list[Example]:
     """Randomly augmented training images of the bundled model, with random captions.
 
-    held_out: only pairs of image and background that were not in its training. Raises ValueError if the model has the
-    vocabulary of no setting.
+    Raises ValueError if the model has the vocabulary of no setting.
     """
-    encoder, known = model.prompt_encoder, ((each, Captions(each, seed=seed)) for each in SETTINGS.values())
+    encoder, known = model.prompt_encoder, ((each, Captions(each, seed=0)) for each in SETTINGS.values())
     words = encoder.words if isinstance(encoder, WordEncoder) else None
     setting, captions = next((pair for pair in known if pair[1].words == words), (None, None))
     if not isinstance(encoder, WordEncoder) or setting is None or captions is None:
@@ -183,10 +180,10 @@ def bundled_images(
             "--pictures or --prompts, or use the scripts of the commit that the model's card names."
         )
     images = load_images(cache, setting.portrait_count).select(setting.concepts)
-    batches = Batches(setting, images, captions, decoder.module, seed)
+    batches = Batches(setting, images, captions, decoder.module, seed=0)
     examples = []
     while len(examples) < count:
-        rows, _, tokens = batches.sample(32, held_out)
+        rows, _, tokens = batches.sample(32)
         examples += [Example(encoder.table[row[row >= 0]], t) for row, t in zip(rows, tokens, strict=True)]
     log.info("encoded %d images", len(examples))
     return examples

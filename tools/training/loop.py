@@ -19,13 +19,14 @@ from .settings import Setting
 log = logging.getLogger(__name__)
 
 REPORT_EVERY = 50  # steps
+WARMUP_STEPS, FLAT_UNTIL = 50, 0.4  # of the learning rate; the latter of the time
 M = TypeVar("M", bound=nn.Module)
 
 
-def rate(fraction: float, step: int, warmup_steps: int = 50, flat_until: float = 0.4) -> float:
+def rate(fraction: float, step: int) -> float:
     """Multiplier of the learning rate: short warm-up, constant, then linear down to 2 %."""
-    decay = 1.0 if fraction < flat_until else 1.0 - 0.98 * (fraction - flat_until) / (1.0 - flat_until)
-    return min(1.0, (step + 1) / warmup_steps) * decay
+    decay = 1.0 if fraction < FLAT_UNTIL else 1.0 - 0.98 * (fraction - FLAT_UNTIL) / (1.0 - FLAT_UNTIL)
+    return min(1.0, (step + 1) / WARMUP_STEPS) * decay
 
 
 class Average(Generic[M]):

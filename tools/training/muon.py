@@ -32,14 +32,14 @@ def multiplies_bf16(device: str) -> bool:
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
-def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """[N, rows, columns] -> approximately the nearest semi-orthogonal matrices (singular values near 1)."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     x = x.bfloat16() if multiplies_bf16(x.device.type) else x
-    for _ in range(rounds):
+    for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if tall else x).to(matrices.dtype)

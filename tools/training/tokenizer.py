@@ -28,10 +28,10 @@ REVIVE_EVERY = 50  # steps
 SHARPENED = "decoder.pt"
 
 
-def spherical_kmeans(points: Tensor, clusters: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
+def spherical_kmeans(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
     """Unit vectors [N, C] -> unit centres [clusters, C]; empty clusters restart at random points."""
     centres = points[torch.randperm(len(points), generator=generator, device=points.device)[:clusters]]
-    for _ in range(rounds):
+    for _ in range(15):
         owner = (points @ centres.T).argmax(1)
         sums = torch.zeros_like(centres).index_add_(0, owner, points)
         empty = torch.bincount(owner, minlength=clusters) == 0
