@@ -17,8 +17,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients of the referen
 
 @cache
 def multiplies_bf16(device: str) -> bool:
-    """Whether the device multiplies bf16 faster than fp32, which on CPUs is measured: AMD's with AVX512-BF16 do, Intel's
-    only with AMX."""
+    """Whether the device multiplies bf16 faster than fp32; of CPUs, AMD's with AVX512-BF16, Intel's with AMX."""
     if device != "cpu":
         return True
     seconds = {}
