@@ -26,6 +26,7 @@ from .settings import BACKGROUNDS, COLOURED, COLOURS, COMMON_CONCEPTS, IMAGE_SIZ
 log = logging.getLogger(__name__)
 
 CONTENT_SIZE = 224  # of the drawing inside the canvas, for shift and scale
+AS_DRAWN = -1  # place of an image that is neither moved nor scaled
 PACKAGES = {
     "3d": ("@lobehub/fluent-emoji-3d@1.1.0", "lobehub-fluent-emoji-3d-1.1.0.tgz"),
     "noto": ("@iconify-json/noto@1.2.9", "iconify-json-noto-1.2.9.tgz"),
@@ -107,8 +108,8 @@ def augment(
     """Random placement over a coloured background.
 
     rgba uint8 [B, 4, S, S] premultiplied, backgrounds int64 [B] (index into BACKGROUNDS) -> pixels [B, 3, S, S] in
-    [-1, 1]. places int64 [B]: 0 = as large as the image; i = small, at the i-th of PLACES. All randomness comes from
-    ``generator`` (on the device of ``rgba``).
+    [-1, 1]. places int64 [B]: 0 = as large as the image; i = small, at the i-th of PLACES; AS_DRAWN = neither moved nor
+    scaled. All randomness comes from ``generator`` (on the device of ``rgba``).
     """
     batch, device = rgba.shape[0], rgba.device
 
@@ -120,9 +121,10 @@ def augment(
     shift = uniform(-2 * ranges.shift, 2 * ranges.shift, 2)
     drawing = rgba.float() / 255.0
     if places is not None:
-        small = places > 0
-        centres = torch.tensor([(0.0, 0.0), *PLACES.values()], device=device)[places]
-        scale = torch.where(small, scale / SMALL, scale)
+        small, drawn = places > 0, places == AS_DRAWN
+        centres = torch.tensor([(0.0, 0.0), *PLACES.values()], device=device)[places.clamp(min=0)]
+        scale = torch.where(small, scale / SMALL, scale).masked_fill(drawn, 1.0)
+        shift = shift.masked_fill(drawn[:, None], 0.0)
         shift = shift - centres * scale[:, None]
         soft = F.interpolate(F.avg_pool2d(drawing[small], round(1 / SMALL)), rgba.shape[-2:], mode="bilinear")
         drawing[small] = soft  # blurred, against aliasing

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from .captions import Captions, View
-from .data import Images, augment
+from .data import AS_DRAWN, Images, augment
 from .settings import BACKGROUNDS, PLACES, Augmentation, Setting
 
 HELD_OUT_EVERY = 20  # one (image, background) pair in so many is held out
 
 
 class Scenes(NamedTuple):
-    """Content of a batch, int64 [B] each: image, background, and place (0 = large).
+    """Content of a batch, int64 [B] each: image, background, and place (0 = large; AS_DRAWN).
 
-    Images are numbered: emoji in their own colours, recoloured ones, portraits.
+    Images are numbered: emoji in their own colours, recoloured ones, portraits. Portraits are not moved: a pixel to the
+    side exchanges most tokens of a face, and a small model has to learn each.
     """
 
     image: Tensor
@@ -68,7 +69,7 @@ class Views:
         if portraits := self.images.portraits:
             drawn = self._share(candidates, setting.portraits)
             image = torch.where(drawn, self.emoji + self._integers(len(portraits), candidates), image)
-            place = torch.where(drawn, 0, place)
+            place = torch.where(drawn, AS_DRAWN, place)
         kept = (((7 * image + 3 * background) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]
         return Scenes(image[kept], background[kept], place[kept])
 
