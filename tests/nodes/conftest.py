@@ -27,16 +27,12 @@ import comfy.model_management  # noqa: E402
 import comfy.utils  # noqa: E402
 import folder_paths  # noqa: E402
 from comfy_execution.utils import CurrentNodeContext  # noqa: E402
-from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig  # noqa: E402
-from comfyui_specar.models.networks.diffusion_head import DiffusionHead  # noqa: E402
 from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel  # noqa: E402
-from comfyui_specar.models.networks.mar import MAR, MARConfig  # noqa: E402
-from comfyui_specar.models.networks.prefix import CaptionPrefix, ClassPrefix  # noqa: E402
-from comfyui_specar.models.networks.vq import VQConfig, VQModel  # noqa: E402
+from comfyui_specar.models.networks.mar import MARConfig  # noqa: E402
+from comfyui_specar.models.networks.vq import VQConfig  # noqa: E402
 from comfyui_specar.nodes import extension  # noqa: E402
 from comfyui_specar.nodes.comfy_runtime import previews  # noqa: E402
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress  # noqa: E402
-from comfyui_specar.tools.training.export import split_gates  # noqa: E402
 
 from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
 from ..support import tiny_emu35, tiny_glm_image, tiny_janus  # noqa: E402
@@ -44,6 +40,8 @@ from ..support.families import Placed  # noqa: E402
 from ..support.fixtures import captures_work, on_tape  # noqa: E402, F401
 from ..support.lora import linear_layers, write_lora  # noqa: E402
 from ..support.simulated_gpu import gpu  # noqa: E402, F401
+from ..support.tiny import eagle_weights, fill, llamagen_weights, named_shapes, vq_weights  # noqa: E402
+from ..support.tiny_mar import mar_weights  # noqa: E402
 
 DYNAMIC_VRAM = ENABLED  # from here on, as on an NVIDIA card
 
@@ -51,7 +49,8 @@ for _folder in ("input", "output", "temp", "models/ar_models", "models/ar_drafte
     (Path(args.base_directory) / _folder).mkdir(parents=True, exist_ok=True)
 
 CODES, GRID, FACTOR = 64, 4, 8
-BACKBONE = BackboneConfig(dim=32, layers=2, heads=2, ffn_dim=48, vocab=CODES)
+SIZES = {"dim": 32, "ffn": 48, "vocab": CODES}
+CAPTIONS = {"caption": 8, "slots": 4}
 VQ = VQConfig(CODES, 8, (1, 1, 1, 1), base_channels=32, z_channels=32, num_res_blocks=1)
 LAYERS = {"dim": 32, "encoder_layers": 2, "decoder_layers": 1, "heads": 2}
 MASKED = MARConfig(**LAYERS, rows=GRID, cols=GRID, channels=6, slots=4, conditions=8, captions=True)
@@ -59,17 +58,10 @@ ABOUT = {"heads": 2, "grid": [GRID, GRID], "pixels_per_token": FACTOR}  # what a
 KL = KLConfig(channels=6, ch_mult=(1, 1, 1, 1), base_channels=32, num_res_blocks=1)
 
 
-def random_weights(module: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: 0.4 * torch.randn(value.shape, generator=generator) + name.endswith("norm.weight")
-        for name, value in module.state_dict().items()
-    }
-
-
-def model_tensors(prefix: torch.nn.Module) -> dict[str, torch.Tensor]:
-    tensors = {f"cls_embedding.{n}": t for n, t in random_weights(prefix, 1).items()}
-    return split_gates(random_weights(Backbone(BACKBONE), 2)) | tensors
+def plain_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict]:
+    """Of a file as other tools make it, for comfy_quant.rewritten: the layers' matrices in fp8, without scales."""
+    layers = {name for name in tensors if ("layers." in name or "blocks." in name) and tensors[name].ndim == 2}
+    return {name: t.to(torch.float8_e4m3fn) if name in layers else t for name, t in tensors.items()}, {}
 
 
 def metadata(**content) -> dict[str, str]:
@@ -83,10 +75,10 @@ def models() -> Path:
     tiny = root / "tiny"
     tiny.mkdir(exist_ok=True)
     about = metadata(**ABOUT, caption_slots=4, defaults={"cfg": 2.0, "temperature": 0.9, "top_k": 0, "top_p": 1.0})
-    save_file(model_tensors(CaptionPrefix(8, 4, 32)), tiny / "model.safetensors", about)
-    save_file(random_weights(VQModel(VQ), 3), tiny / "vq.safetensors")
+    save_file(llamagen_weights(True, **SIZES, **CAPTIONS), tiny / "model.safetensors", about)
+    save_file(vq_weights(VQ), tiny / "vq.safetensors")
     write_words(tiny)
-    classes = model_tensors(ClassPrefix(10, 32))
+    classes = llamagen_weights(False, **SIZES)
     save_file(classes, root / "classes.safetensors", metadata(**ABOUT))
     save_file(classes, root / "nogrid.safetensors", metadata(heads=2))
     return root
@@ -100,12 +92,6 @@ def write_words(folder: Path) -> None:
     )
 
 
-def masked_tensors() -> dict[str, torch.Tensor]:
-    """A random MAR, in the names of the released ones."""
-    head = random_weights(DiffusionHead(MASKED.channels, MASKED.dim, 16, 1), 6)
-    return random_weights(MAR(MASKED), 5) | {f"diffloss.{name}": tensor / 4 for name, tensor in head.items()}
-
-
 @pytest.fixture(scope="session")
 def vectors(models) -> Path:
     """models/ar_models/vectors, a continuous text model, and models/ar_drafters/vectors.safetensors, a smaller one."""
@@ -113,10 +99,12 @@ def vectors(models) -> Path:
     folder.mkdir(exist_ok=True)
     steps = {"head_steps": 5, "first_step": 500}  # from there on, an untrained head's tokens stay small
     about = metadata(**ABOUT, **steps, scale=0.5, defaults={"cfg": 2.0, "temperature": 0.9})
-    save_file(masked_tensors(), folder / "model.safetensors", about)
-    save_file(random_weights(KLModel(KL), 7), folder / "vae.safetensors")
+    weights = mar_weights(MASKED, width=16, depth=1)
+    save_file(weights, folder / "model.safetensors", about)
+    decoder = {name: fill(name, shape) for name, shape in named_shapes(lambda: {"": KLModel(KL)}).items()}
+    save_file(decoder, folder / "vae.safetensors")
     write_words(folder)
-    small = {name: tensor for name, tensor in masked_tensors().items() if "encoder_blocks.1." not in name}
+    small = {name: tensor for name, tensor in weights.items() if "encoder_blocks.1." not in name}
     save_file(small, drafters / "vectors.safetensors", about)
     return folder
 
@@ -134,7 +122,7 @@ def small_vectors(continuous, load_drafter):
 
 
 @pytest.fixture(scope="session")
-def draw_vectors(continuous, small_vectors, nodes, run):
+def draw_vectors(continuous, small_vectors, run_node):
     """draw_vectors("" | "NextToken", **inputs) -> (latent, trace) of a continuous sampler, as ``sample``."""
 
     def draw(method: str, **inputs):
@@ -147,30 +135,9 @@ def draw_vectors(continuous, small_vectors, nodes, run):
         }
         if not method:
             common |= {"drafter": small_vectors, "draft_length": 4}
-        node = nodes[f"SpecARContinuous{method}Sampler"]
-        return run(node, **defaults(node) | common | inputs).result
+        return run_node(f"Continuous{method}Sampler", **common | inputs).result
 
     return draw
-
-
-def eagle_tensors() -> dict[str, torch.Tensor]:
-    """A random drafter of the text model, in the names of the released ones."""
-    dim, ffn = BACKBONE.dim, BACKBONE.ffn_dim
-    shapes = {
-        "embed_tokens.weight": (CODES, dim),
-        "fc.weight": (dim, 2 * dim),
-        "fc.bias": (dim,),
-        "layers.0.mlp.gate_proj.weight": (ffn, dim),
-        "layers.0.mlp.up_proj.weight": (ffn, dim),
-        "layers.0.mlp.down_proj.weight": (dim, ffn),
-        "layers.0.post_attention_layernorm.weight": (dim,),
-    }
-    shapes |= {f"layers.0.self_attn.{part}_proj.weight": (dim, dim) for part in "qkvo"}
-    generator = torch.Generator().manual_seed(5)
-    return {
-        name: 0.3 * torch.randn(shape, generator=generator) + name.endswith("norm.weight")
-        for name, shape in shapes.items()
-    }
 
 
 @pytest.fixture(scope="session")
@@ -178,9 +145,9 @@ def drafters(models) -> Path:
     """models/ar_drafters with an EAGLE drafter in a folder and a smaller model as a file, both of the text model."""
     root = Path(folder_paths.get_folder_paths("ar_drafters")[0])
     (root / "eagle").mkdir(exist_ok=True)
-    save_file(eagle_tensors(), root / "eagle/model.safetensors")
+    save_file(eagle_weights(**SIZES), root / "eagle/model.safetensors")
     (root / "eagle/config.json").write_text(json.dumps({"num_attention_heads": 2, "rms_norm_eps": 1e-5}), "utf-8")
-    small = {name: tensor for name, tensor in model_tensors(CaptionPrefix(8, 4, 32)).items() if "layers.1." not in name}
+    small = llamagen_weights(True, layers=1, **SIZES, **CAPTIONS)
     save_file(small, root / "small.safetensors", metadata(**ABOUT, caption_slots=4))
     return root
 
@@ -208,19 +175,26 @@ def nodes() -> dict[str, type]:
 
 
 @pytest.fixture(scope="session")
-def load(models, nodes, run):
-    """load(name) -> (AR_MODEL, CLIP, VAE) of Load AR Checkpoint."""
+def run_node(nodes, run):
+    """run_node("Caption", **inputs) -> what SpecARCaption gives, with the default of every widget that is not named."""
 
-    def load(name: str, dtype: str = "auto", grid: str = "auto"):
-        return run(nodes["SpecARLoadCheckpoint"], model_name=name, dtype=dtype, grid=grid).result
+    def run_node(name: str, **inputs):
+        node = nodes[f"SpecAR{name}"]
+        return run(node, **defaults(node) | inputs)
 
-    return load
+    return run_node
 
 
 @pytest.fixture(scope="session")
-def load_drafter(nodes, run):
+def load(models, run_node):
+    """load(name) -> (AR_MODEL, CLIP, VAE) of Load AR Checkpoint."""
+    return lambda name, **widgets: run_node("LoadCheckpoint", model_name=name, **widgets).result
+
+
+@pytest.fixture(scope="session")
+def load_drafter(run_node):
     """load_drafter(model, name) -> AR_DRAFTER of Load AR Drafter."""
-    return lambda model, name: run(nodes["SpecARLoadDrafter"], model=model, drafter_name=name).result[0]
+    return lambda model, name: run_node("LoadDrafter", model=model, drafter_name=name).result[0]
 
 
 @pytest.fixture(scope="session")
@@ -288,8 +262,7 @@ def loads(monkeypatch):
     return asked
 
 
-WITHOUT_DRAFTER = ("NextToken", "SJD")
-OF_MODEL = {"cfg": -1.0, "temperature": -1.0, "top_k": -1, "top_p": -1.0}  # widgets: as the model has it
+WITH_DRAFTER = ("DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS")
 SMALL = {  # widgets for images of 16 tokens of 64 codes
     "SJD": {"window": 4},
     "DraftTree": {"structure": "dynamic tree (EAGLE-2)", "depth": 3, "width": 2, "nodes": 6},  # auto follows the clock
@@ -299,35 +272,41 @@ SMALL = {  # widgets for images of 16 tokens of 64 codes
 
 
 @pytest.fixture(scope="session")
-def sample(tiny, drafter, nodes, positive, run):
-    """sample("SJD" | "NextToken" | "DraftTree" | ..., **inputs) -> (latent, trace), with SMALL or the default for every
-    widget that is not named."""
+def sample(tiny, drafter, positive, run_node):
+    """sample("SJD" | "NextToken" | "DraftTree" | "" (AR Sampler) | ..., **inputs) -> (latent, trace), with SMALL or the
+    default for every widget that is not named."""
 
-    def sample(method: str, **inputs):
+    def sample(kind: str, /, **inputs):
         latent = {"samples": torch.zeros(inputs.pop("batch", 1), 8, GRID, GRID)}
-        common = OF_MODEL | {"model": tiny[0], "positive": positive, "latent_image": latent, "seed": 7}
-        if method not in WITHOUT_DRAFTER:
+        common = {"model": tiny[0], "positive": positive, "latent_image": latent, "seed": 7}
+        if kind in WITH_DRAFTER:
             common["drafter"] = drafter
-        node = nodes[f"SpecAR{method}Sampler"]
-        return run(node, **defaults(node) | common | SMALL.get(method, {}) | inputs).result
+        return run_node(f"{kind}Sampler", **common | SMALL.get(kind, {}) | inputs).result
 
     return sample
 
 
 @pytest.fixture(scope="session")
-def show(nodes, run):
-    """show(trace) -> the output of Acceptance Map."""
+def draw(sample, draw_vectors):
+    """draw("SJD" | ... | "Continuous" | "ContinuousNextToken", **inputs) -> (latent, trace) of any sampler."""
 
-    def show(trace, metric: str = "source", **inputs):
-        return run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, **inputs)
+    def draw(kind: str, /, **inputs):
+        vectors = kind.startswith("Continuous")
+        return draw_vectors(kind.removeprefix("Continuous"), **inputs) if vectors else sample(kind, **inputs)
 
-    return show
+    return draw
 
 
 @pytest.fixture(scope="session")
-def save(nodes, run):
+def show(run_node):
+    """show(trace) -> the output of Acceptance Map."""
+    return lambda trace, metric="source", **inputs: run_node("AcceptanceMap", trace=trace, metric=metric, **inputs)
+
+
+@pytest.fixture(scope="session")
+def save(run_node):
     """save(trace, prefix) -> what Save Trace shows."""
-    return lambda trace, prefix: run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=prefix).ui
+    return lambda trace, prefix: run_node("SaveTrace", trace=trace, filename_prefix=prefix).ui
 
 
 @pytest.fixture
@@ -381,12 +360,11 @@ def page(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def rule(nodes, run):
+def rule(run_node):
     """rule("CoolSD", **widgets) -> AR_RULE, with a number of neighbours that the tiny codebook has."""
 
     def rule(name: str, **widgets):
-        node = nodes[f"SpecARRule{name}"]
         near = {"neighbours": 5} if name.startswith("Lantern") else {}
-        return run(node, **defaults(node) | near | widgets).result[0]
+        return run_node(f"Rule{name}", **near | widgets).result[0]
 
     return rule

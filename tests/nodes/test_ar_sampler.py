@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .conftest import GRID, MASKED, defaults
+from .conftest import GRID, MASKED
 
 BY_HAND = {  # option -> the sampler that makes the same images, its widgets, and the budget of its rule
     "fast, same quality": ("SJD", {"window": 0}, None),
@@ -19,15 +19,9 @@ OLDER = {
 
 
 @pytest.fixture
-def simple(tiny, positive, nodes, run):
+def simple(sample):
     """simple(**inputs) -> (latent, trace) of AR Sampler."""
-
-    def simple(**inputs):
-        node, latent = nodes["SpecARSampler"], {"samples": torch.zeros(2, 8, GRID, GRID)}
-        common = {"model": tiny[0], "positive": positive, "latent_image": latent, "seed": 7}
-        return run(node, **defaults(node) | common | inputs).result
-
-    return simple
+    return lambda **inputs: sample("", **{"batch": 2} | inputs)
 
 
 @pytest.mark.parametrize("option", BY_HAND)

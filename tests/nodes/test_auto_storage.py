@@ -10,20 +10,17 @@ import torch
 from comfyui_specar.device import dispatch
 from comfyui_specar.models.conditions import precision
 from comfyui_specar.models.memory import weight_bytes
-from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
-from comfyui_specar.models.networks.prefix import CaptionPrefix
 from comfyui_specar.nodes.comfy_runtime import memory
 from comfyui_specar.nodes.comfy_runtime.memory import Patcher
 from comfyui_specar.nodes.comfy_runtime.models import open_model
-from comfyui_specar.tools.training.export import split_gates
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from ..support.comfy_quant import rewritten
 from ..support.simulated_gpu import CPU, GPU
-from .conftest import CODES, GRID, metadata, random_weights
+from ..support.tiny import llamagen_weights
+from .conftest import ABOUT, CAPTIONS, CODES, metadata, plain_fp8
 
 NAME = "wide enough"
-BACKBONE = BackboneConfig(dim=128, layers=12, heads=2, ffn_dim=256, vocab=CODES)
 NONE, INT8, INT4 = None, torch.int8, torch.uint4
 ORDER = NONE, INT8, INT4
 PRECISIONS = {NONE: "bf16", INT8: "bf16, int8 (storage)", INT4: "bf16, int4 (storage)"}
@@ -54,12 +51,8 @@ def name(models):
     """A model whose rows are as long as groups in 4 bits, so that they take less than in 8; with words and decoder."""
     folder = models / NAME
     folder.mkdir()
-    tensors = {f"cls_embedding.{n}": t for n, t in random_weights(CaptionPrefix(8, 4, BACKBONE.dim), 1).items()}
-    save_file(
-        split_gates(random_weights(Backbone(BACKBONE), 2)) | tensors,
-        folder / "model.safetensors",
-        metadata(heads=2, grid=[GRID, GRID], pixels_per_token=8, caption_slots=4, defaults={"cfg": 2.0}),
-    )
+    weights = llamagen_weights(True, dim=128, layers=12, vocab=CODES, **CAPTIONS)
+    save_file(weights, folder / "model.safetensors", metadata(**ABOUT, caption_slots=4, defaults={"cfg": 2.0}))
     for other in ("vq.safetensors", "text_encoder.safetensors"):
         (folder / other).write_bytes((models / "tiny" / other).read_bytes())
     yield NAME
@@ -91,7 +84,7 @@ def stored(loaded) -> str:
 
 @pytest.mark.parametrize("storage", ORDER)
 @pytest.mark.parametrize("enough", [True, False])
-def test_the_widest_storage_that_fits_is_chosen(storage, enough, card, needed, nodes, run, load, caplog):
+def test_the_widest_storage_that_fits_is_chosen(storage, enough, card, needed, run_node, load, caplog):
     """To the byte; below it the next, and below the last the last."""
     card(to_fit(needed[storage]) - (not enough))
     with caplog.at_level(logging.INFO):
@@ -101,7 +94,7 @@ def test_the_widest_storage_that_fits_is_chosen(storage, enough, card, needed, n
     assert loaded.choice.startswith(f"auto: {PRECISIONS[wanted].split(', ')[-1]}, as bf16 needs ")
     assert ("just enough" in loaded.choice) == (storage is INT4 and not enough)
     assert f"{NAME}: dtype {loaded.choice}." in caplog.text
-    [text] = run(nodes["SpecARModelInfo"], model=loaded).result
+    [text] = run_node("ModelInfo", model=loaded).result
     assert f"\ndtype {loaded.choice}\n" in text
 
 
@@ -128,11 +121,7 @@ def test_a_file_in_fp8_stays_in_fp8_where_it_fits_unless_it_would_be_widened_in_
     folder = models / "eight"
     shutil.copytree(models / NAME, folder)
     try:
-        with safe_open(str(models / NAME / "model.safetensors"), "pt") as file:
-            about = file.metadata()
-        tensors = load_file(models / NAME / "model.safetensors")
-        narrow = {n: t.to(torch.float8_e4m3fn) for n, t in tensors.items() if "layers." in n and t.ndim == 2}
-        save_file(tensors | narrow, folder / "model.safetensors", about)
+        rewritten(folder, plain_fp8)
         card(2**40)
         loaded = open_model("eight", "auto", None)
         assert stored(loaded) == "bf16, fp8 (storage)" and loaded.choice.startswith("auto: fp8 (storage), as fp8")
@@ -145,13 +134,13 @@ def test_a_file_in_fp8_stays_in_fp8_where_it_fits_unless_it_would_be_widened_in_
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_cpus_and_apples_gpus_have_no_choice(device, card, monkeypatch, nodes, run):
+def test_cpus_and_apples_gpus_have_no_choice(device, card, monkeypatch, run_node):
     """Their models are not copied over PCIe."""
     card(0)
     monkeypatch.setattr(mm, "get_torch_device", lambda: torch.device(device))
     loaded = open_model(NAME, "auto", None)
     assert stored(loaded) in ("fp32", "bf16") and loaded.choice == ""
-    [text] = run(nodes["SpecARModelInfo"], model=loaded).result
+    [text] = run_node("ModelInfo", model=loaded).result
     assert "auto" not in text
 
 

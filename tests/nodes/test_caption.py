@@ -23,17 +23,10 @@ IMAGES = torch.stack([picture(30, 50) + step / 100 for step in range(5)]).clamp(
 
 
 @pytest.fixture
-def caption(janus, nodes, run):
+def caption(janus, run_node):
     """caption(**inputs) -> the texts."""
-    node = nodes["SpecARCaption"]
-    given = {
-        field.id: field.default for field in node.GET_SCHEMA().inputs if getattr(field, "default", None) is not None
-    }
-
-    def caption(**inputs):
-        return run(node, **given | {"model": janus[0], "image": IMAGES, "max_tokens": 12} | inputs).result[0]
-
-    return caption
+    common = {"model": janus[0], "image": IMAGES, "max_tokens": 12}
+    return lambda **inputs: run_node("Caption", **common | inputs).result[0]
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +51,14 @@ def test_each_image_of_a_batch_has_its_own_text(caption, nodes):
     assert caption(question="Why?") != caption()
 
 
-def test_what_is_no_word_of_a_question_is_said(caption, page, monkeypatch):
-    monkeypatch.setattr("comfyui_specar.nodes.comfy_runtime.progress.SECONDS", (0, 0))  # the answer is shown, too
+def test_what_is_no_word_of_a_question_is_said(caption, page, hurried):
     server = page()
     caption(question="Is <image_placeholder> a word?")
     notices = [data["notices"] for event, data, _ in server.events if event == "specar.notices"]
     assert notices and all("<image_placeholder>" in notice for [notice] in notices)
 
 
-def test_an_answer_ends_at_the_end_token(caption, monkeypatch, progress):
+def test_an_answer_ends_at_the_end_token(caption, monkeypatch):
     monkeypatch.setattr(ImageReader, "text", lambda reader, ids: list(ids))
     whole = caption(image=IMAGES[:1])[0]
     end = whole[5]
@@ -74,11 +66,11 @@ def test_an_answer_ends_at_the_end_token(caption, monkeypatch, progress):
     assert caption(image=IMAGES[:1]) == [whole[: whole.index(end)]]
 
 
-def test_who_only_generates_images_pays_nothing(load, run, nodes, monkeypatch):
+def test_who_only_generates_images_pays_nothing(load, caption):
     """Neither memory nor time before the first caption; and the weights go with the model."""
     model = load("janus-to-caption")[0]
     assert model.model not in _parts
-    run(nodes["SpecARCaption"], model=model, image=IMAGES[:1], question="?", max_tokens=1, temperature=0, seed=0)
+    caption(model=model, image=IMAGES[:1], max_tokens=1)
     held = _parts[model.model][load_reader]
     assert model.part(load_reader, pytest.fail) is held
     reader = weakref.ref(held)
@@ -89,12 +81,12 @@ def test_who_only_generates_images_pays_nothing(load, run, nodes, monkeypatch):
     assert reader() is None
 
 
-def test_a_lora_changes_what_reads_too(caption, janus, nodes, run, models):
+def test_a_lora_changes_what_reads_too(caption, janus, run_node, models):
     """One of the vision tower, which only AR Caption uses."""
     name = "vision_model.vision_tower.blocks.0.mlp.fc1"
     file = models / "janus-to-caption/model.safetensors"
     write_lora(models.parent / "loras/eyes", file, [name])
-    model = run(nodes["SpecARLoadLora"], model=janus[0], lora_name="eyes", strength=8.0).result[0]
+    model = run_node("LoadLora", model=janus[0], lora_name="eyes", strength=8.0).result[0]
     assert caption(model=model, temperature=0.5) != caption(temperature=0.5)
 
 

@@ -13,7 +13,7 @@ from comfyui_specar.samplers.engine import first_use
 from comfyui_specar.samplers.methods import speculative
 
 from ..support.tape import TapeGraphs
-from .conftest import WITHOUT_DRAFTER, defaults
+from .conftest import WITH_DRAFTER, defaults
 
 METHODS = {"NextToken": {}, "SJD": {}, "DraftTree": {"structure": "chain"}}
 
@@ -104,7 +104,7 @@ def test_an_interruption_waits_until_a_capture_is_over(sample, taped, monkeypatc
     assert [each.captured for each in taped] == [1] and not servers[0].is_alive()
 
 
-@pytest.mark.parametrize("method", [*WITHOUT_DRAFTER, "DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS"])
+@pytest.mark.parametrize("method", ["NextToken", "SJD", *WITH_DRAFTER])
 def test_any_method_may_be_the_first_of_a_process(method, sample, nodes, tiny, on_tape, monkeypatch, caplog):
     """As its node comes, on a card whose called passes cost something else than its captured ones."""
     costs = {

@@ -22,8 +22,8 @@ def runs(sample, rule) -> list[Trace]:
     return [sample("NextToken")[1], sample("SJD")[1], sample("DraftTree")[1], relaxed]
 
 
-def test_the_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
-    out = run(nodes["SpecARCompareTraces"], **{f"trace_{i}": t for i, t in enumerate(runs, 1)})
+def test_the_node_draws_all_runs_and_hands_on_their_reports(run_node, runs):
+    out = run_node("CompareTraces", **{f"trace_{i}": t for i, t in enumerate(runs, 1)})
     chart, table = out.result
     assert chart.shape[0] == 1 and chart.shape[2] == comparison.WIDTH and chart.min() >= 0 and chart.max() <= 1
     assert [r["settings"]["method"] for r in out.ui["specar"]] == ["next_token", "sjd", "draft_tree", "draft_tree"]
@@ -37,7 +37,7 @@ def test_the_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
     assert drawn["rows"][0]["bars"][0] == {"text": "16", "share": 1.0}
     assert [row["fidelity"] for row in drawn["rows"]] == ["same"] * 3 + ["may drift"]
     json.dumps(out.ui["specar"])
-    chart, table = run(nodes["SpecARCompareTraces"], trace_1=runs[0], trace_5=runs[2]).result
+    chart, table = run_node("CompareTraces", trace_1=runs[0], trace_5=runs[2]).result
     assert len(table.splitlines()) == 4 and chart.shape[1] == len(comparison.chart([runs[0], runs[2]]))
 
 
@@ -78,12 +78,12 @@ def test_kept_tokens_are_told_apart_from_sampled_ones(sample):
     )
 
 
-def test_continuous_runs_report_their_tolerance_and_their_distance(run, nodes, draw_vectors, runs):
+def test_continuous_runs_report_their_tolerance_and_their_distance(run_node, draw_vectors, runs):
     plain, block, few = draw_vectors("NextToken")[1], draw_vectors("")[1], draw_vectors("NextToken", iterations=4)[1]
     first, second = zip(*labels([plain, block, few]), strict=True)
     assert first == ("continuous, one token a pass", "small model, blocks of 4", "continuous, 4 iterations")
     assert second[:2] == ("the model alone", "approximate within 0.26 (kappa 45)")
-    _, table = run(nodes["SpecARCompareTraces"], trace_1=plain, trace_2=block).result
+    _, table = run_node("CompareTraces", trace_1=plain, trace_2=block).result
     head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
     assert "distance (mean square)" in head and not any("drift bound" in name for name in head)
     where = head.index("distance (mean square)")

@@ -61,16 +61,6 @@ def test_samplers_generate_and_say_how(method, draw_vectors):
         assert trace.totals["draft_passes"] > 0 and trace.totals["target_passes"] < 16
 
 
-@BOTH
-def test_a_batch_equals_single_runs_with_the_following_seeds(method, draw_vectors):
-    together, _ = draw_vectors(method, batch=2, seed=11)
-    alone = torch.cat([draw_vectors(method, seed=11 + i)[0]["samples"] for i in range(2)])
-    assert torch.allclose(together["samples"], alone, rtol=1e-3)
-    second = {"samples": torch.zeros(1, 6, 4, 4), "batch_index": [1]}
-    latent, _ = draw_vectors(method, latent_image=second, seed=11)
-    assert torch.allclose(latent["samples"], alone[1:], rtol=1e-3) and latent["batch_index"] == [1]
-
-
 def test_widgets_reach_the_model(draw_vectors):
     own, trace = draw_vectors("NextToken")
     names = ("cfg", "temperature", "cfg_schedule", "kind", "steps", "iterations")
@@ -99,25 +89,7 @@ def test_widgets_reach_the_method(draw_vectors):
     assert trace.settings["mode"] == "block" and trace.settings["condition"] == "drafts"
 
 
-def test_negative_prompt_counts_and_an_empty_one_does_not(draw_vectors, continuous):
-    plain = draw_vectors("NextToken")[0]["samples"]
-    for text in (" ", "apple"):
-        negative = continuous[1].encode_from_tokens_scheduled(text)
-        drawn = draw_vectors("NextToken", negative=negative)[0]["samples"]
-        assert torch.equal(drawn, plain) == (text == " ")
-
-
 # Inpainting
-
-
-@BOTH
-def test_mask_keeps_the_tokens_outside_it(method, draw_vectors):
-    first, _ = draw_vectors(method, batch=2)
-    again, trace = draw_vectors(method, seed=99, latent_image={**first, "noise_mask": LOWER})
-    assert torch.equal(again["samples"][..., :2, :], first["samples"][..., :2, :])
-    assert (again["samples"] != first["samples"])[..., 2:, :].any(1).all()
-    assert torch.equal(again["noise_mask"], LOWER) and trace.totals["tokens"] == 2 * 8
-    assert (trace.grid("source")[:, :2] == Source.FORCED).all()
 
 
 def test_an_encoded_image_is_kept(draw_vectors, continuous):

@@ -12,15 +12,7 @@ import nodes as core
 
 @pytest.mark.parametrize(
     ("prompt", "notices"),
-    [
-        ("a red aple", ["The model ignores these words: aple (apple?)."]),
-        (
-            "a red apple, 3d",
-            ["The model ignores these words: 3d. Try: apple, red, blue background. All 3 words: AR Model Info."],
-        ),
-        ("a red apple", []),
-        (" ", []),
-    ],
+    [("a red aple", ["The model ignores these words: aple (apple?)."]), ("a red apple", []), (" ", [])],
 )
 def test_clip_text_encode_tells_the_page_which_words_a_model_ignores(prompt, notices, page, tiny):
     server = page()

@@ -19,8 +19,13 @@ def as_json(trace: Trace) -> dict:
     return json.loads(json.dumps(trace.report()))  # tuples become lists
 
 
+def grids_of(**grids) -> Trace:
+    """A 2 x 2 trace of one image."""
+    return Trace(2, 2, 2, {name: torch.tensor([values]) for name, values in grids.items()}, {}, {}, {})
+
+
 def made_trace(**grids) -> Trace:
-    """A 2 x 2 trace of one image: accepted, resampled / bonus, kept."""
+    """Of a model of token ids: accepted, resampled / bonus, kept."""
     default = {
         "source": [Source.ACCEPTED, Source.RESIDUAL, Source.BONUS, Source.FORCED],
         "finalised_at": [1, 1, 2, 2],
@@ -33,8 +38,22 @@ def made_trace(**grids) -> Trace:
         "drift_bound": [0.0, 0.5, 0.25, 0.0],
         "similarity": [-0.25, 0.75, 0.0, 0.0],
     }
-    positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
-    return Trace(2, 2, 2, positions, {}, {}, {})
+    return grids_of(**default | grids)
+
+
+def vector_trace(**grids) -> Trace:
+    """Of a continuous model: accepted, replaced / generated alone, kept."""
+    default = {
+        "source": [Source.RELAXED, Source.RESIDUAL, Source.PREFILL, Source.FORCED],
+        "finalised_at": [2, 2, 1, 0],
+        "depth": [1, 2, 0, 0],
+        "log_ratio": [1.0, -1.0, 0.0, 0.0],
+        "distance": [0.5, 1.0, 0.0, 0.0],
+        "block": [2, 1, 0, 0],
+        "tries": [0, -4, 0, 0],
+        "order": [2, 3, 1, 0],
+    }
+    return grids_of(**default | grids)
 
 
 def test_sources_have_their_colours_and_a_counted_legend():
@@ -44,26 +63,6 @@ def test_sources_have_their_colours_and_a_counted_legend():
         assert tuple(drawn.colours[cell]) == SOURCES[kind][1]
     assert [s.text for s in drawn.legend if "accepted" in s.text] == ["accepted draft: 1 (25%)"]
     assert drawn.strength.tolist() == [[1, 0], [0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("metric", "strength"),
-    [
-        ("pass", [[0.5, 0.5], [1, 0]]),
-        ("accepted length", [[1, 1], [0.5, 0]]),
-        ("ratio p/q", [[1, 0.125], [0, 0]]),
-        ("entropy", [[0, 0.5], [1, 0]]),
-        ("top-1 probability", [[1, 0.5], [0.25, 0]]),
-        ("tree depth", [[1, 1], [0, 0]]),
-        ("tree width", [[0.5, 1], [0, 0]]),
-        ("TV leak", [[0, 1], [0.5, 0]]),
-        ("similarity", [[0, 0.75], [0, 0]]),
-    ],
-)
-def test_metrics(metric, strength):
-    drawn = token_map(made_trace(), metric, 0)
-    assert drawn.strength.tolist() == strength
-    assert tuple(drawn.colours[1, 1]) == GREY  # a kept token has no value
 
 
 def test_an_exact_run_has_no_drift():
@@ -101,39 +100,33 @@ def test_marked_tokens(metric, kind):
     assert drawn.legend[0].text.endswith(": 2 (50%)")
 
 
-def vector_trace(**grids) -> Trace:
-    """A 2 x 2 trace of a continuous model: accepted, replaced / generated alone, kept."""
-    default = {
-        "source": [Source.RELAXED, Source.RESIDUAL, Source.PREFILL, Source.FORCED],
-        "finalised_at": [2, 2, 1, 0],
-        "depth": [1, 2, 0, 0],
-        "log_ratio": [1.0, -1.0, 0.0, 0.0],
-        "distance": [0.5, 1.0, 0.0, 0.0],
-        "block": [2, 1, 0, 0],
-        "tries": [0, -4, 0, 0],
-        "order": [2, 3, 1, 0],
-    }
-    positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
-    return Trace(2, 2, 2, positions, {}, {}, {})
-
-
 @pytest.mark.parametrize(
-    ("metric", "strength", "grey"),
+    ("trace", "metric", "strength", "grey"),
     [
-        ("source", [[1, 0], [0, 0]], "kept or fixed: 1 (25%)"),
-        ("pass", [[1, 1], [0.5, 0]], "kept or fixed: 1"),
-        ("accepted by relaxation", [[1, 0], [0, 0]], "kept or fixed: 1"),
-        ("distance", [[0.5, 1], [0, 0]], "no draft was verified: 2"),
-        ("log ratio", [[1, np.exp(-1, dtype=np.float32)], [0, 0]], "no draft was verified: 2"),
-        ("order", [[2 / 3, 1], [1 / 3, 0]], "kept or fixed: 1"),
-        ("block", [[1, 0.5], [0, 0]], "no draft was verified: 2"),
-        ("tries", [[0, 1], [0, 0]], "not resampled by tries: 3"),
+        (made_trace(), "pass", [[0.5, 0.5], [1, 0]], "kept or fixed: 1"),
+        (made_trace(), "accepted length", [[1, 1], [0.5, 0]], "kept or fixed: 1"),
+        (made_trace(), "ratio p/q", [[1, 0.125], [0, 0]], "no draft was verified: 2"),
+        (made_trace(), "entropy", [[0, 0.5], [1, 0]], "kept or fixed: 1"),
+        (made_trace(), "top-1 probability", [[1, 0.5], [0.25, 0]], "kept or fixed: 1"),
+        (made_trace(), "tree depth", [[1, 1], [0, 0]], "not from a tree: 2"),
+        (made_trace(), "tree width", [[0.5, 1], [0, 0]], "not from a tree: 2"),
+        (made_trace(), "TV leak", [[0, 1], [0.5, 0]], "kept or fixed: 1"),
+        (made_trace(), "similarity", [[0, 0.75], [0, 0]], "not from a tree: 2"),
+        (vector_trace(), "source", [[1, 0], [0, 0]], "kept or fixed: 1 (25%)"),
+        (vector_trace(), "pass", [[1, 1], [0.5, 0]], "kept or fixed: 1"),
+        (vector_trace(), "accepted by relaxation", [[1, 0], [0, 0]], "kept or fixed: 1"),
+        (vector_trace(), "distance", [[0.5, 1], [0, 0]], "no draft was verified: 2"),
+        (vector_trace(), "log ratio", [[1, np.exp(-1, dtype=np.float32)], [0, 0]], "no draft was verified: 2"),
+        (vector_trace(), "order", [[2 / 3, 1], [1 / 3, 0]], "kept or fixed: 1"),
+        (vector_trace(), "block", [[1, 0.5], [0, 0]], "no draft was verified: 2"),
+        (vector_trace(), "tries", [[0, 1], [0, 0]], "not resampled by tries: 3"),
     ],
 )
-def test_metrics_of_continuous_models(metric, strength, grey):
-    drawn = token_map(vector_trace(), metric, 0)
+def test_metrics(trace, metric, strength, grey):
+    drawn = token_map(trace, metric, 0)
     assert np.array_equal(drawn.strength, np.array(strength, np.float32))
-    assert tuple(drawn.colours[1, 1]) == GREY and drawn.legend[-1].text == grey
+    assert tuple(drawn.colours[1, 1]) == GREY, "a kept token has no value"
+    assert drawn.legend[-1].text == grey
 
 
 def test_continuous_words_in_legends():
@@ -163,32 +156,30 @@ def test_metrics_of_the_other_kind_are_grey_and_say_why(trace, others, kind):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("kind", ["discrete", "continuous"])
-def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, save, show, sample, rule, draw_vectors):
-    """Every image, mask, table and report, bit for bit."""
-    made = sample("DraftTree", batch=2, rule=rule("TVMetered", epsilon=0.3)) if kind == "discrete" else draw_vectors("")
-    trace = made[1]
+@pytest.mark.parametrize("kind", ["NextToken", "DraftTree", "Continuous"])
+def test_a_loaded_trace_shows_what_the_run_showed(kind, run_node, save, show, draw, rule):
+    """Every image, mask, table and report, bit for bit. Also metrics that the run lacks show something, so that nobody
+    has to try which ones it has."""
+    _, trace = draw(kind, batch=2, **{"rule": rule("TVMetered", epsilon=0.3)} if kind == "DraftTree" else {})
     [file, _] = save(trace, f"specar/{kind}")["files"]
     choice = f"specar/{Path(file['filename']).with_suffix('.safetensors')} [output]"
-    (loaded,) = run(nodes["SpecARLoadTrace"], trace_name=choice).result
+    (loaded,) = run_node("LoadTrace", trace_name=choice).result
     for metric in METRICS:
-        if metric not in (CONTINUOUS if kind == "discrete" else DISCRETE):
-            ours, theirs = (show(each, metric) for each in (trace, loaded))
-            assert all(torch.equal(one, other) for one, other in zip(ours.result[:3], theirs.result[:3], strict=True))
-            assert ours.result[3] == theirs.result[3] and ours.ui["text"] == theirs.ui["text"]
-            [one, other] = (json.dumps(out.ui["specar"]) for out in (ours, theirs))
-            assert one == other
+        ours, theirs = (show(each, metric) for each in (trace, loaded))
+        assert ours.result[1].shape == (2, 64, 64, 3) and ours.result[0].isfinite().all() and ours.ui["images"], metric
+        assert all(torch.equal(one, other) for one, other in zip(ours.result[:3], theirs.result[:3], strict=True))
+        assert ours.result[3] == theirs.result[3] and ours.ui["text"] == theirs.ui["text"]
+        [one, other] = (json.dumps(out.ui["specar"]) for out in (ours, theirs))
+        assert one == other
     assert all(numbers_of(trace, i) == numbers_of(loaded, i) for i in range(trace.totals["images"]))
-    ours, theirs = (run(nodes["SpecARCompareTraces"], trace_1=t, trace_2=t) for t in (trace, loaded))
+    ours, theirs = (run_node("CompareTraces", trace_1=t, trace_2=t) for t in (trace, loaded))
     assert torch.equal(ours.result[0], theirs.result[0]) and ours.result[1] == theirs.result[1]
 
 
-@pytest.mark.parametrize(("kind", "metric"), [("discrete", "entropy"), ("continuous", "distance")])
-def test_acceptance_map_node(kind, metric, show, sample, tiny, draw_vectors, continuous):
-    if kind == "discrete":
-        (latent, trace), vae = sample("DraftTree", batch=2), tiny[2]
-    else:
-        (latent, trace), vae = draw_vectors("", batch=2, head_steps=2, tolerance=1.0), continuous[2]
+@pytest.mark.parametrize(("kind", "metric"), [("DraftTree", "entropy"), ("Continuous", "distance")])
+def test_acceptance_map_node(kind, metric, show, draw, tiny, continuous):
+    latent, trace = draw(kind, batch=2)
+    vae = (continuous if kind == "Continuous" else tiny)[2]
     out = show(trace, metric, image=vae.decode(latent["samples"]))
     overlay, colours, mask, report = out.result
     assert overlay.shape[0] == 2 and overlay.shape[2] == 512
@@ -207,8 +198,8 @@ def test_acceptance_map_node(kind, metric, show, sample, tiny, draw_vectors, con
         data = json.loads((Path(folder_paths.get_temp_directory()) / file["filename"]).read_text("utf-8"))
         assert_numbers_equal(data, trace, i)
         assert data["map"] == [512, 512]  # above the legend, which the overlay has too
-        relaxed = "accepted within the tolerance" if kind == "continuous" else SOURCES[Source.RELAXED][0]
-        assert data["continuous"] == (kind == "continuous") and data["sources"][Source.RELAXED] == relaxed
+        relaxed = "accepted within the tolerance" if kind == "Continuous" else SOURCES[Source.RELAXED][0]
+        assert data["continuous"] == (kind == "Continuous") and data["sources"][Source.RELAXED] == relaxed
         assert data["sources"][Source.RESIDUAL] == SOURCES[Source.RESIDUAL][0]
 
 
@@ -254,23 +245,17 @@ def test_numbers_leave_out_ends_of_lines_and_empty_records():
     assert numbers_of(trace)["fields"] == {"source": [1] * 6, "finalised_at": [0, 1, 2, 4, 5, 6]}
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("method", ["NextToken", "continuous"])
-def test_every_choice_of_the_node_shows_something(method, show, nodes, sample, draw_vectors):
-    """Those that the run lacks, too, so that nobody has to try which ones it has."""
-    _, trace = draw_vectors("") if method == "continuous" else sample(method)
+def test_the_node_offers_every_metric_and_refuses_others(show, nodes, sample):
     [choice] = [i for i in nodes["SpecARAcceptanceMap"].GET_SCHEMA().inputs if i.id == "metric"]
-    for metric in choice.options:
-        out = show(trace, metric)
-        assert out.result[1].shape == (1, 64, 64, 3)
-        assert out.result[0].isfinite().all() and out.ui["images"], metric
+    assert {*choice.options} == {*METRICS}
+    _, trace = sample("NextToken")
     with pytest.raises(ValueError, match="metric.*'magic'"):
         show(trace, "magic")
     with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
         show(trace, image=torch.rand(2, 32, 32, 3))
 
 
-def test_traces_survive_saving_and_loading(run, nodes, save, sample):
+def test_traces_survive_saving_and_loading(run_node, nodes, save, sample):
     _, trace = sample("SJD", batch=2)
     files = [save(trace, "specar/t")["files"] for _ in range(2)]
     names = [Path(f["filename"]).stem for pair in files for f in pair]
@@ -279,20 +264,20 @@ def test_traces_survive_saving_and_loading(run, nodes, save, sample):
     loader = nodes["SpecARLoadTrace"]
     assert choice in loader.INPUT_TYPES()["required"]["trace_name"][1]["options"]
     assert re.fullmatch("[0-9a-f]+", loader.fingerprint_inputs(trace_name=choice)), "in every image: no folder's name"
-    (loaded,) = run(loader, trace_name=choice).result
+    (loaded,) = run_node("LoadTrace", trace_name=choice).result
     assert as_json(loaded) == as_json(trace)
     written = json.loads((Path(folder_paths.get_output_directory()) / "specar/t_00001_.json").read_text("utf-8"))
     assert written == as_json(trace)
 
 
-def test_load_trace_errors(run, nodes):
-    output = Path(folder_paths.get_output_directory())
-    (output / "no.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="no.safetensors.*trace"):
-        run(nodes["SpecARLoadTrace"], trace_name="no.safetensors [output]")
-    with pytest.raises(FileNotFoundError, match="trace gone"):
-        run(nodes["SpecARLoadTrace"], trace_name="gone.safetensors [output]")
-    with pytest.raises(ValueError, match="outside.*folders"):
-        run(nodes["SpecARLoadTrace"], trace_name="../models/ar_models/tiny/model.safetensors [output]")
+def test_load_trace_errors(run_node, nodes):
+    (Path(folder_paths.get_output_directory()) / "no.safetensors").write_bytes(b"nothing")
+    for name, error, words in (
+        ("no.safetensors", ValueError, "no.safetensors.*trace"),
+        ("gone.safetensors", FileNotFoundError, "trace gone"),
+        ("../models/ar_models/tiny/model.safetensors", ValueError, "outside.*folders"),
+    ):
+        with pytest.raises(error, match=words):
+            run_node("LoadTrace", trace_name=f"{name} [output]")
     choices = nodes["SpecARLoadTrace"].INPUT_TYPES()["required"]["trace_name"][1]["options"]
     assert "no.safetensors [output]" not in choices

@@ -44,38 +44,19 @@ def place_of(model: dict) -> str:
     return "/".join(folders[:3])
 
 
-@pytest.mark.parametrize(
-    ("choice", "words"),
-    [
-        (
-            "c2i_XXL_384.pt",
-            [
-                "c2i_XXL_384.pt",
-                "https://huggingface.co/FoundationVision/LlamaGen",
-                "models/ar_models",
-                "vq_ds16_c2i.pt",
-            ],
-        ),
-        (
-            "Janus-Pro-7B/model-00001-of-00002.safetensors",
-            ["Download 14.8 GB: all files", "models/ar_models/Janus-Pro-7B."],
-        ),
-        ("Janus-Pro-7B", ["https://huggingface.co/deepseek-community/Janus-Pro-7B", "models/ar_models/Janus-Pro-7B"]),
-        (
-            "Lumina-mGPT-7B-512",
-            [
-                "Alpha-VLLM/Lumina-mGPT-7B-512",
-                "tokenizer.json",
-                "Lumina-mGPT-7B-768",
-                "models/ar_models/Lumina-mGPT-7B-512",
-                "Anole-7b-v0.1-vqvae-hf",
-            ],
-        ),
-        ("llamagen2_drafter", ["jadohu/llamagen2_drafter", "models/ar_drafters/llamagen2_drafter"]),
-    ],
-)
-def test_a_released_model_is_recognised_and_what_it_needs_is_named(choice, words):
-    assert all(word in where_to_get(choice) for word in words)
+NEEDED = {  # choice -> words of what is said
+    "c2i_XXL_384.pt": "c2i_XXL_384.pt https://huggingface.co/FoundationVision/LlamaGen models/ar_models vq_ds16_c2i.pt",
+    "Janus-Pro-7B/model-00001-of-00002.safetensors": "14.8 models/ar_models/Janus-Pro-7B.",
+    "Janus-Pro-7B": "https://huggingface.co/deepseek-community/Janus-Pro-7B models/ar_models/Janus-Pro-7B",
+    "Lumina-mGPT-7B-512": "Alpha-VLLM/Lumina-mGPT-7B-512 tokenizer.json Lumina-mGPT-7B-768 "
+    "models/ar_models/Lumina-mGPT-7B-512 Anole-7b-v0.1-vqvae-hf",
+    "llamagen2_drafter": "jadohu/llamagen2_drafter models/ar_drafters/llamagen2_drafter",
+}
+
+
+@pytest.mark.parametrize("choice", NEEDED)
+def test_a_released_model_is_recognised_and_what_it_needs_is_named(choice):
+    assert all(word in where_to_get(choice) for word in NEEDED[choice].split())
     with pytest.raises(FileNotFoundError, match=re.escape(choice)) as instructions:
         folders.resolve(choice, folders.MODELS, folders.DRAFTERS)
     assert where_to_get(choice) in str(instructions.value)

@@ -4,20 +4,13 @@ import pytest
 import torch
 from comfyui_specar.reports.run_report import describe
 
-from .conftest import defaults
-
 SAME_SEED = "same seed, same image (Gumbel, exact)"
 
 
 @pytest.fixture(scope="module")
-def heated(tiny, nodes, run):
+def heated(tiny, run_node):
     """heated(model, **widgets) -> the node's model."""
-    node = nodes["SpecAREntropyTemperature"]
-
-    def heated(model=tiny[0], **widgets):
-        return run(node, model=model, **defaults(node) | widgets).result[0]
-
-    return heated
+    return lambda model=tiny[0], **widgets: run_node("EntropyTemperature", model=model, **widgets).result[0]
 
 
 def test_samplers_heat_by_entropy_and_say_so(sample, heated):

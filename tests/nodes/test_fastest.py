@@ -22,7 +22,7 @@ from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import SJD
 
 from ..support.tape import LatePoll, TapeGraphs
-from .conftest import GRID, OF_MODEL, defaults
+from .conftest import GRID
 
 pytestmark = pytest.mark.once  # the search asks ComfyUI for nothing but room; test_faults_inputs.py runs both nodes
 
@@ -68,20 +68,13 @@ def clock(monkeypatch) -> Clock:
 
 
 @pytest.fixture
-def find(run, nodes, tiny, drafter, positive):
-    """find(**inputs) -> the node's output, with its default for every widget that is not named."""
+def find(run_node, tiny, drafter, positive):
+    """find(**inputs) -> the node's output."""
 
     def find(**inputs):
-        node = nodes["SpecARFindFastest"]
         latent = {"samples": torch.zeros(inputs.pop("batch", 1), 8, GRID, GRID)}
-        common = {
-            "model": tiny[0],
-            "positive": positive,
-            "latent_image": latent,
-            "drafter": drafter,
-            "seconds": SECONDS,
-        }
-        return run(node, **{k: v for k, v in (defaults(node) | common | inputs).items() if v is not None})
+        common = {"model": tiny[0], "positive": positive, "latent_image": latent, "drafter": drafter}
+        return run_node("FindFastest", **common | {"seconds": SECONDS} | inputs)
 
     return find
 
@@ -306,7 +299,7 @@ def test_what_ar_sampler_also_does_is_named_by_its_choice_first(tiny):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rule, run, nodes, tiny, drafter, positive):
+def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rule, nodes, tiny, drafter):
     request = request_for(tiny[0], 16)
     plain = candidates.next_token(tiny[0], request)
     base = {m.name: m for m in [plain, *candidates.exact_methods(tiny[0], drafter, request)]}[name]
@@ -321,23 +314,15 @@ def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rul
             assert widget not in widgets or f"{widget} {widgets[widget]}" in chosen.by_hand
         more = {} if relaxed is None else {"rule": rule(relaxed[0], **relaxed[1])}
         latent, trace = sample(node, **widgets, **more, batch=2)
-        latent_image = {"samples": torch.zeros(2, 8, GRID, GRID)}
-        common = OF_MODEL | {"model": tiny[0], "positive": positive, "seed": 7, "latent_image": latent_image}
-        found, same = run(nodes["SpecARMethodSampler"], method=chosen, **common).result
+        found, same = sample("Method", method=chosen, batch=2)
         assert torch.equal(found["ar_tokens"], latent["ar_tokens"])
         assert labels([same]) == [(chosen.name, chosen.acceptance)], "a run is called what was tried"
-        skip = ("method",)  # "draft_tree" or "cool_sd"
-        assert {k: v for k, v in same.settings.items() if k not in skip} == {
-            k: v for k, v in trace.settings.items() if k not in skip
-        }
+        assert same.settings | {"method": ""} == trace.settings | {"method": ""}  # "draft_tree" or "cool_sd"
 
 
-def test_a_method_goes_with_its_model_only(run, nodes, tiny, load, load_drafter, positive, drafters):
-    node, latent = nodes["SpecARMethodSampler"], {"samples": torch.zeros(1, 8, GRID, GRID)}
-
+def test_a_method_goes_with_its_model_only(sample, tiny, load, load_drafter, drafters):
     def drawn(method, model):
-        inputs = defaults(node) | {"model": model, "positive": positive, "latent_image": latent, "method": method}
-        return run(node, **inputs).result[0]["ar_tokens"]
+        return sample("Method", model=model, method=method)[0]["ar_tokens"]
 
     with pytest.raises(ValueError, match="tiny.*another loader"):
         drawn(candidates.next_token(tiny[0], request_for(tiny[0], 16)), load("tiny", dtype="bf16")[0])

@@ -18,21 +18,15 @@ from comfyui_specar.models.networks.mar import MAR
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress
 from comfyui_specar.nodes.continuous import MODES
 
-from .conftest import GRID, defaults
+from .conftest import GRID
 
-EVERY = ("NextToken", "SJD", "DraftTree", "vectors")  # every way to run; the other methods share them
+EVERY = ("NextToken", "SJD", "DraftTree", "Continuous")  # every way to run; the other methods share them
 
 
 @pytest.fixture
-def draw(sample, draw_vectors):
-    """draw(name) -> what is generated; "vectors" by the continuous sampler with a drafter."""
-
-    def draw(name: str, batch: int = 2) -> torch.Tensor:
-        if name == "vectors":
-            return draw_vectors("", batch=batch, head_steps=2)[0]["samples"]
-        return sample(name, batch=batch)[0]["ar_tokens"]
-
-    return draw
+def drawn(draw):
+    """drawn(name) -> the latent of two images."""
+    return lambda name: draw(name, batch=2)[0]["samples"]
 
 
 @pytest.fixture
@@ -71,48 +65,38 @@ def interrupt_at(monkeypatch):
     mm.interrupt_current_processing(False)
 
 
-def interrupted(draw, name):
-    with pytest.raises(mm.InterruptProcessingException) as caught:
-        draw(name)
-    assert type(caught.value) is mm.InterruptProcessingException
-
-
 @pytest.mark.parametrize("name", EVERY)
-def test_an_interrupt_at_any_callback_leaves_nothing_behind(name, draw, tiny, interrupt_at, caches):
+def test_an_interrupt_at_any_callback_leaves_nothing_behind(name, drawn, tiny, interrupt_at, caches):
     calls = interrupt_at(0)
-    whole, count = draw(name), len(calls)
+    whole, count = drawn(name), len(calls)
     assert count >= 2
     for n in sorted({1, 2, count // 2, count}):
         interrupt_at(n)
-        interrupted(draw, name)
+        with pytest.raises(mm.InterruptProcessingException) as caught:
+            drawn(name)
+        assert type(caught.value) is mm.InterruptProcessingException
         assert len(calls) == n and not tiny[0].model.sessions
+        del caught
     gc.collect()
     assert not caches
     interrupt_at(0)
-    assert torch.equal(draw(name), whole)
+    assert torch.equal(drawn(name), whole)
 
 
-def test_find_fastest_can_be_interrupted_at_any_trial(tiny, positive, drafter, nodes, run, draw, interrupt_at, caches):
+def test_find_fastest_can_be_interrupted_at_any_trial(tiny, positive, drafter, run_node, drawn, interrupt_at, caches):
     """It keeps what its runs leave with the model: that must not survive it."""
-    whole, node = draw("SJD"), nodes["SpecARFindFastest"]
+    whole = drawn("SJD")
     latent = {"samples": torch.zeros(1, 8, GRID, GRID)}
-    inputs = defaults(node) | {
-        "model": tiny[0],
-        "positive": positive,
-        "latent_image": latent,
-        "drafter": drafter,
-        "seconds": 60,
-        "tokens": 16,
-    }
+    inputs = {"model": tiny[0], "positive": positive, "latent_image": latent, "drafter": drafter}
     for n in (1, 2, 20):
         calls = interrupt_at(n)
         with pytest.raises(mm.InterruptProcessingException):
-            run(node, **inputs)
+            run_node("FindFastest", **inputs, seconds=60, tokens=16)
         assert len(calls) == n and not tiny[0].model.sessions
     gc.collect()
     assert not caches
     interrupt_at(0)
-    assert torch.equal(draw("SJD"), whole)
+    assert torch.equal(drawn("SJD"), whole)
 
 
 # Memory
@@ -133,27 +117,27 @@ def out_of_memory_at(monkeypatch, kind: type, n: int) -> list:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_too_little_memory_at_any_pass_ends_the_run_and_frees_its_caches(name, draw, tiny, monkeypatch, caches):
+def test_too_little_memory_at_any_pass_ends_the_run_and_frees_its_caches(name, drawn, tiny, monkeypatch, caches):
     """At the prompt, at a step, while drafting: EAGLE's layers are those of the model."""
-    kind = MAR if name == "vectors" else backbone.Block
+    kind = MAR if name == "Continuous" else backbone.Block
     with monkeypatch.context() as patch:
         calls = out_of_memory_at(patch, kind, 0)
-        whole, count = draw(name), len(calls)
+        whole, count = drawn(name), len(calls)
     for n in sorted({1, 2, count // 2, count}):
         with monkeypatch.context() as patch:
             out_of_memory_at(patch, kind, n)
             with pytest.raises(mm.OOM_EXCEPTION) as caught:
-                draw(name)
+                drawn(name)
         assert type(caught.value) is mm.OOM_EXCEPTION and not tiny[0].model.sessions
         del caught
     gc.collect()
     assert not caches
     mm.unload_all_models()  # as ComfyUI does then
-    assert torch.equal(draw(name), whole)
+    assert torch.equal(drawn(name), whole)
 
 
-def test_too_little_memory_for_decoding_even_a_tile(tiny, draw, monkeypatch):
-    latent, decoder = tiny[0].model.dequantize(draw("NextToken", 1)), tiny[2]._found.decoder
+def test_too_little_memory_for_decoding_even_a_tile(tiny, drawn, monkeypatch):
+    latent, decoder = drawn("NextToken"), tiny[2]._found.decoder
     whole = tiny[2].decode(latent)
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "decode", lambda latent: (_ for _ in ()).throw(mm.OOM_EXCEPTION("none (a test)")))
@@ -162,11 +146,11 @@ def test_too_little_memory_for_decoding_even_a_tile(tiny, draw, monkeypatch):
     assert torch.equal(tiny[2].decode(latent), whole)
 
 
-def test_more_memory_than_there_is_is_refused(draw, monkeypatch):
+def test_more_memory_than_there_is_is_refused(drawn, monkeypatch):
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 10**4)
     for name in EVERY:
         with pytest.raises(ValueError, match="(?i)beside the model.*fewer images"):
-            draw(name)
+            drawn(name)
 
 
 # Disks
@@ -223,13 +207,13 @@ def test_the_output_folder_may_be_the_root_of_a_drive(nodes, monkeypatch):
     assert all("filename_prefix is" in validate(filename_prefix=prefix) for prefix in ("", ".", "..", "a\0b"))
 
 
-def test_no_memory_for_a_preview_costs_the_preview_only(sample, nodes, run, show, monkeypatch, caplog):
+def test_no_memory_for_a_preview_costs_the_preview_only(sample, run_node, show, monkeypatch, caplog):
     _, trace = sample("SJD")
     expected = show(trace)
     monkeypatch.setattr(ui, "PreviewImage", full)
     out = show(trace)
     assert torch.equal(out.result[0], expected.result[0]) and out.ui["images"] == []
-    chart = run(nodes["SpecARCompareTraces"], trace_1=trace)
+    chart = run_node("CompareTraces", trace_1=trace)
     assert chart.ui["images"] == [] and "No space left" in caplog.text
 
 

@@ -50,10 +50,6 @@ FIRST = "model-00001-of-00002.safetensors"
         ("config.json model.safetensors tokenizer.json", "model.safetensors"),
         (f"{SHARDS} model.safetensors.index.json", FIRST),
         ("config.json pytorch_model.bin", "pytorch_model.bin"),
-        (
-            "config.json pytorch_model-00001-of-00001.bin pytorch_model.bin.index.json",
-            "pytorch_model-00001-of-00001.bin",
-        ),
         (SHARDS, FIRST),
         (f"{SHARDS} pytorch_model-00001-of-00003.bin pytorch_model.bin.index.json", "pytorch_model-00001-of-00003.bin"),
     ],
@@ -210,33 +206,31 @@ def test_a_folder_without_its_index_says_so(put):
 )
 def test_fingerprints_follow_whatever_a_model_may_use(put, nodes, key, file):
     put("ar_models", "Model/config.json Model/model.safetensors")
-    inputs = {"model_name": "Model", "dtype": "auto", "grid": "auto"}
     prints = nodes["SpecARLoadCheckpoint"].fingerprint_inputs
-    before = prints(**inputs)
-    assert prints(**inputs) == before
+    before = prints(model_name="Model")
+    assert prints(model_name="Model") == before
     root = put(key, file)
-    there = prints(**inputs)
+    there = prints(model_name="Model")
     (root / file).write_bytes(b"replaced")
-    replaced = prints(**inputs)
+    replaced = prints(model_name="Model")
     assert len({before, there, replaced}) == 3
     put(key, "notes.md"), put("vae", "sdxl_vae_of_somebody.safetensors")
-    assert prints(**inputs) == replaced
+    assert prints(model_name="Model") == replaced
 
 
 def test_a_folder_that_is_deleted_does_no_harm(put, nodes):
     put("ar_models", "single.safetensors")
     root = put("vae", "sub/kl16.ckpt")
     prints = nodes["SpecARLoadCheckpoint"].fingerprint_inputs
-    inputs = {"model_name": "single.safetensors", "dtype": "auto", "grid": "auto"}
-    before = prints(**inputs)
+    before = prints(model_name="single.safetensors")
     assert "sub/kl16.ckpt" in folders.decoder_choices()
     (root / "sub/kl16.ckpt").unlink(), (root / "sub").rmdir()
-    after = prints(**inputs)
-    assert before != after == prints(**inputs)
+    after = prints(model_name="single.safetensors")
+    assert before != after == prints(model_name="single.safetensors")
     assert "sub/kl16.ckpt" not in folders.decoder_choices()
 
 
-def test_models_in_folders_and_shards_load_with_what_lies_beside_them(put, nodes, run, load):
+def test_models_in_folders_and_shards_load_with_what_lies_beside_them(put, run_node, load):
     tiny_janus.write(put("ar_models") / "Janus-Pro-tiny", shards=2)
     tiny_simplear.write(put("ar_models") / "nested/SimpleAR-tiny", decoder=False)
     tiny_simplear.write_cosmos(put("vae") / tiny_simplear.DECODER)
@@ -249,25 +243,24 @@ def test_models_in_folders_and_shards_load_with_what_lies_beside_them(put, nodes
     for name, family in (choices | folders_named).items():
         loaded, clip, vae = load(name)
         assert loaded.model.family == family and loaded.decoder is not None
-        (latent,) = run(nodes["SpecAREmptyLatent"], model=loaded, width=0, height=0, batch_size=1).result
+        (latent,) = run_node("EmptyLatent", model=loaded, width=0, height=0).result
         rows, cols = loaded.model.grid
         assert latent["samples"].shape == (1, vae.latent_channels, rows, cols)
         assert vae.decode(latent["samples"]).shape == (1, rows * vae.downscale_ratio, cols * vae.downscale_ratio, 3)
         assert clip.encode_from_tokens_scheduled("a cat")[0][0].shape[-1] == 1
-    (vae,) = run(nodes["SpecARLoadImageDecoder"], decoder_name=tiny_simplear.DECODER).result
+    (vae,) = run_node("LoadImageDecoder", decoder_name=tiny_simplear.DECODER).result
     assert vae.encode(torch.rand(1, 32, 32, 3)).shape[:2] == (1, vae.latent_channels)
 
 
-def test_a_decoder_that_arrives_later_is_found_by_the_next_run(put, nodes, run):
+def test_a_decoder_that_arrives_later_is_found_by_the_next_run(put, nodes, load):
     tiny_simplear.write(put("ar_models") / "SimpleAR-tiny", decoder=False)
-    inputs = {"model_name": "SimpleAR-tiny", "dtype": "auto", "grid": "auto"}
-    loader = nodes["SpecARLoadCheckpoint"]
-    before, (_, _, vae) = loader.fingerprint_inputs(**inputs), run(loader, **inputs).result
+    prints = nodes["SpecARLoadCheckpoint"].fingerprint_inputs
+    before, (_, _, vae) = prints(model_name="SimpleAR-tiny"), load("SimpleAR-tiny")
     with pytest.raises(FileNotFoundError, match="Cosmos-1.0-Tokenizer-DV8x16x16.*models/vae"):
         vae.decode(torch.zeros(1, 1, 4, 4))
     tiny_simplear.write_cosmos(put("vae") / tiny_simplear.DECODER)
-    assert loader.fingerprint_inputs(**inputs) != before
-    assert run(loader, **inputs).result[0].decoder is not None
+    assert prints(model_name="SimpleAR-tiny") != before
+    assert load("SimpleAR-tiny")[0].decoder is not None
 
 
 @pytest.mark.parametrize("linked", ["runs", ""])

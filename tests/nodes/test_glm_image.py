@@ -16,7 +16,6 @@ import nodes as core
 
 from ..support import tiny_glm_image
 from ..support.simulated_gpu import CPU, GPU
-from .conftest import defaults
 
 PROMPT = 'a red cup "7"'
 
@@ -27,28 +26,32 @@ def positive(glm_image):
 
 
 @pytest.fixture(scope="module")
-def sample(glm_image, positive, nodes, run):
+def sample(glm_image, positive, run_node):
     """sample(batch, **inputs) -> the LATENT of SJD."""
 
     def sample(batch: int = 1, **inputs):
-        latent = run(nodes["SpecAREmptyLatent"], model=glm_image[0], width=0, height=0, batch_size=batch).result[0]
-        node = nodes["SpecARSJDSampler"]
-        inputs = {"model": glm_image[0], "positive": positive, "latent_image": latent, "seed": 3, "window": 4} | inputs
-        return run(node, **defaults(node) | inputs).result[0]
+        latent = run_node("EmptyLatent", model=glm_image[0], width=0, height=0, batch_size=batch).result[0]
+        common = {"model": glm_image[0], "positive": positive, "latent_image": latent, "seed": 3, "window": 4}
+        return run_node("SJDSampler", **common | inputs).result[0]
 
     return sample
 
 
 @pytest.fixture(scope="module")
-def decode(glm_image, positive, nodes, run):
+def decode(glm_image, positive, run_node):
     """decode(latent, **inputs) -> the IMAGE of GLM-Image Decode."""
 
     def decode(latent, **inputs):
-        node = nodes["SpecARDecodeGLMImage"]
-        inputs = {"samples": latent, "vae": glm_image[2], "positive": positive, "steps": 2} | inputs
-        return run(node, **defaults(node) | inputs).result[0]
+        common = {"samples": latent, "vae": glm_image[2], "positive": positive, "steps": 2}
+        return run_node("DecodeGLMImage", **common | inputs).result[0]
 
     return decode
+
+
+@pytest.fixture
+def folder(glm_image) -> Path:
+    """Its files."""
+    return Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image"
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +84,18 @@ def test_a_batch_is_decoded_as_its_images_are(sample, decode):
         assert not torch.allclose(decode(latent, **other), image, atol=1e-3)
 
 
-def test_it_is_the_decoder_s_image(sample, decode, glm_image):
-    latent = sample()
-    decoder = decoders.load(Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image", torch.float32)
-    wanted = tiny_glm_image.pixels_of(decoder, latent["ar_tokens"], PROMPT, seed=5, steps=2)
-    torch.testing.assert_close(decode(latent, seed=5), wanted, rtol=0, atol=1e-4)
-    assert not torch.allclose(
-        tiny_glm_image.pixels_of(decoder, latent["ar_tokens"], "a red cup", seed=5, steps=2), wanted
+def test_it_is_the_decoder_s_image(sample, decode, folder):
+    latent, decoder = sample(), decoders.load(folder, torch.float32)
+    wanted, other = (
+        tiny_glm_image.pixels_of(decoder, latent["ar_tokens"], prompt, seed=5, steps=2)
+        for prompt in (PROMPT, "a red cup")
     )
+    torch.testing.assert_close(decode(latent, seed=5), wanted, rtol=0, atol=1e-4)
+    assert not torch.allclose(other, wanted)
 
 
-def test_source_images_are_read(sample, decode, edit, positive):
-    latent, folder = sample(batch=2), Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image"
+def test_source_images_are_read(sample, decode, edit, positive, folder):
+    latent = sample(batch=2)
     decoder, encoder = decoders.load(folder, torch.float32), decoders.load_latent_encoder(folder)
     sources = [
         decoders.SourceImage(encoder.encode_latent(each["image"][None]), each["tokens"]) for each in sources_in(edit())
@@ -120,12 +123,11 @@ def test_source_images_that_cannot_be(sample, decode, edit):
             decode(latent, positive=edit(source, source | wrong))
 
 
-def test_a_vae_without_encoder_is_named_only_if_there_are_source_images(sample, decode, edit):
-    latent, folder = sample(), Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image"
+def test_a_vae_without_encoder_is_named_only_if_there_are_source_images(sample, decode, edit, folder):
+    latent = sample()
     image = decode(latent)
     file = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    weights = load_file(file)
-    save_file({name: tensor for name, tensor in weights.items() if name.startswith("decoder.")}, file)
+    save_file({name: tensor for name, tensor in load_file(file).items() if name.startswith("decoder.")}, file)
     assert torch.equal(decode(latent), image)
     with pytest.raises(ValueError, match="VAE without encoder"):
         decode(latent, positive=edit())
@@ -161,16 +163,30 @@ def test_a_source_image_is_encoded_in_tiles_if_it_does_not_fit(sample, decode, e
     assert (tiled - whole).square().mean() < whole.var() / 100
 
 
-@pytest.mark.parametrize("node", ["VAEDecode", "VAEDecodeTiled", "VAEEncode"])
-def test_core_s_vae_nodes_name_the_node(node, sample, glm_image):
+def test_tiles_if_the_pixels_do_not_fit(sample, decode, monkeypatch, caplog):
+    module = decoders.Pixels
+    plain = module.decode
+
+    def short(self, latent):
+        if latent.shape[-1] > 32:
+            raise mm.OOM_EXCEPTION("CUDA out of memory")
+        return plain(self, latent)
+
+    monkeypatch.setattr(module, "decode", short)
+    with caplog.at_level(logging.WARNING):
+        image = decode({"samples": torch.arange(20.0).view(1, 1, 2, 10)})
+    assert image.shape == (1, 64, 320, 3) and "tiles of 256 pixels" in caplog.text
+
+
+def test_core_s_vae_nodes_name_the_node(sample, glm_image):
     vae = glm_image[2]
-    with pytest.raises((ValueError, AttributeError), match="GLM-Image"):
-        if node == "VAEEncode":
-            core.VAEEncode().encode(vae, torch.rand(1, 128, 128, 3))
-        else:
-            getattr(core, node)().decode(vae, sample(), *([512] if "Tiled" in node else []))
-    with pytest.raises(ValueError, match="GLM-Image Decode"):
-        core.VAEDecode().decode(vae, sample())
+    for run, words in (
+        (lambda: core.VAEDecode().decode(vae, sample()), "GLM-Image Decode"),
+        (lambda: core.VAEDecodeTiled().decode(vae, sample(), 512), "GLM-Image"),
+        (lambda: core.VAEEncode().encode(vae, torch.rand(1, 128, 128, 3)), "GLM-Image"),
+    ):
+        with pytest.raises((ValueError, AttributeError), match=words):
+            run()
 
 
 @pytest.mark.parametrize(
@@ -196,11 +212,9 @@ def test_prompts_and_decoders_of_other_models_are_refused(sample, decode, tiny, 
         decode(latent, vae=tiny[2])
 
 
-def test_files_are_read_once_and_again_when_they_change(sample, decode, glm_image, monkeypatch):
-    read = []
-    load = decoders.load
+def test_files_are_read_once_and_again_when_they_change(sample, decode, folder, monkeypatch):
+    read, load, latent = [], decoders.load, sample()
     monkeypatch.setattr(decoders, "load", lambda *inputs: read.append(inputs) or load(*inputs))
-    latent, folder = sample(), Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image"
     image = decode(latent)
     assert torch.equal(decode(latent), image) and not read
     moved = (folder / "vae").rename(folder / "elsewhere")
@@ -212,35 +226,15 @@ def test_files_are_read_once_and_again_when_they_change(sample, decode, glm_imag
         file.unlink()
 
 
-def test_progress_and_interruption(sample, decode, edit, progress):
-    latent = sample(batch=2)
+@pytest.mark.parametrize("sources", [False, True])
+def test_progress_and_interruption(sources, sample, decode, edit, positive, progress):
+    latent, prompt = sample(batch=2), edit() if sources else positive
     progress.clear()
-    decode(latent, steps=3)
+    assert decode(latent, positive=prompt, steps=3).shape == (2, 128, 128, 3)
     assert [event[:2] for event in progress] == [(done, 6) for done in range(1, 7)]
     mm.interrupt_current_processing()
     with pytest.raises(mm.InterruptProcessingException):
-        decode(latent)
-    progress.clear()
-    assert decode(latent, positive=edit(), steps=3).shape == (2, 128, 128, 3)
-    assert [event[:2] for event in progress] == [(done, 6) for done in range(1, 7)]
-    mm.interrupt_current_processing()
-    with pytest.raises(mm.InterruptProcessingException):
-        decode(latent, positive=edit())
-
-
-def test_tiles_if_the_pixels_do_not_fit(sample, decode, monkeypatch, caplog):
-    module = decoders.Pixels
-    plain = module.decode
-
-    def short(self, latent):
-        if latent.shape[-1] > 32:
-            raise mm.OOM_EXCEPTION("CUDA out of memory")
-        return plain(self, latent)
-
-    monkeypatch.setattr(module, "decode", short)
-    with caplog.at_level(logging.WARNING):
-        image = decode({"samples": torch.arange(20.0).view(1, 1, 2, 10)})
-    assert image.shape == (1, 64, 320, 3) and "tiles of 256 pixels" in caplog.text
+        decode(latent, positive=prompt)
 
 
 def test_memory_is_asked_for_before_each_part(sample, decode, edit, loads):
@@ -273,8 +267,8 @@ def test_the_transformer_runs_when_half_of_it_stays_in_main_memory(tmp_path, req
     assert dit(noise, text, tokens, torch.zeros(1, device=GPU), [source]).device == GPU
 
 
-def test_about_the_model(glm_image, nodes, run):
-    out = run(nodes["SpecARModelInfo"], model=glm_image[0])
+def test_about_the_model(glm_image, run_node):
+    out = run_node("ModelInfo", model=glm_image[0])
     assert "image decoder: GLM-Image Decode\n" in out.result[0] and "with guidance" not in out.result[0]
     assert "4 rows of 4 tokens of 32 codes, 20 in all with a preview of 4\n" in out.result[0]
 

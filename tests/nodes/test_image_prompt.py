@@ -2,10 +2,8 @@
 
 import gc
 import weakref
-from pathlib import Path
 
 import comfy.model_management as mm
-import folder_paths
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_encoder, load_model
@@ -13,16 +11,17 @@ from comfyui_specar.model_loaders.families import IMAGE_READERS
 from comfyui_specar.models.pictures import resize
 from comfyui_specar.nodes.comfy_runtime.models import _parts
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import nodes as core
 
 from ..support import tiny_glm_image
+from ..support.comfy_quant import rewritten
 from ..support.lora import write_lora
 from ..support.simulated_gpu import GPU, load_half
-from .conftest import defaults
 
 TEXT = "make it red"
+SAMPLERS = pytest.mark.parametrize("sampler", ["Sampler", "NextTokenSampler", "SJDSampler"])
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +31,10 @@ def pictures():
 
 
 @pytest.fixture
-def ask(nodes, run, emu35, pictures):
+def ask(run_node, emu35, pictures):
     """ask(**inputs) -> (positive, negative, latent)."""
-
-    def ask(**inputs):
-        node = nodes["SpecARImagePrompt"]
-        common = {"model": emu35[0], "vae": emu35[2], "image1": pictures[0], "text": TEXT}
-        return run(node, **defaults(node) | common | inputs).result
-
-    return ask
+    common = {"model": emu35[0], "vae": emu35[2], "image1": pictures[0], "text": TEXT}
+    return lambda **inputs: run_node("ImagePrompt", **common | inputs).result
 
 
 def test_images_are_read_in_their_order_and_proportions(ask, emu35, pictures):
@@ -64,13 +58,12 @@ def test_what_is_no_word_of_either_text_is_said(ask, page):
     assert "(red:1.2)" in notices[0] and "<|image start|>" in notices[1]
 
 
-@pytest.mark.parametrize("sampler", ["SpecARSampler", "SpecARNextTokenSampler", "SpecARSJDSampler"])
-def test_samplers_run_on_it(ask, nodes, run, emu35, pictures, sampler):
-    def sample(positive, negative, latent, **inputs):
+@SAMPLERS
+def test_samplers_run_on_it(ask, run_node, emu35, pictures, sampler):
+    def sample(positive, negative, latent):
         (latent,) = core.RepeatLatentBatch().repeat(latent, 2)
-        common = {"model": emu35[0], "positive": positive, "negative": negative, "latent_image": latent, "seed": 3}
-        node = nodes[sampler]
-        return run(node, **defaults(node) | common | {"cfg": 3.0, "top_k": 8} | inputs).result[0]["ar_tokens"]
+        prompts = {"positive": positive, "negative": negative, "latent_image": latent}
+        return run_node(sampler, model=emu35[0], **prompts, seed=3, cfg=3.0, top_k=8).result[0]["ar_tokens"]
 
     one, two = ask(), ask(image1=pictures[1], negative_text="blur")
     drawn = sample(*one)
@@ -80,20 +73,18 @@ def test_samplers_run_on_it(ask, nodes, run, emu35, pictures, sampler):
     assert torch.equal(drawn, sample(one[0], None, one[2])), "no negative: that with the images"
 
 
-@pytest.mark.parametrize("sampler", ["SpecARSampler", "SpecARNextTokenSampler", "SpecARSJDSampler"])
-def test_auto_is_the_authors_choice_for_images(ask, nodes, run, emu35, sampler):
+@SAMPLERS
+def test_auto_is_the_authors_choice_for_images(ask, run_node, emu35, sampler):
     positive, _negative, latent = ask()
     for prompt, cfg in ((positive, 3), (core.CLIPTextEncode().encode(emu35[1], TEXT)[0], 5)):
-        common = {"model": emu35[0], "positive": prompt, "latent_image": latent}
-        assert run(nodes[sampler], **defaults(nodes[sampler]) | common).result[1].settings["cfg"] == cfg
+        _, trace = run_node(sampler, model=emu35[0], positive=prompt, latent_image=latent).result
+        assert trace.settings["cfg"] == cfg
 
 
-def test_find_fastest_measures_it(ask, nodes, run, emu35):
+def test_find_fastest_measures_it(ask, run_node, emu35):
     positive, _negative, latent = ask()
-    node = nodes["SpecARFindFastest"]
-    inputs = {"model": emu35[0], "positive": positive, "latent_image": latent, "seconds": 5}
-    method, *_ = run(node, **defaults(node) | inputs).result
-    assert method is not None
+    out = run_node("FindFastest", model=emu35[0], positive=positive, latent_image=latent, seconds=5)
+    assert out.result[0] is not None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +101,7 @@ def test_what_it_refuses(ask, inputs, words):
         ask(**inputs)
 
 
-def test_other_models_and_decoders(ask, tiny, continuous, monkeypatch, emu35):
+def test_other_models_and_decoders(ask, tiny, continuous):
     for loaded in (tiny, continuous):
         with pytest.raises(ValueError, match=f"cannot read images.*{IMAGE_READERS[0]}"):
             ask(model=loaded[0])
@@ -158,12 +149,11 @@ def test_sources_are_what_the_decoder_reads(ask_glm, glm_image):
     assert "sources" not in negative[0][1]["ar"] and "images" not in negative[0][1]["ar"]
 
 
-@pytest.mark.parametrize("sampler", ["SpecARSampler", "SpecARNextTokenSampler", "SpecARSJDSampler"])
-def test_samplers_run_on_sources(ask_glm, nodes, run, glm_image, sampler):
+@SAMPLERS
+def test_samplers_run_on_sources(ask_glm, run_node, glm_image, sampler):
     def sample(positive, negative, latent):
-        node = nodes[sampler]
-        inputs = {"model": glm_image[0], "positive": positive, "negative": negative, "latent_image": latent, "seed": 3}
-        return run(node, **defaults(node) | inputs).result[0]["ar_tokens"]
+        prompts = {"positive": positive, "negative": negative, "latent_image": latent}
+        return run_node(sampler, model=glm_image[0], **prompts, seed=3).result[0]["ar_tokens"]
 
     both = ask_glm()
     drawn = sample(*both)
@@ -172,7 +162,7 @@ def test_samplers_run_on_sources(ask_glm, nodes, run, glm_image, sampler):
     assert not torch.equal(drawn, sample(text, None, both[2]))
 
 
-def test_the_encoder_is_loaded_for_the_first_image(load, run, nodes, ask_glm, loads):
+def test_the_encoder_is_loaded_for_the_first_image(load, ask_glm, loads):
     """With memory for its activations; and its weights go with the model."""
     model = load("GLM-Image/vision_language_encoder")[0]
     assert model.model not in _parts
@@ -189,33 +179,25 @@ def test_the_encoder_is_loaded_for_the_first_image(load, run, nodes, ask_glm, lo
     assert encoder() is None
 
 
-def test_a_lora_changes_the_encoder_too(ask_glm, glm_image, nodes, run, models):
-    name = "model.visual.blocks.0.mlp.fc1"
-    [file] = [
-        f for f in (models / "GLM-Image/vision_language_encoder").glob("*.safetensors") if has(f, f"{name}.weight")
-    ]
+def test_a_lora_changes_the_encoder_too(ask_glm, glm_image, run_node, models):
+    name, files = "model.visual.blocks.0.mlp.fc1", (models / "GLM-Image/vision_language_encoder").glob("*.safetensors")
+    [file] = [file for file in files if f"{name}.weight" in load_file(file)]
     write_lora(models.parent / "loras/glasses", file, [name])
-    model = run(nodes["SpecARLoadLora"], model=glm_image[0], lora_name="glasses", strength=30.0).result[0]
+    model = run_node("LoadLora", model=glm_image[0], lora_name="glasses", strength=30.0).result[0]
     before, after = (ask_glm(model=each)[0][0][1]["ar"]["images"][0] for each in (glm_image[0], model))
     assert not torch.equal(before, after)
 
 
-def has(file, name):
-    return name in load_file(file)
-
-
-def test_what_it_refuses_of_sources(ask_glm, emu35, glm_image, load):
+def test_what_it_refuses_of_sources(ask_glm, emu35, models, load):
     with pytest.raises(ValueError, match="image2: The image is 50 x 10 pixels.*16 pixels a side and up to 4:1"):
         ask_glm(image2=torch.rand(1, 10, 50, 3))
-    with pytest.raises(ValueError, match="vae is .*must be the VAE of Load AR Checkpoint"):
-        ask_glm(vae=emu35[2])
-    with pytest.raises(ValueError, match="vae is .*must be the VAE of Load AR Checkpoint"):
-        ask_glm(model=emu35[0])
-    folder = Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image-text"
-    model = tiny_glm_image.write(folder)
-    weights = load_file(model / "model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if not name.startswith("model.visual.")}
-    save_file(kept, model / "model.safetensors")
+    for other in ({"vae": emu35[2]}, {"model": emu35[0]}):
+        with pytest.raises(ValueError, match="vae is .*must be the VAE of Load AR Checkpoint"):
+            ask_glm(**other)
+    rewritten(
+        tiny_glm_image.write(models / "GLM-Image-text"),
+        lambda tensors: ({name: tensors[name] for name in tensors if not name.startswith("model.visual.")}, {}),
+    )
     with pytest.raises(ValueError, match="without its vision encoder.*zai-org/GLM-Image"):
         ask_glm(model=load("GLM-Image-text/vision_language_encoder")[0])
 

@@ -13,6 +13,8 @@ from comfyui_specar.model_loaders.families import RELEASED_DECODERS
 from comfyui_specar.models.networks import precision
 from safetensors.torch import load_file, save_file
 
+from ..support.bad_files import Attack
+
 LOADERS = [  # node, widget, a file that is there
     ("SpecARLoadCheckpoint", "model_name", "tiny"),
     ("SpecARLoadDrafter", "drafter_name", "eagle"),
@@ -82,13 +84,17 @@ def test_the_grid_widget_helps_a_file_that_does_not_state_its_grid(load):
     assert load("nogrid.safetensors", grid="16")[0].model.grid == (16, 16)
 
 
-def test_what_cannot_be_loaded_is_named(load, models):
-    (models / "broken.safetensors").write_bytes((models / "tiny/model.safetensors").read_bytes()[:1000])
-    save_file({"conv.weight": torch.zeros(2)}, models / "foreign.safetensors")
+def test_what_cannot_be_loaded_is_named_and_harmless(load, models, tmp_path):
+    whole = (models / "tiny/model.safetensors").read_bytes()
+    broken, foreign, hostile = (models / name for name in ("broken.safetensors", "foreign.safetensors", "hostile.pt"))
+    broken.write_bytes(whole[:1000])
+    save_file({"conv.weight": torch.zeros(2)}, foreign)
+    torch.save({"model": Attack(tmp_path / "executed")}, hostile)
     try:
         for name, widgets, message in (
             ("broken.safetensors", {}, "broken.safetensors .*damaged"),
             ("foreign.safetensors", {}, "foreign.safetensors.*family"),
+            ("hostile.pt", {}, "hostile.pt.*never run"),
             ("nothing.safetensors", {}, "ar_models"),
             ("../../../etc/passwd", {}, "ar_models"),
             ("tiny", {"dtype": "fp8"}, "dtype"),
@@ -96,8 +102,10 @@ def test_what_cannot_be_loaded_is_named(load, models):
         ):
             with pytest.raises((ValueError, FileNotFoundError), match=message):
                 load(name, **widgets)
+        assert not (tmp_path / "executed").exists()
     finally:
-        (models / "broken.safetensors").unlink(), (models / "foreign.safetensors").unlink()
+        for file in (broken, foreign, hostile):
+            file.unlink()
 
 
 def test_replacing_a_loaded_model_leaves_no_dead_ones_behind(load):
@@ -110,24 +118,24 @@ def test_replacing_a_loaded_model_leaves_no_dead_ones_behind(load):
 
 
 @pytest.mark.parametrize("kind", ["ids", "vectors"])
-def test_an_image_decoder_alone(kind, run, nodes, tiny, continuous):
+def test_an_image_decoder_alone(kind, run_node, tiny, continuous):
     name, channels, vae = ("tiny/vq", 8, tiny[2]) if kind == "ids" else ("vectors/vae", 6, continuous[2])
-    (alone,) = run(nodes["SpecARLoadImageDecoder"], decoder_name=f"{name}.safetensors").result
+    (alone,) = run_node("LoadImageDecoder", decoder_name=f"{name}.safetensors").result
     latent = torch.randn(1, channels, 4, 4)
     assert torch.equal(alone.decode(latent), vae.decode(latent))
     with pytest.raises(ValueError, match="classes.safetensors.*image decoder"):
-        run(nodes["SpecARLoadImageDecoder"], decoder_name="classes.safetensors")
+        run_node("LoadImageDecoder", decoder_name="classes.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["ids", "vectors"])
-def test_an_empty_latent_has_the_model_s_shape_or_names_the_legal_size(kind, run, nodes, tiny, continuous):
+def test_an_empty_latent_has_the_model_s_shape_or_names_the_legal_size(kind, run_node, tiny, continuous):
     model, channels = (tiny[0], 8) if kind == "ids" else (continuous[0], 6)
     for width, height in ((32, 32), (0, 0)):
-        inputs = {"model": model, "width": width, "height": height, "batch_size": 3}
-        assert run(nodes["SpecAREmptyLatent"], **inputs).result[0]["samples"].shape == (3, channels, 4, 4)
+        (latent,) = run_node("EmptyLatent", model=model, width=width, height=height, batch_size=3).result
+        assert latent["samples"].shape == (3, channels, 4, 4)
     for width, height in ((64, 32), (36, 32), (512, 512)):
         with pytest.raises(ValueError, match="32 x 32 pixels"):
-            run(nodes["SpecAREmptyLatent"], model=model, width=width, height=height, batch_size=1)
+            run_node("EmptyLatent", model=model, width=width, height=height)
 
 
 # Automatic precision on a CPU
@@ -219,19 +227,16 @@ def test_drafter_files_that_do_not_fit_are_named(load_drafter, tiny, continuous,
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("kind", ["ids", "vectors"])
-def test_layers_in_main_memory_are_cast_on_use(kind, sample, draw_vectors, drafter, continuous, small_vectors):
+@pytest.mark.parametrize("kind", ["DraftTree", "Continuous"])
+def test_layers_in_main_memory_are_cast_on_use(kind, draw, drafter, continuous, small_vectors):
     """Of a model or drafter that does not fit, and so is loaded in part."""
-
-    def drawn():
-        return sample("DraftTree", structure="chain")[0] if kind == "ids" else draw_vectors("")[0]
-
-    whole, owners = drawn(), [drafter] if kind == "ids" else [continuous[0], small_vectors]
+    chain = {"structure": "chain"} if kind == "DraftTree" else {}
+    whole, owners = draw(kind, **chain)[0], [drafter] if chain else [continuous[0], small_vectors]
     layers = [m for owner in owners for m in owner.patcher.model.modules() if hasattr(m, "comfy_cast_weights")]
     for layer in layers:
         layer.comfy_cast_weights = True
     try:
-        assert torch.equal(drawn()["samples"], whole["samples"])
+        assert torch.equal(draw(kind, **chain)[0]["samples"], whole["samples"])
     finally:
         for layer in layers:
             layer.comfy_cast_weights = False

@@ -5,11 +5,11 @@ import torch
 
 
 @pytest.fixture
-def with_lora(nodes, run, tiny, lora):
+def with_lora(run_node, tiny, lora):
     """with_lora(strength, model) -> AR_MODEL of AR LoRA."""
 
     def with_lora(strength: float, model=tiny[0]):
-        return run(nodes["SpecARLoadLora"], model=model, lora_name=lora, strength=strength).result[0]
+        return run_node("LoadLora", model=model, lora_name=lora, strength=strength).result[0]
 
     return with_lora
 
@@ -43,6 +43,6 @@ def test_a_drafter_is_loaded_for_the_model_with_the_lora(with_lora, sample, load
         sample("DraftTree", drafter=drafter)
 
 
-def test_parameters_chosen_before_are_kept(with_lora, nodes, run, tiny):
-    cooled = run(nodes["SpecAREntropyTemperature"], model=tiny[0], strength=1.0, decay=1.0, floor=0.5).result[0]
+def test_parameters_chosen_before_are_kept(with_lora, run_node, tiny):
+    (cooled,) = run_node("EntropyTemperature", model=tiny[0], floor=0.5).result
     assert with_lora(1.0, cooled).sampling == cooled.sampling

@@ -12,15 +12,23 @@ from comfyui_specar.nodes.model_info import report, summarize
 
 from ..support import tiny_emu3
 
-
-def info(run, nodes, loaded):
-    out = run(nodes["SpecARModelInfo"], model=loaded)
-    assert out.ui["text"] == [out.result[0]]
-    return out.result[0], out.ui["specar"][0]
+NARROW = ["fp8 (storage)", "int8 (storage)", "int8 (storage and KV cache)", "int4 (storage)"]
 
 
-def test_summary_of_a_model_of_token_ids(run, nodes, tiny, drafters):
-    text, summary = info(run, nodes, tiny[0])
+@pytest.fixture
+def info(run_node):
+    """info(model) -> the text and the summary."""
+
+    def info(loaded):
+        out = run_node("ModelInfo", model=loaded)
+        assert out.ui["text"] == [out.result[0]]
+        return out.result[0], out.ui["specar"][0]
+
+    return info
+
+
+def test_summary_of_a_model_of_token_ids(info, tiny, drafters):
+    text, summary = info(tiny[0])
     model = tiny[0].model
     assert summary["family"] == "llamagen-t2i" and summary["tokens"] == "ids" and summary["codes"] == 64
     assert summary["parameters"] == sum(p.numel() for p in model.parameters())
@@ -37,29 +45,29 @@ def test_summary_of_a_model_of_token_ids(run, nodes, tiny, drafters):
     assert "tiny: llamagen-t2i" in text and "sizes (width x height): 32 x 32" in text and "cfg 2.0" in text
 
 
-def test_summary_of_a_continuous_model(run, nodes, continuous, small_vectors, drafters):
-    text, summary = info(run, nodes, continuous[0])
+def test_summary_of_a_continuous_model(info, continuous, small_vectors, drafters):
+    text, summary = info(continuous[0])
     assert summary["tokens"] == "vectors" and summary["caches"] is None and summary["codes"] is None
     assert summary["memory"] == []
     assert "vectors.safetensors" in summary["drafters"] and "eagle/model.safetensors" not in summary["drafters"]
     assert "caches" not in text
 
 
-def test_settings_for_images_are_listed_where_they_differ(run, nodes, emu35, tiny):
-    text, summary = info(run, nodes, emu35[0])
+def test_settings_for_images_are_listed_where_they_differ(info, emu35, tiny):
+    text, summary = info(emu35[0])
     assert summary["defaults"]["cfg"] == 5 and summary["image_defaults"] == {"cfg": 3.0}
     assert "with images in the prompt: cfg 3.0\n" in text
-    text, summary = info(run, nodes, tiny[0])
+    text, summary = info(tiny[0])
     assert summary["image_defaults"] == {} and "with images" not in text
 
 
-def test_what_is_missing_is_named(run, nodes, load):
-    text, summary = info(run, nodes, load("classes.safetensors")[0])
+def test_what_is_missing_is_named(info, load):
+    text, summary = info(load("classes.safetensors")[0])
     assert summary["decoder"] is None and "vq_ds16_c2i.pt (repository FoundationVision/LlamaGen)" in text
 
 
-def test_the_bundled_drafters_fit_the_bundled_model(run, nodes, load):
-    _, summary = info(run, nodes, load("default (bundled)")[0])
+def test_the_bundled_drafters_fit_the_bundled_model(info, load):
+    _, summary = info(load("default (bundled)")[0])
     assert summary["drafters"][:2] == ["EAGLE drafter (bundled)", "small model (bundled)"]
     assert "small continuous MAR (bundled)" not in summary["drafters"]
 
@@ -81,14 +89,12 @@ def test_special_tokens_words_and_sizes_of_a_language_model(tmp_path):
     assert "end of a row" in text and "word embeddings, in main memory" in text and "no decoder" in text
 
 
-@pytest.mark.parametrize(
-    "dtype", ["fp32", "bf16", "fp8 (storage)", "int8 (storage)", "int8 (storage and KV cache)", "int4 (storage)"]
-)
-def test_the_table_says_what_the_model_would_need_at_each_dtype(run, nodes, models, tiny, dtype):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", *NARROW])
+def test_the_table_says_what_the_model_would_need_at_each_dtype(info, models, tiny, dtype):
     """Whatever it is loaded in, the rows are those of the model loaded so."""
-    _, summary = info(run, nodes, tiny[0])
+    _, summary = info(tiny[0])
     loaded = open_model("tiny", dtype, None)
-    _, same = info(run, nodes, loaded)
+    _, same = info(loaded)
     assert same["memory"] == summary["memory"]
     [row] = [row for row in same["memory"] if dtype in row["dtype"].split(", ")]
     model = loaded.model
@@ -110,14 +116,7 @@ def test_the_table_compares_with_the_memory_of_the_device(device, beside, verdic
     monkeypatch.setattr(mm, "minimum_inference_memory", lambda: 0)
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
     rows = memory_table(model, torch.bfloat16, device)
-    assert [row.dtype for row in rows] == [
-        "fp32",
-        "bf16, fp16",
-        "fp8 (storage)",
-        "int8 (storage)",
-        "int8 (storage and KV cache)",
-        "int4 (storage)",
-    ]
+    assert [row.dtype for row in rows] == ["fp32", "bf16, fp16", *NARROW]
     for_wide, for_half = (beside_weights(model, dtype, None) for dtype in (torch.float32, torch.bfloat16))
     assert for_half > rows[1].cache
     total = max(1.1 * rows[1].weights + for_half, for_wide) + beside
@@ -137,12 +136,10 @@ def test_unknown_memory_has_no_verdict(tmp_path, monkeypatch):
     assert {row.verdict for row in rows} == {None} and "fit" not in "".join(memory_lines(rows, device, False))
 
 
-def test_large_drafters_are_recognised_by_their_tensors(
-    run, nodes, tiny, continuous, drafters, small_vectors, monkeypatch
-):
+def test_large_drafters_are_recognised_by_their_tensors(info, tiny, continuous, drafters, small_vectors, monkeypatch):
     monkeypatch.setattr("comfyui_specar.nodes.model_info.LARGEST_TO_LOAD", 0)
-    _, summary = info(run, nodes, tiny[0])
+    _, summary = info(tiny[0])
     assert {"eagle/model.safetensors", "small.safetensors"} <= set(summary["drafters"])
     assert not {"EAGLE drafter (bundled)", "vectors.safetensors"} & set(summary["drafters"])
-    _, summary = info(run, nodes, continuous[0])
+    _, summary = info(continuous[0])
     assert "vectors.safetensors" in summary["drafters"] and "eagle/model.safetensors" not in summary["drafters"]

@@ -18,9 +18,14 @@ def image(tiny):
     return torch.rand(1, 40, 64, 3, generator=generator)
 
 
-def keep(nodes, run, loaded, image, share=0.5, side="top"):
-    node = nodes["SpecARContinuePicture"]
-    return run(node, model=loaded[0], vae=loaded[2], image=image, keep=share, side=side).result[0]
+@pytest.fixture
+def keep(run_node, image):
+    """keep((model, clip, vae), **inputs) -> the latent of Continue Picture."""
+
+    def keep(loaded, image=image, **inputs):
+        return run_node("ContinuePicture", model=loaded[0], vae=loaded[2], image=image, **inputs).result[0]
+
+    return keep
 
 
 @pytest.mark.parametrize(
@@ -32,20 +37,20 @@ def keep(nodes, run, loaded, image, share=0.5, side="top"):
         ("right", [[0, 1, 1, 1]] * 4),
     ],
 )
-def test_whole_rows_or_columns_of_a_side_stay(nodes, run, tiny, image, side, kept):
-    latent = keep(nodes, run, tiny, image, 0.7, side)
+def test_whole_rows_or_columns_of_a_side_stay(keep, tiny, side, kept):
+    latent = keep(tiny, keep=0.7, side=side)
     assert latent["samples"].shape == (1, 8, GRID, GRID)
     assert (1 - latent["noise_mask"]).tolist() == [[kept]]
 
 
-def test_all_and_nothing_may_stay(nodes, run, tiny, image):
-    assert keep(nodes, run, tiny, image, 0.0)["noise_mask"].all()
-    assert not keep(nodes, run, tiny, image, 1.0)["noise_mask"].any()
+def test_all_and_nothing_may_stay(keep, tiny):
+    assert keep(tiny, keep=0.0)["noise_mask"].all()
+    assert not keep(tiny, keep=1.0)["noise_mask"].any()
 
 
 @pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
-def test_samplers_continue_below_the_top(nodes, run, tiny, sample, image, method):
-    latent = keep(nodes, run, tiny, image.repeat(2, 1, 1, 1))
+def test_samplers_continue_below_the_top(keep, tiny, sample, image, method):
+    latent = keep(tiny, image=image.repeat(2, 1, 1, 1))
     whole = quantize(tiny[0].model, latent["samples"])
     drawn, trace = sample(method, latent_image=latent)
     assert torch.equal(drawn["ar_tokens"][:, : GRID // 2], whole[:, : GRID // 2])
@@ -57,9 +62,9 @@ def test_samplers_continue_below_the_top(nodes, run, tiny, sample, image, method
     assert torch.equal(others[0], drawn["ar_tokens"][0]) and not torch.equal(others[0], others[1])
 
 
-def test_a_continuous_model_goes_on_from_any_side(nodes, run, continuous, draw_vectors, image):
+def test_a_continuous_model_goes_on_from_any_side(keep, continuous, draw_vectors):
     for side in regions.SIDES:
-        latent = keep(nodes, run, continuous, image, 0.5, side)
+        latent = keep(continuous, side=side)
         drawn, _ = draw_vectors("NextToken", latent_image=latent)
         stays = latent["noise_mask"][0, 0] == 0
         assert torch.allclose(drawn["samples"][..., stays], latent["samples"][..., stays].float(), atol=1e-5)
@@ -108,7 +113,7 @@ def test_the_nearest_size_has_the_images_proportions(tiny):
     assert regions.nearest_grid(tiny[0].model, 7, 900) == (GRID, GRID)
 
 
-def test_a_decoder_of_another_model_is_named(nodes, run, tiny, image):
+def test_a_decoder_of_another_model_is_named(keep, tiny):
     class Other:
         def encode(self, pixels):
             return torch.zeros(1, 4, 9, 9)
@@ -117,9 +122,9 @@ def test_a_decoder_of_another_model_is_named(nodes, run, tiny, image):
             raise AssertionError("nothing is to be decoded")
 
     with pytest.raises(ValueError, match="VAE of Load AR Checkpoint"):
-        keep(nodes, run, (tiny[0], None, Other()), image)
+        keep((tiny[0], None, Other()))
     with pytest.raises(ValueError, match="side.*'front'"):
-        keep(nodes, run, tiny, image, side="front")
+        keep(tiny, side="front")
 
 
 # Where verification may be skipped

@@ -4,9 +4,12 @@ import pytest
 import torch
 from comfyui_specar.models.conditions import VERSION
 from comfyui_specar.nodes.comfy_runtime.models import SERVER
+from comfyui_specar.samplers.trace import Source
 
-WITH_DRAFTER = ("DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS")
+from .conftest import WITH_DRAFTER
+
 EACH_KIND = pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])  # the others share their code
+BOTH_KINDS = pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree", "Continuous", "ContinuousNextToken"])
 
 
 @pytest.mark.parametrize("method", ["NextToken", "SJD", *WITH_DRAFTER])
@@ -31,19 +34,19 @@ def test_the_trace_has_the_words_that_the_model_ignored(sample, tiny):
     assert "unknown_words" not in sample("NextToken")[1].settings
 
 
-@EACH_KIND
-def test_a_batch_equals_single_runs_with_the_following_seeds(method, sample):
-    together, _ = sample(method, batch=2, seed=11)
-    alone = [sample(method, seed=11 + i)[0]["ar_tokens"] for i in range(2)]
-    assert torch.equal(together["ar_tokens"], torch.cat(alone))
+@BOTH_KINDS
+def test_a_batch_equals_single_runs_with_the_following_seeds(method, draw):
+    together, _ = draw(method, batch=2, seed=11)
+    alone = torch.cat([draw(method, seed=11 + i)[0]["samples"] for i in range(2)])
+    second = {"samples": torch.zeros_like(alone[:1]), "batch_index": [1]}  # taken from a batch
+    latent, _ = draw(method, latent_image=second, seed=11)
+    rounding = 1e-3 if method.startswith("Continuous") else 0
+    torch.testing.assert_close(together["samples"], alone, rtol=rounding, atol=1e-5 * rounding)
+    torch.testing.assert_close(latent["samples"], alone[1:], rtol=rounding, atol=1e-5 * rounding)
+    assert latent["batch_index"] == [1]
 
 
-def test_an_image_taken_from_a_batch_keeps_its_seed(sample):
-    together, _ = sample("NextToken", batch=3)
-    third = {"samples": torch.zeros(1, 8, 4, 4), "batch_index": [2]}
-    latent, _ = sample("NextToken", latent_image=third)
-    assert torch.equal(latent["ar_tokens"], together["ar_tokens"][2:])
-    assert latent["batch_index"] == [2]
+def test_seeds_out_of_order_are_refused(sample):
     with pytest.raises(ValueError, match="one by one"):
         sample("NextToken", latent_image={"samples": torch.zeros(2, 8, 4, 4), "batch_index": [2, 0]})
 
@@ -53,16 +56,17 @@ def test_settling_is_set_and_measured(sample):
     assert trace.settings["settle"] == 0.5 and not trace.settings["lossless"] and trace.drift_bound > 0
 
 
-@EACH_KIND
-def test_mask_keeps_the_tokens_outside_it(method, sample):
-    first, _ = sample(method, batch=2)
+@BOTH_KINDS
+def test_mask_keeps_the_tokens_outside_it(method, draw):
+    first, _ = draw(method, batch=2)
     mask = torch.zeros(1, 1, 32, 32)
     mask[..., 16:, :] = 1  # the lower half
-    again, trace = sample(method, seed=99, latent_image={**first, "noise_mask": mask})
-    assert torch.equal(again["ar_tokens"][:, :2], first["ar_tokens"][:, :2])
-    assert not torch.equal(again["ar_tokens"][:, 2:], first["ar_tokens"][:, 2:])
-    assert torch.equal(again["noise_mask"], mask)
-    assert trace.totals["tokens"] == 2 * 8
+    again, trace = draw(method, seed=99, latent_image={**first, "noise_mask": mask})
+    assert torch.equal(again["samples"][..., :2, :], first["samples"][..., :2, :])
+    changed = (again["samples"] != first["samples"])[..., 2:, :].any(1)
+    assert changed.all() if method.startswith("Continuous") else changed.any()
+    assert torch.equal(again["noise_mask"], mask) and trace.totals["tokens"] == 2 * 8
+    assert (trace.grid("source")[:, :2] == Source.FORCED).all()
 
 
 def test_tokens_are_recovered_from_the_code_vectors(sample):
@@ -73,14 +77,6 @@ def test_tokens_are_recovered_from_the_code_vectors(sample):
         assert torch.equal(again["samples"], latent["samples"])
 
 
-def test_mask_errors(sample):
-    empty = torch.zeros(2, 8, 4, 4)
-    with pytest.raises(ValueError, match="mask.*keep"):
-        sample("SJD", latent_image={"samples": empty, "noise_mask": torch.ones(1, 1, 4, 4)})
-    with pytest.raises(ValueError, match="3 masks.* 2"):
-        sample("SJD", latent_image={"samples": empty + 1, "noise_mask": torch.ones(3, 1, 4, 4)})
-
-
 def test_model_s_own_parameters_and_given_ones(sample):
     _, trace = sample("NextToken")
     assert trace.settings["cfg"] == 2.0 and trace.settings["temperature"] == 0.9
@@ -89,11 +85,13 @@ def test_model_s_own_parameters_and_given_ones(sample):
     assert {name: trace.settings[name] for name in given} == given
 
 
-def test_negative_prompt_counts_and_an_empty_one_does_not(sample, tiny):
-    plain, _ = sample("NextToken")
+@pytest.mark.parametrize("method", ["NextToken", "ContinuousNextToken"])
+def test_negative_prompt_counts_and_an_empty_one_does_not(method, draw, tiny, continuous):
+    clip = (continuous if method.startswith("Continuous") else tiny)[1]
+    plain, _ = draw(method)
     for text in (" ", "apple"):
-        drawn, _ = sample("NextToken", negative=tiny[1].encode_from_tokens_scheduled(text))
-        assert torch.equal(drawn["ar_tokens"], plain["ar_tokens"]) == (text == " ")
+        drawn, _ = draw(method, negative=clip.encode_from_tokens_scheduled(text))
+        assert torch.equal(drawn["samples"], plain["samples"]) == (text == " ")
 
 
 @pytest.mark.parametrize(
@@ -117,10 +115,9 @@ def test_illegal_inputs_are_named(sample, inputs, message):
         sample("SJD", **inputs)
 
 
-def test_a_model_without_a_decoder_generates_ids_that_any_decoder_reads(run, nodes, load, sample, tiny):
+def test_a_model_without_a_decoder_generates_ids_that_any_decoder_reads(load, sample, tiny):
     loaded, clip, _ = load("classes.safetensors")
-    (empty,) = run(nodes["SpecAREmptyLatent"], model=loaded, width=0, height=0, batch_size=1).result
-    latent, _ = sample("SJD", model=loaded, positive=clip.encode_from_tokens_scheduled("1"), latent_image=empty)
+    latent, _ = sample("SJD", model=loaded, positive=clip.encode_from_tokens_scheduled("1"))
     assert latent["samples"].shape == (1, 1, 4, 4)
     assert torch.equal(latent["samples"][:, 0].long(), latent["ar_tokens"])
     decoder = tiny[0].decoder.decoder

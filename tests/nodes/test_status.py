@@ -10,8 +10,6 @@ from comfyui_specar.nodes.comfy_runtime.progress import Report, Status, finished
 from comfyui_specar.samplers.contract import Progress, Request
 from comfyui_specar.samplers.layout import TokenLayout
 
-from .conftest import defaults
-
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -77,10 +75,10 @@ def test_numbers_go_to_the_node_and_the_page_of_the_run_twice_a_second(page, clo
     assert {(event, data["node"], client) for event, data, client in server.events} == {("specar.run", "7", "a page")}
 
 
-@pytest.mark.parametrize("method", ["SJD", "vectors"])
-def test_a_run_ends_with_what_it_took_and_what_auto_was(method, sample, draw_vectors, tiny, continuous):
-    (loaded, clip, _), draw = (continuous, draw_vectors) if method == "vectors" else (tiny, sample)
-    _, trace = draw("" if method == "vectors" else method, batch=2)
+@pytest.mark.parametrize("method", ["SJD", "Continuous"])
+def test_a_run_ends_with_what_it_took_and_what_auto_was(method, draw, tiny, continuous):
+    loaded, clip, _ = continuous if method == "Continuous" else tiny
+    _, trace = draw(method, batch=2)
     asked = loaded.model.request(clip.encode_from_tokens_scheduled("red apple"), batch=2)
     run = finished_run(asked, trace, 16)
     assert (run["images"], run["passes"]) == (2, trace.totals["target_passes"])
@@ -88,12 +86,12 @@ def test_a_run_ends_with_what_it_took_and_what_auto_was(method, sample, draw_vec
     assert f"temperature {trace.settings['temperature']:g}" in run["used"] and "cfg" in run["used"]
 
 
-def test_a_sampler_leaves_its_run_for_the_page_also_when_it_is_cached(nodes, run, tiny, positive):
-    node = nodes["SpecARNextTokenSampler"]
+def test_a_sampler_leaves_its_run_for_the_page_also_when_it_is_cached(nodes, run_node, tiny, positive):
     latent = {"samples": torch.zeros(1, 8, 4, 4)}
-    out = run(node, **defaults(node) | {"model": tiny[0], "positive": positive, "latent_image": latent})
+    out = run_node("NextTokenSampler", model=tiny[0], positive=positive, latent_image=latent)
     assert json.loads(out.ui["specar_run"][0])["passes"] == 16
-    assert getattr(node.GET_SCHEMA(), "has_intermediate_output", True)  # what newer versions resend
+    resent = getattr(nodes["SpecARNextTokenSampler"].GET_SCHEMA(), "has_intermediate_output", True)
+    assert resent, "by newer versions"
 
 
 def test_kept_tokens_are_not_counted_as_passes_saved(sample, tiny, positive):
@@ -115,10 +113,7 @@ def test_nobody_is_told_without_a_page(page, sample, monkeypatch):
     sample("SJD")
 
 
-def test_find_fastest_shows_no_passes_of_its_trials(page, nodes, run, tiny, positive):
-    server = page()
-    latent = {"samples": torch.zeros(1, 8, 4, 4)}
-    node = nodes["SpecARFindFastest"]
-    inputs = {"model": tiny[0], "positive": positive, "latent_image": latent, "tokens": 16, "seconds": 1}
-    run(node, **defaults(node) | inputs)
+def test_find_fastest_shows_no_passes_of_its_trials(page, run_node, tiny, positive):
+    server, latent = page(), {"samples": torch.zeros(1, 8, 4, 4)}
+    run_node("FindFastest", model=tiny[0], positive=positive, latent_image=latent, tokens=16, seconds=1)
     assert {event for event, *_ in server.events} <= {"specar.notices"}

@@ -1,6 +1,7 @@
 """Matrices kept in 8 or 4 bits, files that store them so, and a head that is also the token table."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +15,10 @@ from comfyui_specar.nodes.comfy_runtime import memory
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from comfyui_specar.samplers.methods.next_token import NextToken
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from ..support import tiny_chameleon, tiny_simplear
-from ..support.comfy_quant import mark, quantise_file
+from ..support.comfy_quant import mark, quantise_file, rewritten
+from .conftest import plain_fp8
 
 BYTES = {"fp8 (storage)": torch.uint8, "int8 (storage)": torch.int8, "int4 (storage)": torch.uint8}
 
@@ -63,25 +63,23 @@ def test_images_are_those_of_the_rounded_weights(models):
         ("int4 (storage)", "int4"),
     ],
 )
-def test_the_nodes_generate_with_them_and_say_so(dtype, words, load, nodes, run, sample):
+def test_the_nodes_generate_with_them_and_say_so(dtype, words, load, run_node, sample):
     loaded = load("tiny", dtype=dtype)[0]
     latent, trace = sample("SJD", model=loaded)
     assert latent["ar_tokens"].shape == (1, 4, 4) and trace.totals["tokens"] == 16
     assert trace.settings["dtype"] == conditions(loaded.model)["dtype"]
     assert loaded.model.int8_cache == ("KV cache" in dtype)
-    assert words in run(nodes["SpecARModelInfo"], model=loaded).result[0]
+    assert words in run_node("ModelInfo", model=loaded).result[0]
 
 
 def test_shards_in_fp8_are_noticed_and_continuous_models_stay_wide(tmp_path, vectors):
     folder = tiny_chameleon.write(tmp_path, shards=2)
     assert stays_narrow(folder) is stays_narrow(vectors) is None
     shard = sorted(folder.glob("model-*.safetensors"))[1]
-    for source, target in ((shard, shard), (vectors / "model.safetensors", tmp_path / "vectors.safetensors")):
-        with safe_open(str(source), "pt") as opened:
-            about = opened.metadata()
-        tensors = load_file(source)
-        save_file({n: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for n, t in tensors.items()}, target, about)
-    assert stays_narrow(folder) == torch.float8_e4m3fn and stays_narrow(target) is None
+    continuous = shutil.copy(vectors / "model.safetensors", tmp_path)
+    for file in (shard, Path(continuous)):
+        rewritten(file, plain_fp8)
+    assert stays_narrow(folder) == torch.float8_e4m3fn and stays_narrow(continuous) is None
     with pytest.raises(ValueError, match="vectors.*continuous.*fp8"):
         open_model("vectors", "fp8 (storage)", None)
     shard.write_bytes(b"broken")
@@ -103,27 +101,17 @@ def test_caches_are_reserved_for_the_real_prompts(tiny, sample, loads, monkeypat
 # Files in ComfyUI's quantised formats
 
 
-def plain_fp8(tensors):
-    """As a file of other tools: matrices cast to fp8, without scales."""
-    return {n: t.to(torch.float8_e4m3fn) if ".layers." in f".{n}" and t.ndim == 2 else t for n, t in tensors.items()}
-
-
 @pytest.mark.parametrize(
     ("kind", "kept"),
     [("plain fp8", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e4m3fn"), ("int8_tensorwise", "int8"), ("nvfp4", None)],
 )
-def test_auto_keeps_what_the_file_stores(kind, kept, models, load, nodes, run):
+def test_auto_keeps_what_the_file_stores(kind, kept, models, load, run_node):
     folder = models / "quantised"
     shutil.copytree(models / "tiny", folder)
     try:
-        with safe_open(str(folder / "model.safetensors"), "pt") as opened:
-            about = opened.metadata()
-        tensors = load_file(folder / "model.safetensors")
-        tensors = plain_fp8(tensors) if kind == "plain fp8" else quantise_file(tensors, kind)[0]
-        (folder / "model.safetensors").unlink()
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", about)
+        rewritten(folder, plain_fp8 if kind == "plain fp8" else lambda tensors: (quantise_file(tensors, kind)[0], {}))
         loaded = load("quantised")[0]
-        [about] = run(nodes["SpecARModelInfo"], model=loaded).ui["specar"]
+        [about] = run_node("ModelInfo", model=loaded).ui["specar"]
         assert set(about["bytes_by_dtype"]) == {"float32", kept} - {None}
         if kind == "plain fp8":
             assert torch.equal(drawn(loaded.model), drawn(open_model("quantised", "fp32", None).model))

@@ -1,6 +1,7 @@
 """Decoding Timeline: exact pixels of small films, films of real runs, races, and what it refuses."""
 
 import comfy.model_management as mm
+import comfy.utils
 import folder_paths
 import numpy as np
 import pytest
@@ -11,8 +12,6 @@ from comfyui_specar.reports.acceptance_map import SOURCES, enlarge
 from comfyui_specar.reports.timeline_frames import UNDRAWN
 from comfyui_specar.samplers.trace import Source, Trace
 from PIL import Image
-
-from .conftest import defaults
 
 BLANK = np.divide(UNDRAWN, 255).astype(np.float32)
 
@@ -119,12 +118,8 @@ def test_a_race_has_one_clock():
 
 
 @pytest.fixture
-def timeline_of(nodes, run):
-    def timeline_of(trace, image, **widgets):
-        node = nodes["SpecARTimeline"]
-        return run(node, **defaults(node) | {"trace": trace, "image": image} | widgets)
-
-    return timeline_of
+def timeline_of(run_node):
+    return lambda trace, image, **inputs: run_node("Timeline", trace=trace, image=image, **inputs)
 
 
 @pytest.mark.parametrize("method", ["NextToken", "SJD"])
@@ -197,8 +192,6 @@ def test_what_does_not_belong_together_is_refused(timeline_of):
 
 
 def test_interruption_stops_the_run(timeline_of, monkeypatch, unthrottled):
-    import comfy.utils
-
     def hook(value, *_, **__):
         if value == 3:
             raise mm.InterruptProcessingException

@@ -41,28 +41,25 @@ def test_rules_reach_the_sampler_and_mark_what_they_let_pass(name, method, sampl
 
 
 def test_the_mask_of_a_rule_says_where_it_counts(sample, rule):
-    exact, _ = sample("DraftTree", structure=tree_samplers.STATIC, batch=4)
-    lenient = {"delta": 100.0}
-    everywhere, _ = sample("DraftTree", structure=tree_samplers.STATIC, batch=4, rule=rule("UniformRSD", **lenient))
-    assert not torch.equal(exact["ar_tokens"], everywhere["ar_tokens"])
-    nowhere = rule("UniformRSD", **lenient, where=torch.zeros(1, 7, 5))
-    assert torch.equal(
-        sample("DraftTree", structure=tree_samplers.STATIC, batch=4, rule=nowhere)[0]["ar_tokens"], exact["ar_tokens"]
-    )
+    tree = {"structure": tree_samplers.STATIC, "batch": 4}
+
+    def relaxed(where=None):
+        return sample("DraftTree", **tree, rule=rule("UniformRSD", delta=100.0, where=where))
+
+    exact = sample("DraftTree", **tree)[0]["ar_tokens"]
+    assert not torch.equal(relaxed()[0]["ar_tokens"], exact)
+    assert torch.equal(relaxed(torch.zeros(1, 7, 5))[0]["ar_tokens"], exact)
     lower = torch.zeros(64, 64)  # a MASK may come without a batch
     lower[32:] = 1
-    half, trace = sample(
-        "DraftTree", structure=tree_samplers.STATIC, batch=4, rule=rule("UniformRSD", **lenient, where=lower)
-    )
-    assert torch.equal(half["ar_tokens"][:, :2], exact["ar_tokens"][:, :2])
-    relaxed = trace.grid("source") == Source.RELAXED
-    assert relaxed[:, 2:].any() and not relaxed[:, :2].any()
+    half, trace = relaxed(lower)
+    assert torch.equal(half["ar_tokens"][:, :2], exact[:, :2])
+    found = trace.grid("source") == Source.RELAXED
+    assert found[:, 2:].any() and not found[:, :2].any()
     assert (trace.grid("drift_bound")[:, :2] == 0).all() and trace.grid("drift_bound").sum() > 0
 
 
 def test_a_mask_per_image(sample, rule):
-    where = torch.stack([torch.zeros(8, 8), torch.ones(8, 8)])
-    chosen = rule("UniformRSD", delta=100.0, where=where)
+    chosen = rule("UniformRSD", delta=100.0, where=torch.stack([torch.zeros(8, 8), torch.ones(8, 8)]))
     exact, _ = sample("DraftTree", structure=tree_samplers.STATIC, batch=2)
     mixed, _ = sample("DraftTree", structure=tree_samplers.STATIC, batch=2, rule=chosen)
     assert torch.equal(mixed["ar_tokens"][0], exact["ar_tokens"][0])
