@@ -28,13 +28,9 @@ THINGS = ("heart-green", "apple-blue", "panda-red", "star-blue", "heart-blue", "
 JOBS = [(name, "{}, 3d, on a {} background".format(*name.split("-")), seed) for seed, name in enumerate(THINGS)]
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, str(PACK / "batch"), "jobs.csv", "--out", "out", *arguments],
-        cwd=folder,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(folder: Path, *arguments: str, jobs: str = "jobs.csv") -> subprocess.Popen:
+    command = [sys.executable, str(PACK / "batch"), jobs, "--out", "out", *arguments]
+    return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
 def results(folder: Path) -> list[dict]:
@@ -140,23 +136,18 @@ def equal_jobs(tmp_path) -> Path:
 def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_jobs):
     """ComfyUI keeps what it has computed: the second's trace is that of the first, with its seconds, and its image is
     saved all the same."""
-    done = subprocess.run(
-        [sys.executable, str(PACK / "batch"), "jobs.jsonl", "--server", comfy.url, "--out", "out"],
-        cwd=equal_jobs,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 3 and "2 of 3 jobs done, 1 failed" in done.stderr
-    results = (equal_jobs / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()
-    one, two, bad = map(json.loads, sorted(results, key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
+    batch = start(equal_jobs, "--server", comfy.url, jobs="jobs.jsonl")
+    _, said = batch.communicate(timeout=PATIENCE)
+    assert batch.returncode == 3 and "2 of 3 jobs done, 1 failed" in said
+    found = {record["id"]: record for record in results(equal_jobs)}
+    one, two, bad = (found[job] for job in ("one", "two", "bad"))
     assert two["traces"] == one["traces"] != []
     assert "aple" in one["warnings"][0] and two["warnings"] == one["warnings"]
     [saved] = comfy.output.rglob("trace_two_*.safetensors")
     trace_of_two = load_trace(saved)
     assert trace_of_two.settings.items() >= {"dtype": "fp32", "device": "cpu", "pack": VERSION}.items()
     [trace] = one["traces"]
-    sampler = json.loads((PACK / "workflows/api/07 Acceptance map.json").read_text("utf-8"))[trace.pop("node")]
+    sampler = comfy.workflow("07 Acceptance map")[trace.pop("node")]
     assert sampler["class_type"] == "SpecARSJDSampler"
     totals = trace_of_two.totals | {"draft_tv": None}  # there is no drafter
     assert json.dumps(trace) == json.dumps({"method": trace_of_two.settings["method"], **totals})
@@ -168,7 +159,7 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
 @pytest.fixture
 def inpainting(tmp_path) -> Path:
     """The template with Load Image nodes, as docs/batches.md describes it, and a table that names one too many."""
-    shipped = json.loads((PACK / "workflows/api/03 Inpaint your image.json").read_text(encoding="utf-8"))
+    shipped = Comfy.workflow("03 Inpaint your image")
     workflow = {node: shipped[node] for node in ("1", "11", "12", "13", "14", "15", "16")}
     for node, kind, title in (("20", "LoadImage", "Picture"), ("21", "LoadImageMask", "Mask")):
         inputs = {"image": "example.png"} | ({"channel": "red"} if title == "Mask" else {})
@@ -209,7 +200,7 @@ def test_rows_name_the_pictures_to_inpaint_and_a_server_that_lacks_one_is_named(
     ],
 )
 def test_a_server_that_lacks_a_node_or_model_is_named_and_no_job_fails(comfy, tmp_path, node, change, missing):
-    workflow = json.loads((PACK / "workflows/api/07 Acceptance map.json").read_text(encoding="utf-8"))
+    workflow = comfy.workflow("07 Acceptance map")
     workflow[node] |= change
     (tmp_path / "w.json").write_text(json.dumps(workflow), encoding="utf-8")
     (tmp_path / "jobs.csv").write_text("id,seed\none,1\ntwo,2\n", encoding="utf-8")
