@@ -85,38 +85,27 @@ def ids_of(text):
     return found
 
 
-def test_official_prompts(model):
-    features = model.unpack_prompt(model.encode_prompt(PROMPT), 1, "positive", model.grid).features
-    written = features[0, :, 0].long().tolist()
-    null = model.prefix.null(torch.zeros(1, 9, 1), model.grid)[0, :, 0].long().tolist()
-    assert [written, null] == contexts(model.grid)
-
-
-def test_hidden_states_and_logits_of_both_branches(model, reference):
-    assert_same_states(model, reference, PROMPT, contexts(model.grid), model.grid)
-
-
-def test_greedy_guided_images(model, reference):
-    assert_same_image(model, reference, PROMPT, contexts(model.grid), model.grid, cfg=5)
-
-
-# Prompts with images
-
 IMAGES = [torch.tensor([[3, 1, 4], [1, 5, 9]])] * 2
 READ = OFFICIAL["x2i"]["prompts"], 2 * OFFICIAL["x2i"]["image"]
+KINDS = pytest.mark.parametrize(("images", "prompts"), [((), ()), (IMAGES, READ)], ids=["text", "images"])
 
 
-def test_official_prompts_with_images(model):
+def test_official_prompts(model):
+    features = model.unpack_prompt(model.encode_prompt(PROMPT), 1, "positive", model.grid).features
+    null = model.prefix.null(torch.zeros(1, 9, 1), model.grid)
+    assert [each[0, :, 0].long().tolist() for each in (features, null)] == contexts(model.grid)
     both = model.unpack_prompts(model.encode_prompt(PROMPT, IMAGES), None, 1, model.grid)
     assert [each.features[0, :, 0].long().tolist() for each in both] == contexts(model.grid, *READ)
 
 
-def test_states_after_images(model, reference):
-    assert_same_states(model, reference, PROMPT, contexts(model.grid, *READ), model.grid, IMAGES)
+@KINDS
+def test_hidden_states_and_logits_of_both_branches(model, reference, images, prompts):
+    assert_same_states(model, reference, PROMPT, contexts(model.grid, *prompts), model.grid, images)
 
 
-def test_greedy_guided_images_after_images(model, reference):
-    assert_same_image(model, reference, PROMPT, contexts(model.grid, *READ), model.grid, cfg=5, images=IMAGES)
+@KINDS
+def test_greedy_guided_images(model, reference, images, prompts):
+    assert_same_image(model, reference, PROMPT, contexts(model.grid, *prompts), model.grid, cfg=5, images=images)
 
 
 def test_official_sizes_of_images():

@@ -75,11 +75,20 @@ def test_codes_as_the_pipeline_takes_them():
     assert torch.equal(finer(CODES), OFFICIAL["prior"])
 
 
-@pytest.mark.parametrize("name", ["velocity", "velocity_null"])
-def test_velocity(decoder, name):
+def read_sources(decoder, count: int = 2):
+    return [
+        decoder.dit.read(OFFICIAL[f"encoded_{i}"], source_codes(*shape)[None]) for i, shape in enumerate(SHAPES[:count])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "count"),
+    [("velocity", CODES, 0), ("velocity_null", None, 0), ("velocity_1", CODES, 1), ("velocity_2", CODES, 2)],
+)
+def test_velocity(decoder, name, codes, count):
     latent, text = fill("latent embedding", (2, 4, 8, 12)), fill("text embedding", (2, 5, 24))
-    codes = CODES if name == "velocity" else None
-    assert_as_exact(lambda: decoder.dit(latent, text, codes, torch.tensor([719.0, 39.0])), OFFICIAL[name])
+    time = torch.tensor([719.0, 39.0])
+    assert_as_exact(lambda: decoder.dit(latent, text, codes, time, read_sources(decoder, count)), OFFICIAL[name])
 
 
 def test_a_block(decoder):
@@ -99,60 +108,16 @@ def test_quoted_text(decoder, number):
     assert_as_exact(lambda: decoder.read(PROMPTS[number])[0], OFFICIAL[f"glyphs_{number}"])
 
 
-@pytest.mark.parametrize(("name", "cfg"), [("denoised", 1.5), ("denoised_unguided", 1.0)])
-def test_denoised_latents(decoder, name, cfg):
-    noise = fill("noise embedding", (1, 4, 8, 12))
-
-    def compute():
-        text, null = decoder.read(PROMPTS[1])
-        return denoise(decoder.dit, noise, CODES[:1], text, null, 6, cfg)
-
-    assert_as_exact(compute, OFFICIAL[name])
-
-
-def test_pixels(decoder):
-    latent = fill("small embedding", (1, 4, 2, 3))
-    assert_as_exact(lambda: decoder.vae.module.decode(latent), OFFICIAL["decoded"])
-    noise = fill("noise embedding", (1, 4, 8, 12))
-
-    def whole():
-        text, null = decoder.read(PROMPTS[1])
-        image = decoder.vae.decode(denoise(decoder.dit, noise, CODES[:1], text, null, 6, 1.5))
-        return image.movedim(-1, 1)[:, :, ::8, ::8]
-
-    assert_as_exact(whole, OFFICIAL["pixels"])
-
-
-@pytest.mark.parametrize("number", range(2))
-def test_latents_of_a_source(encoder, number):
-    assert_as_exact(lambda: encoder.encode_latent(picture(*SHAPES[number])), OFFICIAL[f"encoded_{number}"])
-
-
-def read_sources(decoder, count: int = 2):
-    return [
-        decoder.dit.read(OFFICIAL[f"encoded_{i}"], source_codes(*shape)[None]) for i, shape in enumerate(SHAPES[:count])
-    ]
-
-
-def test_keys_and_values_of_sources(decoder):
-    def compute():
-        layers = zip(*read_sources(decoder), strict=True)
-        return [torch.cat(part, dim=2) for layer in layers for part in zip(*layer, strict=True)]
-
-    assert_as_exact(compute, [OFFICIAL[f"{part}_{layer}"] for layer in range(2) for part in ("keys", "values")])
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_velocity_with_sources(decoder, count):
-    latent, text = fill("latent embedding", (2, 4, 8, 12)), fill("text embedding", (2, 5, 24))
-    time = torch.tensor([719.0, 39.0])
-    assert_as_exact(
-        lambda: decoder.dit(latent, text, CODES, time, read_sources(decoder, count)), OFFICIAL[f"velocity_{count}"]
-    )
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_an_edited_image(decoder, encoder, count):
+@pytest.mark.parametrize(
+    ("name", "cfg", "count", "image"),
+    [
+        ("denoised", 1.5, 0, "pixels"),
+        ("denoised_unguided", 1.0, 0, None),
+        ("denoised_1", 1.5, 1, None),
+        ("denoised_2", 1.5, 2, "edited"),
+    ],
+)
+def test_denoised_latents_and_pixels(decoder, encoder, name, cfg, count, image):
     """Guidance leaves the sources out of the second branch."""
     noise = fill("noise embedding", (1, 4, 8, 12))
 
@@ -162,11 +127,29 @@ def test_an_edited_image(decoder, encoder, count):
             decoder.dit.read(encoder.encode_latent(picture(*shape)), source_codes(*shape)[None])
             for shape in SHAPES[:count]
         ]
-        return denoise(decoder.dit, noise, CODES[:1], text, null, 6, 1.5, sources=sources)
+        return denoise(decoder.dit, noise, CODES[:1], text, null, 6, cfg, sources=sources)
 
-    assert_as_exact(denoised, OFFICIAL[f"denoised_{count}"])
-    if count == 2:
-        assert_as_exact(lambda: decoder.vae.decode(denoised()).movedim(-1, 1)[:, :, ::8, ::8], OFFICIAL["edited"])
+    assert_as_exact(denoised, OFFICIAL[name])
+    if image:
+        assert_as_exact(lambda: decoder.vae.decode(denoised()).movedim(-1, 1)[:, :, ::8, ::8], OFFICIAL[image])
+
+
+def test_decoded_pixels(decoder):
+    latent = fill("small embedding", (1, 4, 2, 3))
+    assert_as_exact(lambda: decoder.vae.module.decode(latent), OFFICIAL["decoded"])
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_latents_of_a_source(encoder, number):
+    assert_as_exact(lambda: encoder.encode_latent(picture(*SHAPES[number])), OFFICIAL[f"encoded_{number}"])
+
+
+def test_keys_and_values_of_sources(decoder):
+    def compute():
+        layers = zip(*read_sources(decoder), strict=True)
+        return [torch.cat(part, dim=2) for layer in layers for part in zip(*layer, strict=True)]
+
+    assert_as_exact(compute, [OFFICIAL[f"{part}_{layer}"] for layer in range(2) for part in ("keys", "values")])
 
 
 def test_times_are_those_before_the_shift():

@@ -48,18 +48,18 @@ def close(compute, name):
     assert_as_exact(compute, torch.tensor(OFFICIAL[name]))
 
 
-@pytest.mark.parametrize(("name", "number"), [("c2i_logits_class_3", 3), ("c2i_logits_null", CLASSES)])
-def test_class_logits(models, name, number):
-    model = models[False]
-    features = model.encode_features(torch.full((1, 1, 1), float(number)))
-    close(lambda: teacher_forced(model, features, TOKENS), name)
-
-
-def test_caption_logits_without_the_padding(models):
-    """The official code feeds 120 slots and masks 113; we feed 7."""
-    model = models[True]
-    features = model.encode_features(caption_features(7))
-    close(lambda: teacher_forced(model, features, TOKENS), "t2i_logits_caption")
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("c2i_logits_class_3", torch.full((1, 1, 1), 3.0)),
+        ("c2i_logits_null", torch.full((1, 1, 1), float(CLASSES))),
+        ("t2i_logits_caption", caption_features(7)),
+    ],
+)
+def test_logits(models, name, features):
+    """Of a caption the official code feeds 120 slots and masks 113; we feed 7."""
+    model = models[name.startswith("t2i")]
+    close(lambda: teacher_forced(model, model.encode_features(features), TOKENS), name)
 
 
 def test_null_caption_logits_without_the_padding(models):
