@@ -34,6 +34,9 @@ KNOWN_ERRORS = (
 
 READY = """() => window.app?.graph && window.LiteGraph && app.extensionManager?.workflow?.activeWorkflow
     && 'SpecARSJDSampler' in window.LiteGraph.registered_node_types"""
+# What the tests' JavaScript uses: the node of a type, and its widget of a name.
+FIND = """window.nodeOf = type => app.graph._nodes.find(node => node.type === type);
+    window.widgetOf = (type, name) => nodeOf(type).widgets.find(widget => widget.name === name);"""
 LISTEN = """() => {
     window.seen = [];
     for (const name of ['execution_success', 'execution_error', 'execution_interrupted', 'b_preview_with_metadata'])
@@ -77,6 +80,7 @@ def open_page(browser: Browser, url: str, without: str | None = None) -> tuple[P
         page.route(without, lambda route: route.abort())
     page.on("console", problems.console)
     page.on("pageerror", problems.add)
+    page.add_init_script(FIND)
     page.goto(url, wait_until="domcontentloaded")
     page.wait_for_function(READY)
     page.evaluate(LISTEN)
@@ -151,20 +155,17 @@ def still(page: Page, look: str, argument: object = None) -> Any:
     return page.evaluate(STILL.replace("LOOK", look), argument)
 
 
-def set_batch(page: Page, batch: int) -> None:
-    """How many images the open workflow generates."""
-    page.evaluate(
-        """batch => {
-        const node = app.graph._nodes.find(node => node.type === 'SpecAREmptyLatent');
-            node.widgets.find(widget => widget.name === 'batch_size').value = batch;
-    }""",
-        batch,
-    )
+def set_widget(page: Page, node: str, widget: str, value: object) -> None:
+    page.evaluate("([node, widget, value]) => { widgetOf(node, widget).value = value; }", [node, widget, value])
+
+
+def queue(page: Page) -> None:
+    page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
 
 
 def run(page: Page) -> list[str]:
     """Queues the open workflow; the events that were seen until it had succeeded."""
-    page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
+    queue(page)
     page.wait_for_function(FINISHED)
     seen = page.evaluate("() => window.seen")
     assert [event["name"] for event in seen if event["name"].startswith("execution_")] == ["execution_success"], seen

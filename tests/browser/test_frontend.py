@@ -18,9 +18,10 @@ from .pages import (
     load,
     missing_models,
     open_page,
+    queue,
     run,
     screenshot,
-    set_batch,
+    set_widget,
     setting,
     still,
     take_messages,
@@ -52,7 +53,6 @@ MARKED = """() => app.graph._nodes.filter(node => node.has_errors && !node.widge
     widget.type === 'combo' && !widget.options.values.includes(widget.value))).map(node => node.type)"""
 
 
-# Title, left, top, right and bottom of every node; with the new renderer in pixels of the page.
 def api_form(prompt: dict, shipped: dict) -> dict:
     """Classes and inputs of a prompt, without those that a newer core has added to its own nodes since the shipped one
     was written (it fills them in itself)."""
@@ -202,7 +202,7 @@ def test_words_that_the_model_ignores_inside_a_subgraph_are_a_message(own_page):
     page = own_page
     load(page, TWO)
     page.evaluate(SET_ON_SUBGRAPH, {"prompt": "an aple, apple"})
-    page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
+    queue(page)
     page.locator(MESSAGE).first.wait_for()
     page.evaluate("() => app.api.interrupt()")
     page.wait_for_function(FINISHED)
@@ -275,8 +275,8 @@ def test_the_map_replaces_the_picture_that_an_earlier_graph_left_under_its_id(ow
         page.evaluate(FIT)
         page.wait_for_timeout(500)  # for drawing it
         run(page)
-    page.wait_for_function("""() => app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap')
-        .widgets.map(widget => widget.name).join() === 'metric,opacity,specar_result,specar_view'""")
+    names = "() => nodeOf('SpecARAcceptanceMap').widgets.map(widget => widget.name).join()"
+    page.wait_for_function(f"wanted => ({names})() === wanted", arg="metric,opacity,specar_result,specar_view")
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
@@ -284,7 +284,7 @@ def test_template_runs_and_shows_images_and_map(page, renderer):
     load(page, ROOT / "workflows/07 Acceptance map.json")
     page.evaluate(FIT)
     for batch in (1, 8, 64):  # a run shows previews if it takes more than a moment
-        set_batch(page, batch)
+        set_widget(page, "SpecAREmptyLatent", "batch_size", batch)
         if "b_preview_with_metadata" in run(page) or renderer == "vue":  # which has the other's results
             break
     else:
@@ -302,9 +302,8 @@ def test_template_runs_and_shows_images_and_map(page, renderer):
 def test_help_page_of_a_node_opens_with_its_image(page):
     load(page, ROOT / "workflows/07 Acceptance map.json")
     page.evaluate("""() => {
-        const node = app.graph._nodes.find(node => node.type === 'SpecARSJDSampler');
-        app.canvas.selectNode(node);
-        app.canvas.centerOnNode(node);
+        app.canvas.selectNode(nodeOf('SpecARSJDSampler'));
+        app.canvas.centerOnNode(nodeOf('SpecARSJDSampler'));
     }""")
     page.locator("[data-testid=info-button], button:has(.icon-\\[lucide--info\\])").first.click()
     help_text = (ROOT / "web/docs/SpecARSJDSampler/en.md").read_text("utf-8")
@@ -347,7 +346,7 @@ def test_runs_charts_maps_and_notices_are_told_in_chinese(browser, comfy):
 def test_a_template_opens_in_chinese(browser, comfy):
     page, problems = open_in_chinese(browser, comfy)
     load(page, ROOT / "workflows/20 SimpleAR (download).json")
-    note = "() => app.graph._nodes.find(node => node.type === 'MarkdownNote').widgets[0].value"
+    note = "() => nodeOf('MarkdownNote').widgets[0].value"
     assert "按 bf16 计算：GPU 上权重 0.8 GB" in page.evaluate(note)
     titles = page.evaluate("() => app.graph.serialize().nodes.map(node => node.title)")
     assert {"提示词", "请先下载"} <= {*titles} and not {"Prompt", "Download first"} & {*titles}
@@ -371,7 +370,7 @@ def test_without_its_javascript_and_in_chinese(browser, comfy):
     load(page, ROOT / "workflows/07 Acceptance map.json")
     run(page)
     page.wait_for_function("""() => {
-        const node = app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap');
+        const node = nodeOf('SpecARAcceptanceMap');
         return node.imgs?.length === 1 && node.imgs[0].naturalWidth > 0
             && node.widgets.map(widget => widget.name).join() === 'metric,opacity,$$canvas-image-preview';
     }""")

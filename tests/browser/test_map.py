@@ -7,7 +7,7 @@ from comfyui_specar.samplers.trace import Source, Trace
 from comfyui_specar.samplers.trace_files import load_trace
 from playwright.sync_api import Page
 
-from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot, set_batch, still
+from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot, set_widget, still
 
 pytestmark = [pytest.mark.browser, pytest.mark.whole]
 
@@ -46,7 +46,7 @@ SAVE_TRACE = """() => {
 def open_and_run(page: Page, name: str, batch: int = 1) -> None:
     load(page, ROOT / "workflows" / f"{name}.json", name=name)
     page.evaluate(SAVE_TRACE)
-    set_batch(page, batch)
+    set_widget(page, "SpecAREmptyLatent", "batch_size", batch)
     run(page)
     page.wait_for_function(IS_SHOWN)
     come_near(page)
@@ -54,15 +54,12 @@ def open_and_run(page: Page, name: str, batch: int = 1) -> None:
 
 def come_near(page: Page) -> None:
     """The first map in the middle of the window, at its own size."""
-    page.evaluate(
-        """type => {
-        const node = app.graph._nodes.find(node => node.type === type);
+    page.evaluate("""() => {
+        const node = nodeOf('SpecARAcceptanceMap');
         app.canvas.ds.scale = 0.9;
         app.canvas.ds.offset = [620 - node.pos[0], 110 - node.pos[1]];
         app.canvas.setDirty(true, true);
-    }""",
-        MAP,
-    )
+    }""")
     still(page, "() => document.querySelector('.specar-map')?.getBoundingClientRect()")
 
 
@@ -137,31 +134,22 @@ def test_pointing_at_a_token_shows_its_numbers(page, comfy, renderer, name):
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 def test_the_map_is_shown_once_and_kept_nowhere_and_arrow_keys_walk_over_its_tokens(page, comfy, renderer):
     open_and_run(page, SJD)
-    shown = page.evaluate(
-        """type => {
-        const node = app.graph._nodes.find(node => node.type === type);
-        const elsewhere = document.querySelectorAll(`[data-node-id="${node.id}"] img`);
-        return {
-            widgets: node.widgets.map(widget => widget.name),
-            images: [...elsewhere].filter(image => image.checkVisibility()).length,
-            saved: node.serialize().widgets_values,
-        };
-    }""",
-        MAP,
-    )
-    assert shown == {
-        "widgets": ["metric", "opacity", "specar_result", "specar_view"],
-        "images": int(renderer == "vue"),
-        "saved": ["source", 0.5],
-    }
+    widgets, images, saved = page.evaluate("""() => {
+        const node = nodeOf('SpecARAcceptanceMap');
+        const elsewhere = [...document.querySelectorAll(`[data-node-id="${node.id}"] img`)];
+        return [node.widgets.map(widget => widget.name), elsewhere.filter(image => image.checkVisibility()).length,
+            node.serialize().widgets_values];
+    }""")
+    assert widgets == ["metric", "opacity", "specar_result", "specar_view"] and saved == ["source", 0.5]
+    assert images == int(renderer == "vue")
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
     [inputs] = [set(node["inputs"]) for node in prompt.values() if node["class_type"] == MAP]
     assert inputs == {"metric", "opacity", "trace", "image"}
 
     trace = newest_trace(comfy.output)
-    place = "type => [...app.graph._nodes.find(node => node.type === type).pos]"
+    place = "type => [...nodeOf(type).pos]"
     before = page.evaluate(place, MAP)
-    page.evaluate("type => app.canvas.selectNode(app.graph._nodes.find(node => node.type === type))", MAP)
+    page.evaluate("type => app.canvas.selectNode(nodeOf(type))", MAP)
     point_at(page, trace, 1, trace.cols - 2)
     page.mouse.down()
     page.mouse.up()
@@ -202,8 +190,8 @@ def test_the_map_comes_back_with_its_workflow_unless_the_server_has_lost_it(page
 def test_a_collapsed_or_removed_node_takes_its_map_along(page):
     open_and_run(page, CONTINUOUS)
     for maps in (0, 1):  # and unfolded again
-        page.evaluate("type => app.graph._nodes.find(node => node.type === type).collapse()", MAP)
+        page.evaluate("type => nodeOf(type).collapse()", MAP)
         page.wait_for_function(f"() => {PARTS}.length === {maps}")
-    page.evaluate("type => app.graph.remove(app.graph._nodes.find(node => node.type === type))", MAP)
+    page.evaluate("type => app.graph.remove(nodeOf(type))", MAP)
     page.wait_for_function(f"() => {PARTS}.length === 0")
     screenshot(page, "map_collapsed_and_removed")
