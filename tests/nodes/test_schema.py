@@ -18,18 +18,6 @@ from ..support import other_systems
 
 ROOT = Path(comfyui_specar.nodes.__file__).parent.parent
 IDS = set(json.loads((ROOT / "tests/e2e/object_info.json").read_text(encoding="utf-8")))  # the released interface
-OUTPUT_NODES = {
-    "SpecARAcceptanceMap",
-    "SpecARTimeline",
-    "SpecARCompareTraces",
-    "SpecARFindFastest",
-    "SpecARSaveTrace",
-    "SpecARModelInfo",
-}
-
-
-def test_ids_are_the_released_ones(nodes):
-    assert set(nodes) == IDS
 
 
 def test_ids_are_literals_in_the_source():
@@ -43,11 +31,10 @@ def shown(schema):
 
 def test_every_node_explains_itself(nodes):
     for name, node in nodes.items():
-        schema, info = node.GET_SCHEMA(), node.GET_NODE_INFO_V1()
+        schema = node.GET_SCHEMA()
         assert schema.description and schema.display_name and schema.category.startswith("SpecAR/"), name
         assert all(i.tooltip for i in shown(schema)), name
         assert all(o.tooltip and o.display_name for o in schema.outputs), name
-        assert info["output_node"] == (name in OUTPUT_NODES), name
 
 
 def test_every_number_has_bounds(nodes):
