@@ -106,7 +106,10 @@ def test_hidden_states_and_logits_of_both_branches(folders, models, references, 
     assert_same_states(models[kind], references[kind], PROMPT, contexts(folders[kind], kind, grid), grid)
 
 
-@pytest.mark.parametrize(("kind", "grid"), [case for case in CASES if case[0] != "lumina2" or case[1] == (4, 12)])
+WHOLE = [pytest.param("lumina", grid, marks=pytest.mark.whole) for grid in ((4, 4), (8, 2))]
+
+
+@pytest.mark.parametrize(("kind", "grid"), [("lumina", (2, 6)), ("lumina2", (4, 12)), ("anole", (4, 4)), *WHOLE])
 def test_greedy_guided_images(folders, models, references, kind, grid):
     cfg = models[kind].defaults.cfg
     assert_same_image(models[kind], references[kind], PROMPT, contexts(folders[kind], kind, grid), grid, cfg=cfg)

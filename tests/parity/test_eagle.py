@@ -98,26 +98,23 @@ def test_features_without_a_bias(folder, target):
     close(lambda: eagle_features(drafter, HIDDEN[:, :121], ids(PROMPT, 2), PROMPT)[:, -1], "t2i_no_bias")
 
 
-def test_features_of_the_large_grid(folder):
-    model = load_model(write_llamagen(folder / "large.safetensors", True, grid=[32, 32]))
-    drafter = load_drafter(write_eagle(folder / "t2i2", input_type="t2i2", rms_norm_eps=0.01), model)
+@pytest.mark.parametrize(
+    ("name", "side", "config", "prompt", "image", "places"),
+    [
+        ("t2i2", 32, {"rms_norm_eps": 0.01}, PROMPT, 70, [118, 119, 150, 151, 188]),
+        ("c2i", 24, {}, 0, 60, [0, 1, 23, 24, 59]),
+    ],
+)
+def test_features_of_other_targets(folder, name, side, config, prompt, image, places):
+    """Of the large grid, and of classes."""
+    model = load_model(write_llamagen(folder / f"{name}.safetensors", name == "t2i2", grid=[side, side]))
+    drafter = load_drafter(write_eagle(folder / name, input_type=name, **config), model)
 
     def compute():
-        found = eagle_features(drafter, HIDDEN[:, :189], ids(PROMPT, 70), PROMPT)
-        return found[:, [118, 119, 150, 151, 188]], found.sum(-1)
+        found = eagle_features(drafter, HIDDEN[:, : prompt + image], ids(prompt, image), prompt)
+        return found[:, places], found.sum(-1)
 
-    close(compute, "t2i2_features", "t2i2_sums")
-
-
-def test_features_of_classes(folder):
-    model = load_model(write_llamagen(folder / "classes.safetensors", False, grid=[24, 24]))
-    drafter = load_drafter(write_eagle(folder / "c2i", input_type="c2i"), model)
-
-    def compute():
-        found = eagle_features(drafter, HIDDEN[:, :60], ids(0, 60))
-        return found[:, [0, 1, 23, 24, 59]], found.sum(-1)
-
-    close(compute, "c2i_features", "c2i_sums")
+    close(compute, f"{name}_features", f"{name}_sums")
 
 
 # LlamaGen, as samplers use it: prompt, cached steps, drafts on drafts

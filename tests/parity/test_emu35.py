@@ -38,7 +38,7 @@ OFFICIAL = json.loads((Path(__file__).parent / "emu35.json").read_text(encoding=
 PROMPT = "a red fox"
 IDS = tiny.vocabulary()
 CODE, ROW_END = IDS["<|visual token 000000|>"], IDS["<|extra_200|>"]
-GRIDS = [(4, 4), (3, 5), (8, 2)]
+GRIDS = [(3, 5), *(pytest.param(grid, marks=pytest.mark.whole) for grid in ((4, 4), (8, 2)))]
 
 
 @pytest.fixture(scope="module", params=GRIDS, ids=str)

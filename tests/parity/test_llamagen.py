@@ -76,7 +76,7 @@ METHODS = [NextToken(), Jacobi(window=6), *(SJD(window=6, reuse=r) for r in ("co
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("cfg", [1.0, 4.0, 7.5])
+@pytest.mark.parametrize("cfg", [4.0, *(pytest.param(cfg, marks=pytest.mark.whole) for cfg in (1.0, 7.5))])
 def test_greedy_guided_tokens(models, method, cfg):
     """Token by token the official image, from next-token sampling and from every Jacobi variant alike."""
     text, classes = models[True], models[False]
