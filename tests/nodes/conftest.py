@@ -178,7 +178,7 @@ def nodes() -> dict[str, type]:
 def run_node(nodes, run):
     """run_node("Caption", **inputs) -> what SpecARCaption gives, with the default of every widget that is not named."""
 
-    def run_node(name: str, **inputs):
+    def run_node(name: str, /, **inputs):
         node = nodes[f"SpecAR{name}"]
         return run(node, **defaults(node) | inputs)
 
