@@ -188,7 +188,7 @@ def test_decoders_may_be_torchscript_and_folders(put):
 
 
 def test_a_folder_without_its_index_says_so(put):
-    put("ar_models", *(f"Half/{name}" for name in SHARDS))
+    put("ar_models", *(f"Half/{name}" for name in SHARDS.split()))
     with pytest.raises(CheckpointError, match="Half.*model.safetensors.index.json"):
         open_model("Half", "auto", None)
 

@@ -21,7 +21,7 @@ from ..support.lora import write_lora
 from ..support.simulated_gpu import GPU, load_half
 
 TEXT = "make it red"
-SAMPLERS = pytest.mark.parametrize("sampler", ["Sampler", "NextTokenSampler", "SJDSampler"])
+SAMPLERS = pytest.mark.parametrize("sampler", ["NextTokenSampler", "SJDSampler"])
 
 
 @pytest.fixture(scope="module")

@@ -149,10 +149,6 @@ def test_denoising_loops(model, name):
     close(lambda: model.head.denoise(*run).mean, name, apart=1)
 
 
-def test_there_are_loops_of_every_kind():
-    assert len(LOOPS) == 18 and sum("2.5" in name for name in LOOPS) == sum("2.5" not in name for name in LOOPS)
-
-
 # Whole images
 
 SAMPLES = {  # iterations, guidance, its schedule, temperature, denoising steps, the last of them
