@@ -33,6 +33,13 @@ def test_a_template_reports_what_its_loaders_report(template):
     assert {place_of(model) for model in ours} <= {*PLACE.findall(instructions)}
     assert {REPOSITORY.match(model["url"])[1] for model in graph["models"]} <= {*REPOSITORY.findall(note)}
     assert all(place_of(model) in note for model in graph["models"])
+    listed = [model for node in graph["nodes"] for model in node["properties"].get("models", [])]
+    assert listed == graph["models"], "the front end reads both places, each for other models"
+    for model in listed:
+        assert "/resolve/main/" in model["url"] and model["url"].endswith(model["name"].split("/")[-1])
+        assert model["name"].endswith((".safetensors", ".pt", ".ckpt", ".bin"))
+        chosen = {choice.split("/")[0] for choice in choices}
+        assert model["directory"] != "ar_models" or model["name"].split("/")[0] in chosen
     for source in itertools.chain(*map(sources_of, choices)):
         names = re.findall(r"\w[\w.-]*\.\w+", source.files) or [f"all files of [{source.repository}]"]
         assert all(name in note for name in names)
