@@ -8,12 +8,8 @@ import pytest
 from comfyui_specar.batch.maps import SAMPLER
 from PIL import Image
 
-from tools.comfy_server import PACK
+from ..support.families import CAPTIONED, CHANGES, FAMILIES, REFINED, SMALL, WORKFLOWS
 
-from ..support.families import CAPTIONED, CHANGES, FAMILIES, REFINED, SMALL
-from ..support.families import WORKFLOWS as ASKED
-
-WORKFLOWS = PACK / "workflows"
 JANUS, ANOLE = "09 Janus-Pro (download)", "25 Anole (download)"
 LLAMAGEN, LUMINA = "21 LlamaGen, text (download)", "23 Lumina-mGPT (download)"
 GLM_IMAGE = "28 GLM-Image (download)"
@@ -40,7 +36,7 @@ def test_the_workflow_generates(comfy, models, name):
     [image] = images(comfy, run)
     assert image.std() > 5, "a flat colour"
     [report] = run.outputs["trace"]["specar"]
-    assert report["totals"]["tokens"] == ASKED[name].tokens and report["settings"]["lossless"]
+    assert report["totals"]["tokens"] == WORKFLOWS[name].tokens and report["settings"]["lossless"]
     [text], [facts] = run.outputs["info"]["text"], run.outputs["info"]["specar"]
     assert text.startswith(f"{prompt[loader]['inputs']['model_name']}: {facts['family']}, ")
     assert "4 rows of 4 tokens of 32 codes" in text

@@ -39,17 +39,23 @@ def test_other_uses_of_the_clip_are_explained(tiny):
         core.CLIPSetLastLayer().set_last_layer(tiny[1], -1)
 
 
-def test_decode_and_encode(sample, tiny):
-    latent, _ = sample("NextToken", batch=2)
-    (pixels,) = core.VAEDecode().decode(tiny[2], latent)
+@pytest.mark.parametrize("kind", ["ids", "vectors"])
+def test_decode_and_encode(kind, sample, tiny, continuous):
+    vae, latent = tiny[2], sample("NextToken", batch=2)[0]
+    if kind == "vectors":
+        vae, latent = continuous[2], {"samples": torch.randn(2, 6, 4, 4)}
+    (pixels,) = core.VAEDecode().decode(vae, latent)
     assert pixels.shape == (2, 32, 32, 3) and pixels.dtype == torch.float32
     assert pixels.min() >= 0 and pixels.max() <= 1
-    (tiled,) = core.VAEDecodeTiled().decode(tiny[2], latent, 512)
+    (tiled,) = core.VAEDecodeTiled().decode(vae, latent, 512)
     torch.testing.assert_close(pixels, tiled, atol=1e-4, rtol=0)
-    (encoded,) = core.VAEEncode().encode(tiny[2], pixels)
-    assert torch.equal(encoded["samples"], core.VAEEncodeTiled().encode(tiny[2], pixels, 512, 64)[0]["samples"])
-    tokens = tiny[0].decoder.decoder.encode(pixels)
-    assert torch.equal(encoded["samples"], tiny[0].model.dequantize(tokens))
+    (encoded,) = core.VAEEncode().encode(vae, pixels)
+    assert encoded["samples"].shape == latent["samples"].shape and encoded["samples"].dtype == torch.float32
+    (tiled,) = core.VAEEncodeTiled().encode(vae, pixels, 512, 64)
+    rounding = 1e-4 if kind == "vectors" else 0
+    torch.testing.assert_close(encoded["samples"], tiled["samples"], atol=rounding, rtol=rounding)
+    if kind == "ids":
+        assert torch.equal(encoded["samples"], tiny[0].model.dequantize(tiny[0].decoder.decoder.encode(pixels)))
 
 
 def test_encode_for_inpaint_and_set_latent_noise_mask(sample, tiny):
@@ -90,13 +96,15 @@ def test_an_empty_latent_of_core_is_read_in_pixels(tiny, sample):
         sample("NextToken", latent_image=latent | {"downscale_ratio_spacial": 16})
 
 
-def test_decode_refuses_another_model_s_latent(tiny):
-    with pytest.raises(ValueError, match="4 channels.*reads 8"):
-        core.VAEDecode().decode(tiny[2], {"samples": torch.zeros(1, 4, 8, 8)})
-    with pytest.raises(ValueError, match="token 99.*64 codes"):
-        core.VAEDecode().decode(tiny[2], {"samples": torch.full((1, 1, 4, 4), 99.0)})
-    with pytest.raises(ValueError, match=r"shape \[1, 8, 1, 4, 4\].*another kind"):
-        core.VAEDecode().decode(tiny[2], {"samples": torch.zeros(1, 8, 1, 4, 4)})
+def test_decode_refuses_another_model_s_latent(tiny, continuous):
+    for vae, samples, message in (
+        (tiny[2], torch.zeros(1, 6, 4, 4), "6 channels.*reads 8"),
+        (tiny[2], torch.full((1, 1, 4, 4), 99.0), "token 99.*64 codes"),
+        (tiny[2], torch.zeros(1, 8, 1, 4, 4), r"shape \[1, 8, 1, 4, 4\].*another kind"),
+        (continuous[2], torch.zeros(1, 1, 4, 4), "1 channels.*reads 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            core.VAEDecode().decode(vae, {"samples": samples})
 
 
 # Tiles

@@ -23,14 +23,15 @@ LOADERS = [  # node, widget, a file that is there
 ]
 
 
-def test_checkpoint_brings_model_text_encoder_and_decoder(tiny):
-    loaded, clip, vae = tiny
-    assert loaded.model.family == "llamagen-t2i" and loaded.model.grid == (4, 4)
+@pytest.mark.parametrize(("kind", "family", "channels"), [("ids", "llamagen-t2i", 8), ("vectors", "mar", 6)])
+def test_checkpoint_brings_model_text_encoder_and_decoder(kind, family, channels, tiny, continuous):
+    loaded, clip, vae = tiny if kind == "ids" else continuous
+    assert loaded.model.family == family and loaded.model.grid == (4, 4)
     assert loaded.model.dtype == torch.float32  # auto, on a CPU
-    assert loaded.model.codebook.shape == (64, 8)
     assert clip.encode_from_tokens_scheduled("red apple")[0][0].shape == (1, 2, 8)
-    assert vae.downscale_ratio == 8
-    assert hasattr(loaded.model.backbone.output, "comfy_cast_weights")  # may be loaded in part
+    assert vae.downscale_ratio == 8 and vae.latent_channels == channels
+    layer = loaded.model.backbone.output if kind == "ids" else loaded.model.backbone.z_proj
+    assert hasattr(layer, "comfy_cast_weights")  # may be loaded in part
 
 
 @pytest.mark.parametrize(("node", "widget", "good"), [*LOADERS, ("SpecARLoadTrace", "trace_name", None)])

@@ -37,7 +37,7 @@ from ..support.reference import assert_same_image, assert_same_states
 OFFICIAL = json.loads((Path(__file__).parent / "emu35.json").read_text(encoding="utf-8"))
 PROMPT = "a red fox"
 IDS = tiny.vocabulary()
-CODE, ROW_END = IDS["<|visual token 000000|>"], IDS["<|extra_200|>"]
+CODE = IDS["<|visual token 000000|>"]
 GRIDS = [(3, 5), *(pytest.param(grid, marks=pytest.mark.whole) for grid in ((4, 4), (8, 2)))]
 
 
