@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .limits.limits import IMAGES
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
-from .models.ar_model import DiscreteModel
 from .models.conditions import conditions
 from .models.continuous_model import ContinuousBase
+from .models.discrete_model import DiscreteModel
 from .samplers.continuous_contract import ContinuousParams
 from .samplers.contract import Method, Output, SamplingParams
 from .samplers.drafts.structures import Structure

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..device.placed import Placed
 from ..limits.limits import quote
-from ..models.ar_model import DiscreteModel
 from ..models.continuous_model import ContinuousBase
+from ..models.discrete_model import DiscreteModel
 from ..models.drafters import ModelDrafter, as_drafter
 from ..models.image_decoder import Autoencoder, ImageDecoder
 from ..models.image_reader import ImageReader

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .ar_model import DiscreteModel
 from .continuous_model import ContinuousBase
+from .discrete_model import DiscreteModel
 from .networks.quantised import NarrowLinear
 
 VERSION = "0.1.0"  # of this pack, as in pyproject.toml

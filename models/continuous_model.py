@@ -15,11 +15,11 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..device.captured import Graphs, captured_pass, padded_tokens
+from ..device.continuous_steps import Graphs, captured_pass, padded_tokens
 from ..limits.limits import SIDE, bounded_int
 from ..samplers.continuous_contract import ContinuousCallback, ContinuousParams, ContinuousRequest, masked_guidance
+from ..samplers.continuous_distributions import Normal
 from ..samplers.contract import check_both, check_grids, chosen_params
-from ..samplers.distributions import Normal
 from .networks.diffusion_head import DiffusionHead, NoiseSchedule
 from .networks.mar import MAR, PositionTables
 from .sizes import check_grid

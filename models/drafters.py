@@ -13,9 +13,9 @@ from torch import Tensor
 from ..model_loaders.files.errors import CheckpointError
 from ..samplers.contract import StepOut
 from ..samplers.layout import TokenLayout
-from .ar_model import DiscreteModel
 from .branches import repeat_rows
 from .continuous_model import ContinuousBase
+from .discrete_model import DiscreteModel
 from .networks.prefix import TextPrefix
 from .sizes import check_grid
 from .text.prompt_encoders import TextEncoder, WordEncoder

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..samplers.contract import Callback, Request, SamplingParams
 from ..samplers.layout import TokenLayout
-from .ar_model import DiscreteModel
+from .discrete_model import DiscreteModel
 from .networks.answering import Answering, WordsAndCodes
 from .networks.prefix import GivenPrefix, TextPrefix
 from .networks.siglip import Reading

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .ar_model import DiscreteModel
+from .discrete_model import DiscreteModel
 from .networks.prefix import TextPrefix
 from .networks.quantised import bytes_in
 

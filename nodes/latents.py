@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.ar_model import DiscreteModel
 from ..models.changed_latents import is_changed, whole_ids
 from ..models.continuous_model import ContinuousBase
+from ..models.discrete_model import DiscreteModel
 from ..models.latents import quantize
 from ..models.sizes import unsupported_size
 from ..samplers.contract import Output, Request

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..model_loaders.storage import Plan
-from ..models.ar_model import DiscreteModel
 from ..models.conditions import DTYPES, INT8_CACHE, STORAGE
+from ..models.discrete_model import DiscreteModel
 from ..models.memory import weight_bytes
 from .comfy_runtime import memory
 

@@ -17,8 +17,8 @@ from ..model_loaders.declarations import Family
 from ..model_loaders.detect import family_of, load_drafter, missing_decoder
 from ..model_loaders.families import RELEASED_DECODERS, eagle
 from ..model_loaders.files.checkpoint import CheckpointError, outline, weight_file
-from ..models.ar_model import DiscreteModel
 from ..models.continuous_model import ContinuousBase
+from ..models.discrete_model import DiscreteModel
 from ..models.image_decoder import Autoencoder
 from ..models.memory import word_embedding
 from ..models.text.prompt_encoders import WordEncoder

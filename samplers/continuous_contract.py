@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..device.graphs import Graphs
 from ..kernels.sampling import inverse
+from .continuous_distributions import Distribution
 from .contract import Output, Result, Sketch
-from .distributions import Distribution
 from .rng import Purpose, Stream
 from .settings import check_settings, setting
 from .trace import CONTINUOUS_FIELDS, Record, Source

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...models.ar_model import Conditioning, DiscreteModel, RunState
 from ...models.branches import prompt_passes, repeat_rows, take_over
+from ...models.discrete_model import Conditioning, DiscreteModel, RunState
 from ...models.networks.backbone import BackboneConfig, join_gates
 from ...models.networks.cache import KVCache, Mask, cache_slots
 from ...models.networks.eagle import Eagle

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.image_reader import TokenReader
 from ...models.networks.positions import SequencePositions
 from ...models.pictures import resize

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...limits.limits import bounded_int
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.networks.glm_image_vision import SourceEncoder, VisionConfig
 from ...models.pictures import resize, resize_by_torch
 from ...models.sizes import Grid

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...device.captured import Graphs
+from ...device.continuous_steps import Graphs
 from ...limits.limits import bounded_int
-from ...models.ar_model import Conditioning
 from ...models.continuous_model import MaskedModel, MaskedState
+from ...models.discrete_model import Conditioning
 from ...models.networks.harmon import Harmon
 from ...models.sizes import legal_grid
 from ...models.text.prompt_encoders import TextEncoder

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.image_reader import ImageReader
 from ...models.networks.backbone import Backbone
 from ...models.networks.janus import CodeEmbedding, CodeHead

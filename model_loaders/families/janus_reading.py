@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.image_reader import PatchReader
 from ...models.networks.siglip import Reading, VisionConfig
 from ...models.text.tokenizer import Tokenizer

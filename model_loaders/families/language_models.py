@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.image_reader import TokenReader
 from ...models.networks.answering import Answering
 from ...models.networks.backbone import Backbone, BackboneConfig

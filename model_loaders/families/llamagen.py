@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...limits.limits import bounded_int
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.networks.backbone import Backbone, BackboneConfig, join_gates
 from ...models.networks.prefix import CaptionPrefix, ClassPrefix
 from ...models.sizes import legal_grid

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.networks.positions import SequencePositions
 from ...models.sizes import choose_grid, legal_grid
 from ...models.text.prompt_encoders import TextEncoder, features_of

@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...device.captured import Graphs
+from ...device.continuous_steps import Graphs
 from ...limits.limits import bounded_int, quote
-from ...models.ar_model import Conditioning
 from ...models.continuous_model import ContinuousBase
+from ...models.discrete_model import Conditioning
 from ...models.networks.prefix import check_class
 from ...models.networks.xar import GRID, XAR, Flow, XARConfig, cell_order
 from ...models.sizes import check_grid, choose_grid
 from ...models.text.prompt_encoders import ClassEncoder, PromptEncoder
 from ...samplers.continuous_contract import ContinuousParams
-from ...samplers.distributions import Normal
+from ...samplers.continuous_distributions import Normal
 from ..declarations import Family
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...device.captured import Graphs, captured_step, padded_rows, with_rows
+from ...device.continuous_steps import Graphs, captured_step, padded_rows, with_rows
 
 TRAINING_STEPS = 1000
 KINDS = ("ddpm", "ddim")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...device.captured import Graphs, captured_step
+from ...device.continuous_steps import Graphs, captured_step
 from .backbone import Rotation
 from .diffusion_head import KINDS, Endpoint, TimeEmbedding
 from .positions import grid_angles

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...device import dispatch
 from ...model_loaders.storage import Plan, choose_storage, explain, storages
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.memory import weight_bytes
 from .memory import beside_weights, bytes_available
 

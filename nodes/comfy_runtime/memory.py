@@ -17,7 +17,7 @@ from ...device import graphs
 from ...device.cpu import unpack
 from ...kernels.linear import has_groups, stored_as
 from ...model_loaders.storage import MARGIN
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.networks.quantised import largest_matrix
 from ...samplers.engine.memory import image_bytes
 

@@ -18,9 +18,9 @@ from ...device import graphs
 from ...model_loaders.detect import fastest_dtype, find_image_decoder, load_drafter, load_model, stays_narrow
 from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
-from ...models.ar_model import DiscreteModel
 from ...models.conditions import DTYPES, INT8_CACHE, STORAGE
 from ...models.continuous_model import ContinuousBase
+from ...models.discrete_model import DiscreteModel
 from ...models.memory import offload_embedding
 from .automatic import Automatic
 from .folders import DRAFTERS, LORAS, MODELS, file_stamp, resolve, search_folders

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from ...models.ar_model import DiscreteModel
 from ...models.continuous_model import ContinuousBase
+from ...models.discrete_model import DiscreteModel
 from ...models.image_decoder import Autoencoder
 from ...models.latents import typical_latents
 from ...reports.timeline_frames import UNDRAWN

@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from ..continuous_contract import Canvas, ContinuousModel, ContinuousRequest, noise_bytes, noises, own_noise
+from ..continuous_distributions import Distribution, Normal, join
 from ..contract import Method, Result
-from ..distributions import Distribution, Normal, join
 from ..engine.session import Session, continuous_session_key, use_session
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream

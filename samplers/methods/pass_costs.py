@@ -24,7 +24,7 @@ from ..contract import StepOut
 from ..drafts.costs import PassCosts
 from ..drafts.growing import Root, grow_sampled
 from ..drafts.trees import Tree, shape_of
-from .rounds import Observed, Round, accept, record_tokens, start_drafting
+from .tree_rounds import Observed, Round, accept, record_tokens, start_drafting
 
 if TYPE_CHECKING:
     from ..engine.run import Run

@@ -7,7 +7,7 @@ drafter     small AR model or EAGLE feature drafter                      (contra
 structure   chain, static tree, dynamic tree, adjacency-adaptive tree    drafts/
 rule        exact, LANTERN, LANTERN++, UniformRSD, Cool-SD, ...          rules/
 
-A round, whose parts are in rounds.py:
+A round, whose parts are in tree_rounds.py:
 
 1. draft     the drafter observes the tokens of the last round, and grows a tree after the last one decided (the root)
 2. verify    one forward pass of the target feeds the root and all drafts; verification accepts a path of the tree and
@@ -40,7 +40,7 @@ from ..rng import Purpose
 from ..rules.acceptance import AcceptanceRule, Exact, bound
 from ..trace import Source, Trace
 from .pass_costs import pass_costs
-from .rounds import Observed, Round, accept, advance, draft, record_round, record_tokens
+from .tree_rounds import Observed, Round, accept, advance, draft, record_round, record_tokens
 
 log = logging.getLogger(__name__)
 DRAFTERS = {"eagle": "EAGLE", "model": "small model"}  # kind of a drafter -> for people

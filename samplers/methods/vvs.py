@@ -28,7 +28,6 @@ from ..engine.run import Halfway, Run
 from ..rng import Purpose
 from ..trace import Source, Trace
 from ..verification.tree import Verified
-from .rounds import Observed, Round, accept, advance, draft, record_round, record_tokens
 from .skipping import (
     NONE_SKIPPED,
     Skipping,
@@ -43,6 +42,7 @@ from .skipping import (
     whole_shape,
 )
 from .speculative import DraftTree
+from .tree_rounds import Observed, Round, accept, advance, draft, record_round, record_tokens
 
 
 @dataclass(frozen=True)

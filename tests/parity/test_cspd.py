@@ -23,7 +23,7 @@ from comfyui_specar.model_loaders.families import mar
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.models.networks.diffusion_head import NoiseSchedule
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
-from comfyui_specar.samplers.distributions import Normal
+from comfyui_specar.samplers.continuous_distributions import Normal
 from comfyui_specar.samplers.methods.continuous import ContinuousRun, ContinuousSpeculative, log_ratio, sample_residual
 from comfyui_specar.samplers.rng import Purpose, Stream
 

@@ -33,7 +33,7 @@ import pytest
 import torch
 from comfyui_specar.kernels.logits import guide
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.networks.positions import SequencePositions
 from comfyui_specar.models.networks.prefix import TextPrefix

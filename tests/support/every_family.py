@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.families.eagle import EagleDrafter
-from comfyui_specar.models.ar_model import Conditioning, DiscreteModel
+from comfyui_specar.models.discrete_model import Conditioning, DiscreteModel
 from comfyui_specar.models.drafters import ModelDrafter
 from comfyui_specar.models.networks.eagle import Eagle
 from comfyui_specar.models.text.prompts import prompt_images

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from comfyui_specar.model_loaders.families.eagle import EagleDrafter
-from comfyui_specar.models.ar_model import DiscreteModel
 from comfyui_specar.models.continuous_model import MaskedModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.networks.positions import rotation_at
 from comfyui_specar.models.text.prompt_encoders import features_of
 from comfyui_specar.models.text.prompts import Conditioning, Prompted

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 from comfyui_specar import api
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.image_reader import ImageReader
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.ending import generate_until

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.samplers.layout import TokenLayout
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.networks.prefix import CaptionPrefix, ClassPrefix
 from comfyui_specar.models.networks.vq import VQConfig, VQModel

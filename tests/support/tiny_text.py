@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.networks.positions import SequencePositions
 from comfyui_specar.models.networks.prefix import TextPrefix

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest, masked_guidance
-from comfyui_specar.samplers.distributions import Mixture, Normal
+from comfyui_specar.samplers.continuous_distributions import Mixture, Normal
 from torch import Tensor
 
 GRID = (2, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_specar.limits import replacing as files
 from comfyui_specar.model_loaders.detect import load_drafter
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.drafters import ModelDrafter
 from comfyui_specar.samplers.contract import Drafter
 from hypothesis import HealthCheck, settings

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.device.captured import ROWS, padded_rows, padded_tokens
+from comfyui_specar.device.continuous_steps import ROWS, padded_rows, padded_tokens
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.models.networks.diffusion_head import DiffusionHead
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest

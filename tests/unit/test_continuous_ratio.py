@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.samplers.distributions import Mixture, Normal
+from comfyui_specar.samplers.continuous_distributions import Mixture, Normal
 from comfyui_specar.samplers.methods import continuous
 from comfyui_specar.samplers.methods.continuous import MODES, ContinuousRun, first_accepted, log_ratio, sample_residual
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfyui_specar.samplers.distributions import Mixture, Normal, join
+from comfyui_specar.samplers.continuous_distributions import Mixture, Normal, join
 from torch import distributions as D
 
 from ..support.toy_heads import correlation, ks, normal_cdf

@@ -8,7 +8,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.samplers.engine import prefill
-from comfyui_specar.samplers.engine.prefill import read_prefix
+from comfyui_specar.samplers.engine.given import read_given
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -130,10 +130,10 @@ def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
         with torch.inference_mode(), fp64():
             target = model.start(prompt, None, 2, layout, slack=9, guided=True)
             state = drafter.start(target, prompt, None, 2, layout, slack=9, guided=True)
-            start = read_prefix(model, target, layout, 2, drafter, state)
+            start = read_given(model, target, layout, 2, drafter, state)
             token = torch.full((2, 1), 6)
             out = drafter.observe(state, token, token * 0 + 7, start.out.hidden, torch.ones(2, dtype=torch.int64))
-        assert start.prefix_length.tolist() == start.committed.tolist() == [7, 7]
+        assert start.given_length.tolist() == start.committed.tolist() == [7, 7]
         found.append((start.out.logits, start.out.hidden, out.logits, out.hidden))
     for one in found[1:]:
         for a, b in zip(found[0], one, strict=True):

@@ -15,7 +15,7 @@ from comfyui_specar.tests.support.patience import PATIENCE
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HOST = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "node_helpers", "nodes", "server"}
-CONTRACT = {f"samplers.{part}" for part in ("continuous_contract", "contract", "distributions", "layout")}
+CONTRACT = {f"samplers.{part}" for part in ("continuous_contract", "continuous_distributions", "contract", "layout")}
 OWN = {  # package -> modules of the pack it may import (a package, or one module of it)
     "device": set(),
     "limits": set(),

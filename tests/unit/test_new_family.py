@@ -16,7 +16,7 @@ from comfyui_specar.model_loaders.declarations import Family, ReleasedDecoder
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.model_loaders.files.weights import load_weights
 from comfyui_specar.model_loaders.llama import backbone_config, backbone_tensors, matrix, other_tensors, unpad
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.networks.backbone import Backbone
 from comfyui_specar.models.networks.positions import SequencePositions
 from comfyui_specar.models.networks.prefix import ClassPrefix

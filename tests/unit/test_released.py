@@ -34,7 +34,7 @@ from comfyui_specar.model_loaders.families import (
 )
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.model_loaders.text.qwen2 import HEADS
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.networks.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.networks.mar import MARConfig

@@ -21,9 +21,9 @@ from unittest.mock import Mock, patch
 import torch
 from comfyui_specar.device import dispatch, graphs
 from comfyui_specar.kernels import noise
-from comfyui_specar.models import ar_model
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models import discrete_model
 from comfyui_specar.models.continuous_model import MaskedModel, MaskedState
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.networks.diffusion_head import DiffusionHead, NoiseSchedule
 from comfyui_specar.models.networks.mar import MAR, MARConfig
 from comfyui_specar.models.text.prompt_encoders import MissingEncoder
@@ -33,7 +33,7 @@ from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts import trees
 from comfyui_specar.samplers.drafts.structures import Extent
 from comfyui_specar.samplers.engine import run as engine
-from comfyui_specar.samplers.engine.prefill import Start
+from comfyui_specar.samplers.engine.given import Start
 from comfyui_specar.samplers.engine.run import DiscreteMethod
 from comfyui_specar.samplers.engine.session import Session
 from comfyui_specar.samplers.methods import speculative
@@ -125,7 +125,11 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
             (torch.cuda, "current_device", lambda: 0),
             (FakeTensorMode, "avoid_device_init", True),  # whatever other kinds of devices there are
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
-            (ar_model, "neighbour_table", lambda codes, n: torch.empty((len(codes), n), dtype=torch.int64, device=GPU)),
+            (
+                discrete_model,
+                "neighbour_table",
+                lambda codes, n: torch.empty((len(codes), n), dtype=torch.int64, device=GPU),
+            ),
             (speculative, "bound", lambda rule, model: rule.bind(model)),  # without a look at its numbers
         ):
             stack.enter_context(patch.object(where, name, instead))
@@ -164,7 +168,7 @@ class Case:
 
         session = Session(self.graphs)
         with (
-            patch.object(engine, "read_prefix", start),
+            patch.object(engine, "read_given", start),
             patch.object(engine, "check_finite", lambda out: None),
             patch.object(type(self.layout), "forces", self.forcing),
         ):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from comfyui_specar.model_loaders.families.eagle import EagleDrafter
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.networks.eagle import Eagle
 from comfyui_specar.models.networks.janus import CodeEmbedding, CodeHead

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...kernels.attention import additive
 from ...model_loaders.detect import load_model
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.networks.backbone import Backbone, BackboneConfig
 from ...models.networks.positions import GridPositions, rotation_at
 from ...models.networks.prefix import CaptionPrefix

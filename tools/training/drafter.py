@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from comfyui_specar.model_loaders.detect import bundled, find_image_decoder, load_image_decoder, load_model
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.tools.training import drafter_export
 from comfyui_specar.tools.training.command import command, parsed
 from comfyui_specar.tools.training.drafter_data import Example, Pool, bundled_images, from_folder, own_samples

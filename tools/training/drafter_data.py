@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.image_decoder import ImageDecoder
 from ...models.text.prompt_encoders import WordEncoder
 from ...samplers.contract import Request

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...device.cpu import unpack
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.networks.eagle import Eagle
 from ...models.networks.prefix import CaptionPrefix
 from .export import half, llamagen_tensors, save

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...model_loaders.families.eagle import image_embeddings
-from ...models.ar_model import DiscreteModel
+from ...models.discrete_model import DiscreteModel
 from ...models.networks.backbone import Backbone, BackboneConfig, Block
 from ...models.networks.eagle import Eagle
 from ...models.networks.positions import rotation_at

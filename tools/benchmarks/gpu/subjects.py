@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from comfyui_specar.device import dispatch
 from comfyui_specar.device.graphs import capturable
-from comfyui_specar.models.ar_model import DiscreteModel
+from comfyui_specar.models.discrete_model import DiscreteModel
 
 from .. import sizes
 from ..passes import Stretch
