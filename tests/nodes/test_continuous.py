@@ -76,6 +76,7 @@ def test_mask_errors(draw_vectors):
         ({"samples": 0 * image, "noise_mask": LOWER}, "no image to keep"),
         ({"samples": image, "noise_mask": 0 * LOWER}, "mask.*nothing to generate"),
         ({"samples": image, "noise_mask": LOWER.repeat(3, 1, 1, 1)}, r"3 masks for a batch of 1\. Use 1\.$"),
+        ({"samples": image.repeat(2, 1, 1, 1), "noise_mask": LOWER.repeat(3, 1, 1, 1)}, r"batch of 2\. Use 1 or 2\.$"),
         ({"samples": image[:, :4], "noise_mask": LOWER}, r"\[1, 4, 4, 4\].*6 channels"),
         ({"samples": image[:, :, None], "noise_mask": LOWER}, r"\[1, 6, 1, 4, 4\].*rows"),
     ):

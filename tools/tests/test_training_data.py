@@ -4,10 +4,10 @@ import pytest
 import torch
 from comfyui_specar.models.networks.vq import VQModel
 from comfyui_specar.tests.support.tiny_training import CONCEPTS, SETTING, images, square
-from comfyui_specar.tools.training import autoregressive, export
+from comfyui_specar.tools.training import autoregressive, export, muon
 from comfyui_specar.tools.training.autoregressive import Batches, TextToImage
 from comfyui_specar.tools.training.captions import Captions
-from comfyui_specar.tools.training.data import augment, recolour
+from comfyui_specar.tools.training.data import AS_DRAWN, augment, recolour
 from comfyui_specar.tools.training.loop import rate
 from comfyui_specar.tools.training.muon import orthogonalise
 from comfyui_specar.tools.training.settings import BACKGROUNDS, COLOURS, PLACES, STYLES, Augmentation
@@ -108,6 +108,13 @@ def test_held_out_pairs_are_never_trained_on():
     assert unseen and trained and not (trained & unseen)
 
 
+def test_what_stays_as_drawn_is_neither_moved_nor_scaled():
+    wild, black = Augmentation(scale=(0.5, 0.8), shift=0.2, colour_jitter=0.0), torch.zeros(4, dtype=torch.int64)
+    rgba, places = square().expand(4, -1, -1, -1), torch.full((4,), AS_DRAWN)
+    drawn = augment(rgba, black, wild, torch.Generator(), places)
+    torch.testing.assert_close(drawn, augment(rgba, black, STILL, torch.Generator()))
+
+
 def test_padding_does_not_change_the_logits():
     torch.manual_seed(0)
     model = TextToImage(SETTING, 20).eval()
@@ -124,8 +131,16 @@ def test_padding_does_not_change_the_logits():
     assert not torch.allclose(short, other, atol=1e-3)
 
 
+@pytest.mark.parametrize(("clock", "bf16"), [((0, 1, 0, 2), True), ((0, 2, 0, 1), False)])
+def test_bf16_is_taken_where_it_is_faster(clock, bf16, monkeypatch):
+    monkeypatch.setattr(muon.time, "perf_counter", iter(clock).__next__)
+    assert muon.multiplies_bf16.__wrapped__("cpu") == bf16
+
+
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("shape", [(2, 8, 24), (1, 24, 8)])
-def test_muon_directions_have_singular_values_near_one(shape):
+def test_muon_directions_have_singular_values_near_one(shape, bf16, monkeypatch):
+    monkeypatch.setattr(muon, "multiplies_bf16", lambda _device: bf16)
     values = torch.linalg.svdvals(orthogonalise(torch.randn(*shape, generator=torch.Generator().manual_seed(0))))
     assert values.min() > 0.6 and values.max() < 1.3
 

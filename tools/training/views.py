@@ -74,7 +74,7 @@ class Views:
         return Scenes(image[kept], background[kept], place[kept])
 
     def pixels(self, scenes: Scenes) -> Tensor:
-        """Randomly placed images [B, 3, 256, 256] in [-1, 1]."""
+        """Placed images [B, 3, 256, 256] in [-1, 1]."""
         rgba, drawn = self.rgba[scenes.image % self.emoji], scenes.image >= self.emoji
         if self.images.portraits and drawn.any():
             rgba[drawn] = self.images.portraits.rgba(scenes.image[drawn] - self.emoji).to(self.device)

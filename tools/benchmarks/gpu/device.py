@@ -22,7 +22,7 @@ def run(findings: Findings) -> None:
         facts |= of_the_gpu(findings)
     facts["COMFYUI_PATH"] = os.environ.get("COMFYUI_PATH", "not set")
     for name, without in packages.missing().items():
-        findings.not_run(without, f"{name} is not installed")
+        findings.not_run(name, f"is not installed, and so not run: {without}")
     for fact, value in facts.items():
         with findings.item(fact=fact) as row:
             row["value"] = str(value)
