@@ -363,7 +363,7 @@ def test_it_runs_where_there_is_nothing_but_torch(tmp_path):
         subprocess.run([sys.executable, "-c", BARE, *options], check=True, cwd=stages.ROOT, timeout=PATIENCE)
         found[stage] = json.loads(out.read_text(encoding="utf-8"))
         assert found[stage]["failures"] == []
-    assert "einops is not installed" in found["device"]["not_run"].values()
+    assert "einops" in found["device"]["not_run"]
     assert len(found["captures"]["rows"]) == 2
 
 
