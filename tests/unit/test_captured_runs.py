@@ -170,7 +170,8 @@ def test_rounds_that_the_host_chooses_are_captured(structure, skipping, on_tape,
     layout, read_extent, reads = with_kept_tokens(2, 4), engine.read_extent, []
     target = ToyModel(layout)
     method = draft_tree(ToyDrafter(target, stale=skipping is not None), structure, skipping=skipping)
-    asked = [request(target, layout, seed=10 * n, batch=3) for n in range(3)]
+    masks = (None, None, None) if skipping is None else torch.rand(3, 1, layout.length) < 0.5
+    asked = [replace(request(target, layout, seed=10 * n, batch=3), skippable=mask) for n, mask in enumerate(masks)]
     with monkeypatch.context() as counting:
         counting.setattr(
             engine, "read_extent", lambda state: reads.append(state.extent is not None) or read_extent(state)

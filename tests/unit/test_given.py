@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_drafter
-from comfyui_specar.samplers.engine import prefill
+from comfyui_specar.samplers.engine import given as reading
 from comfyui_specar.samplers.engine.given import read_given
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import SJD
@@ -37,7 +37,7 @@ def test_fixed_noise_gives_what_reading_one_by_one_would(method, chunk, monkeypa
     for name, (free, _) in CASES.items():
         asked = request(MODELS[name], free, seed=3, batch=50)
         whole = NextToken().sample(asked).tokens
-        monkeypatch.setattr(prefill, "CHUNK", chunk)
+        monkeypatch.setattr(reading, "CHUNK", chunk)
         for count in range(free.length + 1):
             again = method.sample(replace(asked, layout=begun(free, *whole[:, :count].tolist()) if count else free))
             assert torch.equal(again.tokens, whole), count
@@ -85,7 +85,7 @@ def model(folder):
 def test_real_caches_hold_what_was_given(model, monkeypatch):
     """Next-token and Gumbel images are given back from any row of theirs on; one branch has a longer prompt."""
     prompt, negative = model.encode_features(caption_features(7)), model.encode_features(fill("no", (1, 3, CAPTION)))
-    monkeypatch.setattr(prefill, "CHUNK", 5)
+    monkeypatch.setattr(reading, "CHUNK", 5)
     options = {"negative": negative, "cfg": 2.0, "top_k": 12, "batch_size": 2, "seed": 9}
     whole = api.sample(model, prompt, NextToken(), **options).tokens
     keep = torch.zeros_like(whole, dtype=torch.bool)
@@ -97,7 +97,7 @@ def test_real_caches_hold_what_was_given(model, monkeypatch):
 
 
 def test_reading_what_was_given_can_be_interrupted(model, monkeypatch):
-    monkeypatch.setattr(prefill, "CHUNK", 2)
+    monkeypatch.setattr(reading, "CHUNK", 2)
     layout, seen = begun(model.layout(), 3, 1, 4, 1, 5), []
 
     class StopError(Exception):
@@ -126,7 +126,7 @@ def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
     drafter, layout = load_drafter(path, model), begun(model.layout(), 3, 1, 4, 1, 5, 9, 2)
     prompt, found = model.encode_features(caption_features(7)), []
     for chunk in (7, 3, 1):
-        monkeypatch.setattr(prefill, "CHUNK", chunk)
+        monkeypatch.setattr(reading, "CHUNK", chunk)
         with torch.inference_mode(), fp64():
             target = model.start(prompt, None, 2, layout, slack=9, guided=True)
             state = drafter.start(target, prompt, None, 2, layout, slack=9, guided=True)

@@ -84,6 +84,16 @@ def hugging_face_names(weights):
     return out
 
 
+def test_hugging_face_names_give_the_same_model(tmp_path, known_size):
+    """A lone file, as people copy it: heads by its size, and the grid that is asked for."""
+    wanted = load_model(write_llamagen(tmp_path / "model.safetensors", True))
+    folder = tmp_path / "LlamaGen-T2I"
+    folder.mkdir()
+    save_file(hugging_face_names(llamagen_weights(True)), str(folder / "model.safetensors"))
+    assert torch.equal(logits(load_model(folder, grid=GRID)), logits(wanted))
+    assert load_model(folder).grid == (16, 16)
+
+
 @pytest.mark.parametrize("text", [True, False])
 @pytest.mark.parametrize(("shards", "pickled"), [(3, False), (1, True)])
 def test_hugging_face_folders_give_heads_grid_and_norms(tmp_path, text, shards, pickled):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from comfyui_specar.limits.printable import printable
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.model_loaders.families.llamagen import class_names
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models.text.prompt_encoders import ClassEncoder, WordEncoder
 from safetensors.torch import save_file
@@ -184,6 +185,7 @@ def test_other_class_prompts_are_errors(classes, text, words):
 
 
 def test_without_names_only_numbers_are_offered():
+    assert class_names(10) is None, "ImageNet's are of 1000 classes"
     with pytest.raises(ValueError) as error:
         ClassEncoder(10).encode("cat")
     assert str(error.value).endswith("number from 0 to 9.")

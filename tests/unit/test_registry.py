@@ -7,6 +7,7 @@ import comfyui_specar
 import pytest
 from comfyui_specar.model_loaders import decoders, families
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, weight_file
 
 from ..support.tiny_family import declared
 
@@ -30,13 +31,16 @@ def test_every_module_is_listed_once():
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_every_family_has_a_tiny_model(tmp_path, continuous):
+def test_every_family_has_a_tiny_model_that_it_alone_recognises(tmp_path, continuous):
     own = [family for family in families.FAMILIES if family.continuous == continuous]
     tiny = declared("TINY", continuous)
     assert tiny.keys() == {name for family in own for name in family.decoders}
     for name, model in tiny.items():
         (tmp_path / name).mkdir()
-        loaded = load_model(model.write(tmp_path / name))
+        path = model.write(tmp_path / name)
+        tensors = open_checkpoint(weight_file(path)).tensors
+        assert [name in family.decoders for family in families.FAMILIES if family.recognise(tensors)] == [True], name
+        loaded = load_model(path)
         assert loaded.family == name and (loaded.tokens == "vectors") == continuous
 
 
