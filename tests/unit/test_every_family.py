@@ -19,8 +19,8 @@ def family(request, tmp_path_factory):
     return make_family(request.param, tmp_path_factory.mktemp("family"))
 
 
-# Every method with a third of the families, and every family with a third of the methods, where minutes count: GLM-Image,
-# whose tokens follow those of a preview, with dynamic VVS.
+# Every method with a third of the families, and every family with a third of the methods, where minutes count:
+# GLM-Image, whose tokens follow those of a preview, with dynamic VVS.
 CASES = [
     pytest.param(family, name, marks=[pytest.mark.whole] * ((i + j) % 3 != 2))
     for i, family in enumerate(FAMILIES)
