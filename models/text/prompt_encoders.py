@@ -49,7 +49,9 @@ class WordEncoder(PromptEncoder):
 
     A colour belongs to the noun after it: "on a blue background" becomes the single word ``bg_blue``, and "red curly
     hair" ``hair_red`` and ``curly``, if these are ``nouns`` with the prefixes ``bg`` and ``hair``, and have these
-    colours. Stop words are removed, synonyms replaced, and at most ``slots`` words used.
+    colours. Stop words are removed, synonyms replaced, and at most ``slots`` words used; ``fills``: these are repeated
+    until they fill all slots. (LlamaGen's caption slots have keys of zero, so only their number gives a prompt weight
+    beside all the tokens that come before the last ones.)
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class WordEncoder(PromptEncoder):
         synonyms: dict[str, str],
         nouns: dict[str, str],
         slots: int,
+        fills: bool = False,
     ):
-        self.table, self.words, self.slots = table.float(), words, slots
+        self.table, self.words, self.slots, self.fills = table.float(), words, slots, fills
         self.index = {word: i for i, word in enumerate(words)}
         self.stop_words, self.synonyms, self.nouns = set(stop_words), synonyms, nouns
         self.noun_of = {prefix: next(n for n in nouns if nouns[n] == prefix) for prefix in nouns.values()}
@@ -85,7 +88,7 @@ class WordEncoder(PromptEncoder):
             raise CheckpointError(
                 f"{path.name} is not a word-table text encoder, or damaged: {error}. Download it again."
             ) from error
-        return cls(table, words, stop_words, synonyms, nouns, slots)
+        return cls(table, words, stop_words, synonyms, nouns, slots, metadata.get("fills") is True)
 
     def parse(self, text: str) -> tuple[list[str], list[str]]:
         """(known words in order, unknown words) of a prompt."""
@@ -160,9 +163,10 @@ class WordEncoder(PromptEncoder):
         return f"{word:.{SHOWN}}" + (f" ({more})" if more else "")
 
     def encode(self, text: str) -> Tensor:
-        """Features [1, n, F] of the n known words."""
+        """Features [1, n, F] of the n known words, or of all slots if they are filled."""
         known, _ = self.parse(text)
-        return self.table[[self.index[word] for word in known[: self.slots]]][None]
+        known = (known * self.slots if self.fills else known)[: self.slots]
+        return self.table[[self.index[word] for word in known]][None]
 
 
 def _legal_words(words: Any) -> list[str]:

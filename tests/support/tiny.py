@@ -87,10 +87,10 @@ def write_llamagen(path: Path, text: bool, **metadata) -> Path:
     return path
 
 
-def write_words(folder: Path, width: int) -> None:
+def write_words(folder: Path, width: int, **more: bool) -> None:
     """The text encoder of a model of ours, text_encoder.safetensors: a few words of ``width`` numbers."""
     words = ["red", "cat", "bg_blue"]
-    header = {"words": words, "stop_words": ["a"], "synonyms": {"crimson": "red"}}
+    header = {"words": words, "stop_words": ["a"], "synonyms": {"crimson": "red"}} | more
     save_file(
         {"word_embeddings.weight": fill("words embedding", (3, width))},
         str(folder / "text_encoder.safetensors"),

@@ -26,6 +26,15 @@ def encoder():
     return WordEncoder(table, WORDS, STOP, SYNONYMS, {"background": "bg"}, slots=6)
 
 
+@pytest.mark.parametrize("fills", [False, True])
+def test_words_fill_all_slots_if_the_file_says_so(tmp_path, fills):
+    write_words(tmp_path, CAPTION, fills=fills)
+    encoder = WordEncoder.open(tmp_path / "text_encoder.safetensors", slots=5)
+    red, cat = encoder.table[:2]
+    assert torch.equal(encoder.encode("red cat")[0], torch.stack([red, cat, red, cat, red] if fills else [red, cat]))
+    assert encoder.encode("").shape == (1, 0, CAPTION)
+
+
 @pytest.mark.parametrize(
     ("prompt", "known", "unknown"),
     [

@@ -1,5 +1,7 @@
 """What the training scripts feed the model: captions, augmentation, and the loss at their end. No download."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from comfyui_specar.models.networks.vq import VQModel
@@ -131,6 +133,12 @@ def test_padding_does_not_change_the_logits():
     assert not torch.allclose(short, other, atol=1e-3)
 
 
+def test_captions_fill_all_slots_or_are_padded():
+    filled = Captions(replace(SETTING, fill_slots=True, caption_slots=7), CONCEPTS)
+    assert filled.padded([[1, 2, 3], [4]]) == [[1, 2, 3, 1, 2, 3, 1], [4] * 7]
+    assert Captions(replace(SETTING, caption_slots=5), CONCEPTS).padded([[1, 2, 3]]) == [[-1, -1, 1, 2, 3]]
+
+
 @pytest.mark.parametrize(("clock", "bf16"), [((0, 1, 0, 2), True), ((0, 2, 0, 1), False)])
 def test_bf16_is_taken_where_it_is_faster(clock, bf16, monkeypatch):
     monkeypatch.setattr(muon.time, "perf_counter", iter(clock).__next__)
@@ -166,8 +174,9 @@ def test_training_goes_on_from_an_exported_model(tmp_path, captions):
         torch.save({"average": module.state_dict()}, tmp_path / name)
     export.write(SETTING, captions, tmp_path, tmp_path / "default")
     fewer = captions.words[:2] + captions.words[3:]
-    another = TextToImage(SETTING, len(fewer))
+    another = TextToImage(replace(SETTING, caption_slots=2 * SETTING.caption_slots), len(fewer))
     autoregressive.take_weights(another, fewer, tmp_path / "default" / "model.safetensors")
     for name, tensor in model.state_dict().items():
         wanted = torch.cat((tensor[:2], tensor[3:])) if name == "words.weight" else tensor
+        wanted = torch.cat((tensor, tensor)) if name in ("null_caption", "prefix.uncond_embedding") else wanted
         assert torch.equal(another.state_dict()[name], wanted), name

@@ -14,7 +14,7 @@ from comfyui_specar.tests.support.tiny_training import CONCEPTS, DRAWN, SETTING,
 from comfyui_specar.tools.training import autoregressive, contact_sheet, tokenizer
 from comfyui_specar.tools.training.autoencoder import HELD_OUT_EVERY, Sampler
 from comfyui_specar.tools.training.autoregressive import Batches, Stored
-from comfyui_specar.tools.training.captions import MOST_PORTRAIT_WORDS, Captions
+from comfyui_specar.tools.training.captions import Captions
 from comfyui_specar.tools.training.contact_sheet import first_words, portrait_prompts
 from comfyui_specar.tools.training.data import AS_DRAWN
 from comfyui_specar.tools.training.export import half, save
@@ -42,7 +42,7 @@ def test_words_of_portraits_are_known_and_fit_a_caption():
     known = set(words_of_portraits())
     seen = Counter(word for words, _ in some_portraits(400) for word in words)
     assert seen.keys() == known and min(seen.values()) > 5
-    assert max(len(words) for words, _ in some_portraits(400)) < MOST_PORTRAIT_WORDS, "and a background"
+    assert max(len(words) for words, _ in some_portraits(400)) < PORTRAITS.caption_slots, "and a background"
 
 
 def test_skin_tones_have_equal_shares():

@@ -162,12 +162,14 @@ def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor
 
 @torch.no_grad()
 def take_weights(model: TextToImage, words: Sequence[str], file: Path) -> None:
-    """Copy the weights of an exported model of the same structure, which knows all ``words``."""
+    """Copy the weights of an exported model of the same structure, with any number of slots, which knows all
+    ``words``."""
     trained = load_model(file, dtype=torch.float32)
     assert isinstance(trained, DiscreteModel) and isinstance(trained.prompt_encoder, WordEncoder)
     model.backbone.load_state_dict(trained.backbone.state_dict())
     model.prefix.cap_proj.load_state_dict(trained.prefix.get_submodule("cap_proj").state_dict())
-    model.null_caption.copy_(trained.prefix.get_buffer("uncond_embedding"))
+    nothing = trained.prefix.get_buffer("uncond_embedding")
+    model.null_caption.copy_(nothing[torch.arange(len(model.null_caption)) % len(nothing)])
     known = trained.prompt_encoder.words
     model.words.weight.copy_(trained.prompt_encoder.table[[known.index(word) for word in words]])
 

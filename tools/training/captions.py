@@ -151,7 +151,6 @@ VAGUE = frozenset(
 
 
 MOST_WORDS = 7  # of an emoji's caption: style, subject, background, colour, and three of a place
-MOST_PORTRAIT_WORDS = 14
 FEW_WORDS, MOST_DROPPED = 0.5, 0.8  # share of captions of portraits with few words; the most that one leaves out
 
 
@@ -203,7 +202,8 @@ class Captions:
         known = (*STYLES, *map(background_word, BACKGROUNDS), *COLOURS, *PLACE_WORDS)
         self.words = [*known, *sorted({*self.names.values(), *portraits} - set(known))]
         self.number = {word: i for i, word in enumerate(self.words)}
-        self.slots = min(setting.caption_slots, MOST_PORTRAIT_WORDS if portraits else MOST_WORDS)
+        self.fills = setting.fill_slots
+        self.slots = setting.caption_slots if portraits else min(setting.caption_slots, MOST_WORDS)
         self.random = random.Random(seed)
 
     def synonyms(self) -> dict[str, str]:
@@ -228,7 +228,9 @@ class Captions:
         return known | {word: known[noun] for word, noun in others.items() if noun in known}
 
     def padded(self, rows: list[list[int]]) -> list[list[int]]:
-        """Captions of one length, -1 on the left."""
+        """Captions of one length: repeated until they fill all slots, or with -1 on the left."""
+        if self.fills:
+            return [(row * self.slots)[: self.slots] for row in rows]
         return [[-1] * (self.slots - len(row)) + row for row in rows]
 
     def of(self, view: View, drop: float) -> list[int]:

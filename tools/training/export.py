@@ -52,6 +52,7 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
             "stop_words": captions.stop_words(),
             "synonyms": captions.synonyms(),
             "nouns": captions.nouns(),
+            "fills": captions.fills,
         },
     )
 

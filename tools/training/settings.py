@@ -200,6 +200,7 @@ class Setting:
     masked_sampling: ContinuousParams = ContinuousParams(2.0, "constant", 1.0, steps=25)
     masked_first_step: int = 970  # first denoising step: earlier ones amplify the smallest error of a head
     caption_slots: int = 10
+    fill_slots: bool = False  # with the words of a caption, again and again
     masked_slots: int = 8  # of the continuous model; unused ones hold the null embedding
     caption_dim: int = 128
     placed: float = 0.2  # fraction of images with a small object somewhere
@@ -251,7 +252,8 @@ PORTRAITS = replace(
         sharpening_minutes=60,
     ),
     model=replace(EMOJI.model, minutes=200),
-    caption_slots=16,
+    caption_slots=48,
+    fill_slots=True,
     portraits=0.7,
     portrait_count=12_000,
     views=60_000,
