@@ -105,6 +105,8 @@ def test_captions_of_portraits_are_complete_or_short():
     assert {captions.words[i] for i in complete} == {*words, "bg_teal"}
     lengths = [len(captions.sample_portrait(words, teal, drop=0.1)) / len(complete) for _ in range(600)]
     assert min(lengths) < 0.4 and max(lengths) == 1 and np.mean(lengths) == pytest.approx(0.72, abs=0.05)
+    glasses = captions.number["glasses"]
+    assert all(glasses in captions.sample_portrait([*words, "glasses"], teal, drop=0.9) for _ in range(50))
 
 
 def test_batches_have_portraits_in_their_share(drawn):

@@ -150,6 +150,7 @@ VAGUE = frozenset(
 )
 
 
+GLASSES = {"glasses", "sunglasses"}
 MOST_WORDS = 7  # of an emoji's caption: style, subject, background, colour, and three of a place
 FEW_WORDS, MOST_DROPPED = 0.5, 0.8  # share of captions of portraits with few words; the most that one leaves out
 
@@ -262,12 +263,12 @@ class Captions:
         """Word numbers of one random caption of a portrait, in random order.
 
         Each of its words is left out with probability ``drop``; in half the captions with a larger one, because prompts
-        are short. drop 0: none is left out.
+        are short. drop 0: none is left out. Glasses are never left out, so that a prompt without them gets none.
         """
         if drop and self.random.random() < FEW_WORDS:
             drop = self.random.uniform(drop, MOST_DROPPED)
         said = [*words, background_word(list(BACKGROUNDS)[background])]
-        kept = [word for word in said if self.random.random() >= drop] or said[1:2]
+        kept = [word for word in said if word in GLASSES or self.random.random() >= drop] or said[1:2]
         self.random.shuffle(kept)
         return [self.number[word] for word in kept[: self.slots]]
 
