@@ -375,7 +375,7 @@ async def test_behind_a_load_balancer_the_cause_is_said_before_anything_is_gener
 ):
     """Another ComfyUI answers some questions about what the one has, while a prompt runs there, or has ended."""
     async with FakeComfy() as one, FakeComfy() as other:
-        chance, asked, peers = random.Random(turns), Counter(), []
+        chance, asked, peers, misled = random.Random(turns), Counter(), [], []
         one.ends = lambda: not runs
 
         def balanced(where: str):
@@ -384,7 +384,12 @@ async def test_behind_a_load_balancer_the_cause_is_said_before_anything_is_gener
                 another = len(one.asked) % 2 if turns == "every request" else asked[where] % 2
                 if turns == "a connection":
                     another = peers[-1] == peers[0]  # which is kept as long as there is none to close it
-                return of_another(answer) if (chance.random() < 0.5 if type(turns) is int else another) else answer
+                if type(turns) is int:
+                    another = chance.random() < 0.5
+                other = of_another(answer)
+                wrong = other.body != answer.body and (another or not misled)  # once at least, whatever is asked when
+                misled.extend([where] * wrong)
+                return other if wrong else answer
 
             return says
 
