@@ -14,7 +14,7 @@ from comfyui_specar.tests.support.tiny_training import CONCEPTS, DRAWN, SETTING,
 from comfyui_specar.tools.training import autoregressive, contact_sheet, tokenizer
 from comfyui_specar.tools.training.autoencoder import HELD_OUT_EVERY, Sampler
 from comfyui_specar.tools.training.autoregressive import Batches, Stored
-from comfyui_specar.tools.training.captions import Captions
+from comfyui_specar.tools.training.captions import EXPRESSIONS, GLASSES, Captions
 from comfyui_specar.tools.training.contact_sheet import first_words, portrait_prompts
 from comfyui_specar.tools.training.data import AS_DRAWN
 from comfyui_specar.tools.training.export import half, save
@@ -190,3 +190,25 @@ def test_prompts_of_equal_length_are_a_batch_and_stand_in_their_place(encoder, t
     assert sum(batches) == 64 and max(batches) == 8 and len(batches) < 24
     last = np.asarray(Image.open(tmp_path / "sheet.jpg"))[-128, -128].astype(int)
     assert np.abs(last - BACKGROUNDS[asked[-1][1]]).max() < 8
+
+
+def test_captions_are_told_from_those_with_another_word():
+    captions = Captions(replace(DRAWN, fill_slots=True, caption_slots=9), CONCEPTS)
+    said = "avataaars person long hair_red smiling glasses bg_teal".split()
+    own, seen = [captions.number[word] for word in said], set()
+    for _ in range(200):
+        other = [captions.words[i] for i in captions.another(own)]
+        [gone], new = {*said} - {*other}, {*other} - {*said}
+        seen.add(gone)
+        assert len(new) == 1 or (gone == "glasses" and not new)
+        assert all(gone in group for group in (GLASSES, EXPRESSIONS) if new & group)
+    assert seen == {"hair_red", "smiling", "glasses"}
+    assert captions.another([captions.number[word] for word in ("dog", "bg_teal")]) is None
+    rows = torch.tensor(captions.padded([own[-1:], own]))
+    others, index = autoregressive.exchange_words(captions, rows, torch.tensor([False, False]), 3)
+    assert index.tolist() == [1, 1, 1] and others.shape == (3, 9) and all(set(row.tolist()) != {*own} for row in others)
+    others, index = autoregressive.exchange_words(captions, rows, torch.tensor([False, True]), 2)
+    assert torch.equal(others, rows[index]), "no portrait"
+    p = torch.tensor([0.2, 0.6])
+    posterior = (p / p.sum()).log().neg().mean()
+    torch.testing.assert_close(autoregressive.contrast(-p.log(), -p.flip(0).log()), posterior)

@@ -153,6 +153,32 @@ def encode(setting: Setting, source: Callable[[int], Batches], folder: Path) -> 
         log.info("%s: %d views", file, count)
 
 
+def exchange_words(captions: Captions, rows: Tensor, dropped: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``count`` captions [count, n] that are not those of their images, by a word each, and the rows [count] of these.
+
+    rows: captions [B, n] of images, -1 = padding. Where fewer have a word to exchange, some appear again; if none has
+    one, the captions are the images' own.
+    """
+    found = []
+    for i in (~dropped).nonzero().flatten().tolist():
+        said = dict.fromkeys(word for word in rows[i].tolist() if word >= 0)
+        if other := captions.another(list(said)):
+            found.append((i, other))
+    chosen = [found[k % len(found)] for k in range(count)] if found else []
+    index = torch.tensor([i for i, _ in chosen] or [0] * count, device=rows.device)
+    others = torch.tensor(captions.padded([other for _, other in chosen]), device=rows.device)
+    return (others if chosen else rows[index]), index
+
+
+def contrast(surprisal: Tensor, of_others: Tensor) -> Tensor:
+    """Mean loss of telling the images' captions from others, by -log p [N] of each image under both.
+
+    It is the cross-entropy of Bayes' posterior of the two, and so has its minimum where p is right. Unlike the mean
+    over tokens, it weighs those that depend on the word, such as the few of a mouth.
+    """
+    return F.softplus(surprisal - of_others).mean()
+
+
 @torch.no_grad()
 def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor]]) -> float:
     """Mean nats per token on held-out pairs of image and background."""
@@ -208,9 +234,16 @@ def train(
             nonlocal following
             caption, dropped, tokens = following.result()
             following = pool.submit(batches.sample, cfg.batch)
+            others, index = exchange_words(captions, caption, dropped, cfg.batch // 2 if cfg.contrast else 0)
+            tokens = torch.cat((tokens, tokens[index]))
             with mixed():
-                logits = predict(caption, dropped, tokens)
-            return {"loss": F.cross_entropy(logits.flatten(0, 1), tokens.flatten())}
+                logits = predict(torch.cat((caption, others)), torch.cat((dropped, dropped[index])), tokens)
+            found = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(tokens.shape)
+            loss = found[: cfg.batch].mean()
+            if not cfg.contrast:
+                return {"loss": loss}
+            told = contrast(found[index].sum(1), found[cfg.batch :].sum(1))
+            return {"loss": loss + cfg.contrast * told, "nats": loss, "told": told}
 
         training.run(losses, lambda: f"{held_out_loss(training.average, unseen):.4f} nats per token")
 

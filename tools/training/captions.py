@@ -151,6 +151,8 @@ VAGUE = frozenset(
 
 
 GLASSES = {"glasses", "sunglasses"}
+EXPRESSIONS = {"smiling", "laughing", "sad", "surprised", "angry", "sleepy", "loving"}
+ROBOTS = {"smiling", "laughing", "neutral", "teeth"}  # their mouths
 MOST_WORDS = 7  # of an emoji's caption: style, subject, background, colour, and three of a place
 FEW_WORDS, MOST_DROPPED = 0.5, 0.8  # share of captions of portraits with few words; the most that one leaves out
 
@@ -271,6 +273,31 @@ class Captions:
         kept = [word for word in said if word in GLASSES or self.random.random() >= drop] or said[1:2]
         self.random.shuffle(kept)
         return [self.number[word] for word in kept[: self.slots]]
+
+    def another(self, row: list[int]) -> list[int] | None:
+        """A portrait's caption with one of its words exchanged for one that says another thing of the same kind: the
+        expression, the glasses (or added, or left out) or the colour of the hair. None for other captions."""
+        said = [self.words[i] for i in row]
+        faces = ROBOTS if {"robot", "bottts"}.intersection(said) else EXPRESSIONS
+        worn = [word for word in said if word in GLASSES]
+        expressions = [word for word in said if word in faces]
+        coloured = [word for word in said if word.startswith("hair_")]
+        changes = []
+        if expressions:
+            changes.append((expressions[0], sorted(faces - set(said))))
+        if worn:
+            changes.append((worn[0], ["", *sorted(GLASSES - set(said))]))
+        elif coloured:
+            changes.append(("", sorted(GLASSES)))
+        if coloured:
+            changes.append((coloured[0], [f"hair_{each}" for each in HAIR if f"hair_{each}" not in said]))
+        if not changes:
+            return None
+        old, choice = self.random.choice(changes)
+        new = self.random.choice(choice)
+        kept = [word for word in said if word != old] + [new] * (new != "")
+        self.random.shuffle(kept)
+        return [self.number[word] for word in kept]
 
 
 def _texts(concept: dict) -> list[str]:
