@@ -50,8 +50,8 @@ class WordEncoder(PromptEncoder):
     A colour belongs to the noun after it: "on a blue background" becomes the single word ``bg_blue``, and "red curly
     hair" ``hair_red`` and ``curly``, if these are ``nouns`` with the prefixes ``bg`` and ``hair``, and have these
     colours. Stop words are removed, synonyms replaced, and at most ``slots`` words used; ``fills``: these are repeated
-    until they fill all slots. (LlamaGen's caption slots have keys of zero, so only their number gives a prompt weight
-    beside all the tokens that come before the last ones.)
+    until they fill all slots. (LlamaGen's caption slots have keys of zero, so the attention that a prompt gets beside
+    the image tokens grows with their number.)
     """
 
     def __init__(

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ..contract import Drafter, Request
-from .given import CHUNK, given_length
+from .prefix_tokens import CHUNK, prefix_length
 
 PROBABILITIES = 8  # rows of fp32 [V+] alive at once per token of a forward pass
-LOGITS = 4  # the same while given tokens are read
+LOGITS = 4  # the same while prefix tokens are read
 WINDOW = 32  # tokens per forward pass of an image that is not asked for yet: twice SJD's automatic window
 
 
@@ -21,8 +21,8 @@ def run_bytes(request: Request, width: int, drafter: Drafter | None = None, draf
     """
     model, layout, batch, guided = request.model, request.layout, request.batch, request.params.guided
     prompt = model.prompt_tokens(request.conditioning, request.negative, batch, layout, guided)
-    given = min(int(given_length(layout).max()), CHUNK)
-    memory = pass_bytes(model, batch * (1 + guided), max(width, draft_width), prompt, given)
+    prefix = min(int(prefix_length(layout).max()), CHUNK)
+    memory = pass_bytes(model, batch * (1 + guided), max(width, draft_width), prompt, prefix)
     memory += model.kv_bytes(batch, layout, width, guided, prompt)
     return memory + (drafter.kv_bytes(batch, layout, draft_width, guided, prompt) if drafter else 0)
 
@@ -36,8 +36,8 @@ def image_bytes(model: Any, dtype: torch.dtype, widened: int, int8_cache: bool =
     return memory + 2 * widened * dtype.itemsize + pass_bytes(model, 1 + model.guidance, WINDOW, prompt)
 
 
-def pass_bytes(model: Any, rows: int, width: int, prompt: int, given: int = 0) -> int:
-    """Bytes of probabilities and activations of the largest forward pass: over the ``prompt``, over ``given`` tokens,
+def pass_bytes(model: Any, rows: int, width: int, prompt: int, prefix: int = 0) -> int:
+    """Bytes of probabilities and activations of the largest forward pass: over the ``prompt``, over ``prefix`` tokens,
     or over ``width`` tokens and the one before them, in each of ``rows`` rows."""
-    numbers = rows * max(PROBABILITIES * (width + 1), LOGITS * given) * model.vocab_total
-    return 4 * numbers + model.activation_bytes(rows, max(width + 1, given), prompt)
+    numbers = rows * max(PROBABILITIES * (width + 1), LOGITS * prefix) * model.vocab_total
+    return 4 * numbers + model.activation_bytes(rows, max(width + 1, prefix), prompt)

@@ -23,8 +23,8 @@ from ..layout import TokenLayout
 from ..probabilities import check_finite, sampling_probs
 from ..rng import Stream
 from ..trace import Record, Trace
-from .given import read_given
 from .memory import run_bytes
+from .prefix_tokens import read_prefix
 from .session import Poll, Session, session_key, use_session
 
 
@@ -193,7 +193,7 @@ class StepInputs:
 
 
 def begin(method: Any, request: Request, session: Session) -> tuple[Run, StepState, Tensor]:
-    """Read the prompt and the given tokens, and sample the token after them: the run, its state, and how many tokens
+    """Read the prompt and the prefix tokens, and sample the token after them: the run, its state, and how many tokens
     [B] (int64, on the CPU) of every image are then decided."""
     model, params, batch, drafter = request.model, request.params, request.batch, getattr(method, "drafter", None)
     device, layout = model.device, request.layout.to(model.device)
@@ -208,8 +208,8 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, StepSta
         memory = drafter.start(cache, *prompt, slack=slack, guided=params.guided, into=old)
     session.adopt(cache, memory)
     session.record = session.record or Record.empty(layout.length, batch, device, round_fields=method.round_fields)
-    # Without given tokens, it starts at the prompt's own prediction.
-    start = read_given(model, cache, layout, batch, drafter, memory, request.callback)
+    # Without prefix tokens, it starts at the prompt's own prediction.
+    start = read_prefix(model, cache, layout, batch, drafter, memory, request.callback)
     check_finite(start.out)
     run = Run(
         method,
@@ -226,7 +226,7 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, StepSta
     )
     session.record.begin(start.tokens, start.committed, layout)
     run = replace(run, method=method.fit(run, start.committed, start.out, session.graphs, request))
-    return run, run.method.begin(run, start.committed, start.out), start.given_length + 1
+    return run, run.method.begin(run, start.committed, start.out), start.prefix_length + 1
 
 
 def run_rounds(run: Run, request: Request, graphs: Graphs, state: StepState, known: Tensor) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.auto import Auto
 from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.engine import given as reading
+from comfyui_specar.samplers.engine import prefix_tokens
 from comfyui_specar.samplers.methods.jacobi import COMPARED, INITIAL, REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.skipping import FEATURES, PATHS, Skipping
@@ -211,7 +211,7 @@ def assert_row_is_single_run(method, asked: Request, together: Result, i: int) -
 
 def assert_laws(method, asked: Request, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "CHUNK", chunk)  # prefix tokens are read in passes of any size
+        patch.setattr(prefix_tokens, "CHUNK", chunk)  # prefix tokens are read in passes of any size
         decoded = method.sample(asked)
         assert_adds_up(method, asked, decoded)
         assert_row_is_single_run(method, asked, decoded, asked.batch - 1)

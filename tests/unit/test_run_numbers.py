@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar.samplers.engine import session
-from comfyui_specar.samplers.engine.given import CHUNK
 from comfyui_specar.samplers.engine.memory import LOGITS, PROBABILITIES, run_bytes
+from comfyui_specar.samplers.engine.prefix_tokens import CHUNK
 from comfyui_specar.samplers.engine.run import Run
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import SJD

@@ -33,7 +33,7 @@ from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts import trees
 from comfyui_specar.samplers.drafts.structures import Extent
 from comfyui_specar.samplers.engine import run as engine
-from comfyui_specar.samplers.engine.given import Start
+from comfyui_specar.samplers.engine.prefix_tokens import Start
 from comfyui_specar.samplers.engine.run import DiscreteMethod
 from comfyui_specar.samplers.engine.session import Session
 from comfyui_specar.samplers.methods import speculative
@@ -168,7 +168,7 @@ class Case:
 
         session = Session(self.graphs)
         with (
-            patch.object(engine, "read_given", start),
+            patch.object(engine, "read_prefix", start),
             patch.object(engine, "check_finite", lambda out: None),
             patch.object(type(self.layout), "forces", self.forcing),
         ):

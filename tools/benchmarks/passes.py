@@ -188,10 +188,10 @@ def bytes_of_a_pass(model, drafter, stretch: Stretch, prompt: int, rows: int, dr
 def bandwidth(device: torch.device, size: int) -> float:
     """Bytes per second that copying a buffer of ``size`` bytes (at most CHUNK) moves: read and written."""
     source = torch.ones(min(size, CHUNK), dtype=torch.uint8, device=device)
-    return 2 * copying(source, torch.empty_like(source))
+    return 2 * copy_speed(source, torch.empty_like(source))
 
 
-def copying(source: Tensor, target: Tensor) -> float:
+def copy_speed(source: Tensor, target: Tensor) -> float:
     """Bytes per second that are copied from one buffer to another, best of ten."""
     best = float("inf")
     for _ in range(10):

@@ -192,23 +192,42 @@ def test_prompts_of_equal_length_are_a_batch_and_stand_in_their_place(encoder, t
     assert np.abs(last - BACKGROUNDS[asked[-1][1]]).max() < 8
 
 
-def test_captions_are_told_from_those_with_another_word():
+def test_hard_negatives_differ_in_one_word():
     captions = Captions(replace(DRAWN, fill_slots=True, caption_slots=9), CONCEPTS)
     said = "avataaars person long hair_red smiling glasses bg_teal".split()
     own, seen = [captions.number[word] for word in said], set()
     for _ in range(200):
-        other = [captions.words[i] for i in captions.another(own)]
-        [gone], new = {*said} - {*other}, {*other} - {*said}
-        seen.add(gone)
-        assert len(new) == 1 or (gone == "glasses" and not new)
-        assert all(gone in group for group in (GLASSES, EXPRESSIONS) if new & group)
-    assert seen == {"hair_red", "smiling", "glasses"}
-    assert captions.another([captions.number[word] for word in ("dog", "bg_teal")]) is None
+        negatives = captions.hard_negatives(own)
+        for kind, gone in {"expression": "smiling", "glasses": "glasses", "hair": "hair_red"}.items():
+            other = {captions.words[i] for i in negatives[kind]}
+            [new] = other - {*said} or [""]
+            assert {*said} - other == {gone} and (new or kind == "glasses")
+            seen.add((kind, new))
+    news = {kind: {new for each, new in seen if each == kind} for kind in negatives}
+    assert news["glasses"] == {"sunglasses", ""} and news["expression"] == EXPRESSIONS - {"smiling"}
+    assert len(news["hair"]) == 9 and all(new.startswith("hair_") for new in news["hair"])
+    bare = [number for number in own if number != captions.number["glasses"]]
+    assert {captions.words[i] for i in captions.hard_negatives(bare)["glasses"]} & GLASSES, "added"
+    assert captions.hard_negatives([captions.number[word] for word in ("dog", "bg_teal")]) == {}
     rows = torch.tensor(captions.padded([own[-1:], own]))
-    others, index = autoregressive.exchange_words(captions, rows, torch.tensor([False, False]), 3)
-    assert index.tolist() == [1, 1, 1] and others.shape == (3, 9) and all(set(row.tolist()) != {*own} for row in others)
-    others, index = autoregressive.exchange_words(captions, rows, torch.tensor([False, True]), 2)
-    assert torch.equal(others, rows[index]), "no portrait"
+    negatives, index = autoregressive.hard_negatives(captions, rows, torch.tensor([False, False]), 3)
+    assert index.tolist() == [1, 1, 1] and negatives.shape == (3, 9)
+    assert all({*row.tolist()} != {*own} for row in negatives)
+    negatives, index = autoregressive.hard_negatives(captions, rows, torch.tensor([False, True]), 2)
+    assert torch.equal(negatives, rows[index]), "no portrait"
     p = torch.tensor([0.2, 0.6])
     posterior = (p / p.sum()).log().neg().mean()
-    torch.testing.assert_close(autoregressive.contrast(-p.log(), -p.flip(0).log()), posterior)
+    torch.testing.assert_close(autoregressive.contrastive_loss(-p.log(), -p.flip(0).log()), posterior)
+
+
+def test_words_are_measured_by_style(drawn):
+    torch.manual_seed(0)
+    captions, vq = Captions(DRAWN, CONCEPTS), VQModel(DRAWN.tokenizer.config).eval()
+    model = autoregressive.TextToImage(DRAWN, len(captions.words)).eval()
+    batches = Batches(DRAWN, drawn, captions, vq, 0)
+    found = autoregressive.measure_words(model, captions, batches, 20)
+    assert found.keys() <= PORTRAIT_STYLES.keys() and {kind for each in found.values() for kind in each} >= {"hair"}
+    assert any(abs(nats) > 0.01 for each in found.values() for nats in each.values())
+    torch.nn.init.zeros_(model.words.weight)
+    found = autoregressive.measure_words(model, captions, batches, 20)
+    assert all(abs(nats) < 1e-3 for each in found.values() for nats in each.values()), "all words are the same"

@@ -13,8 +13,11 @@ from comfyui_specar.tools.training.settings import SETTINGS
 log = logging.getLogger(__name__)
 
 STAGES = ("tokenizer", "decoder", "model", "export", "sheet")
-# Writes the tokenizer alone and measures it; encodes the model's training images, so that it can be trained elsewhere.
-OTHER_STAGES = ("vq", "views")
+# Writes the tokenizer alone and measures it; encodes the model's training images, so that it can be trained elsewhere;
+# measures what words of portraits mean to the model.
+OTHER_STAGES = ("vq", "views", "words")
+
+WORD_IMAGES = 256
 
 
 def main() -> None:
@@ -55,6 +58,10 @@ def main() -> None:
             source = partial(autoregressive.Batches, setting, images.select(setting.concepts), captions, vq)
             if stage == "views":
                 autoregressive.encode(setting, source, views)
+            elif stage == "words":
+                model = autoregressive.restore(setting, len(captions.words), out)
+                for style, kinds in autoregressive.measure_words(model, captions, source(10**6), WORD_IMAGES).items():
+                    log.info("%s: %s", style, ", ".join(f"{kind} {nats:.2f} nats" for kind, nats in kinds.items()))
             else:
                 autoregressive.train(setting, captions, source, out, options.minutes, options.start)
 

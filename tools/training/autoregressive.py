@@ -6,9 +6,11 @@ anew. Take many: a model that sees the same tokens four times overfits.
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -153,30 +155,46 @@ def encode(setting: Setting, source: Callable[[int], Batches], folder: Path) -> 
         log.info("%s: %d views", file, count)
 
 
-def exchange_words(captions: Captions, rows: Tensor, dropped: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``count`` captions [count, n] that are not those of their images, by a word each, and the rows [count] of these.
+def hard_negatives(captions: Captions, rows: Tensor, dropped: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``count`` hard negatives [count, n] of captions, and the rows [count] of these.
 
-    rows: captions [B, n] of images, -1 = padding. Where fewer have a word to exchange, some appear again; if none has
-    one, the captions are the images' own.
+    rows: captions [B, n], -1 = padding. Where fewer have one, some appear again; if none has, they are the captions.
     """
     found = []
     for i in (~dropped).nonzero().flatten().tolist():
         said = dict.fromkeys(word for word in rows[i].tolist() if word >= 0)
-        if other := captions.another(list(said)):
-            found.append((i, other))
+        if negatives := captions.hard_negatives(list(said)):
+            found.append((i, captions.random.choice(list(negatives.values()))))
     chosen = [found[k % len(found)] for k in range(count)] if found else []
-    index = torch.tensor([i for i, _ in chosen] or [0] * count, device=rows.device)
-    others = torch.tensor(captions.padded([other for _, other in chosen]), device=rows.device)
-    return (others if chosen else rows[index]), index
+    index = torch.tensor([i for i, _ in chosen] or [0] * count, dtype=torch.int64, device=rows.device)
+    negatives = torch.tensor(captions.padded([negative for _, negative in chosen]), device=rows.device)
+    return (negatives if chosen else rows[index]), index
 
 
-def contrast(surprisal: Tensor, of_others: Tensor) -> Tensor:
-    """Mean loss of telling the images' captions from others, by -log p [N] of each image under both.
+def contrastive_loss(nll: Tensor, negative_nll: Tensor) -> Tensor:
+    """The mean cross-entropy of Bayes' posterior of an image's caption and a hard negative, by the negative
+    log-likelihood [N] of the image under both.
 
-    It is the cross-entropy of Bayes' posterior of the two, and so has its minimum where p is right. Unlike the mean
-    over tokens, it weighs those that depend on the word, such as the few of a mouth.
+    It has its minimum where the likelihoods are right. Unlike their mean over tokens, it weighs those that depend on
+    the word, such as the few of a mouth.
     """
-    return F.softplus(surprisal - of_others).mean()
+    return F.softplus(nll - negative_nll).mean()
+
+
+@torch.no_grad()
+def measure_words(model: TextToImage, captions: Captions, batches: Batches, count: int) -> dict[str, dict[str, float]]:
+    """How many nats the log-likelihood of a held-out portrait loses with a hard negative of its caption, in the mean of
+    ``count`` images: style -> kind of word -> nats (without a style that none of them has)."""
+    scenes, [tokens] = batches.encoded(count, held_out=True)
+    lost: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for view, row, image in zip(batches.views(scenes), batches.words(scenes, held_out=True), tokens, strict=True):
+        if negatives := captions.hard_negatives(row):
+            rows = torch.tensor(captions.padded([row, *negatives.values()]), device=tokens.device)
+            logits = model(rows, torch.zeros(len(rows), dtype=torch.bool), image.expand(len(rows), -1))
+            nll = F.cross_entropy(logits.mT, image.expand(len(rows), -1), reduction="none").sum(1)
+            for kind, value in zip(negatives, (nll[1:] - nll[0]).tolist(), strict=True):
+                lost[view.words[0]][kind].append(value)
+    return {style: {kind: fmean(nats) for kind, nats in kinds.items()} for style, kinds in lost.items()}
 
 
 @torch.no_grad()
@@ -234,16 +252,16 @@ def train(
             nonlocal following
             caption, dropped, tokens = following.result()
             following = pool.submit(batches.sample, cfg.batch)
-            others, index = exchange_words(captions, caption, dropped, cfg.batch // 2 if cfg.contrast else 0)
+            negatives, index = hard_negatives(captions, caption, dropped, cfg.batch // 2 if cfg.contrastive else 0)
             tokens = torch.cat((tokens, tokens[index]))
             with mixed():
-                logits = predict(torch.cat((caption, others)), torch.cat((dropped, dropped[index])), tokens)
-            found = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(tokens.shape)
-            loss = found[: cfg.batch].mean()
-            if not cfg.contrast:
-                return {"loss": loss}
-            told = contrast(found[index].sum(1), found[cfg.batch :].sum(1))
-            return {"loss": loss + cfg.contrast * told, "nats": loss, "told": told}
+                logits = predict(torch.cat((caption, negatives)), torch.cat((dropped, dropped[index])), tokens)
+            nll = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(tokens.shape)
+            mean = nll[: cfg.batch].mean()
+            if not cfg.contrastive:
+                return {"loss": mean}
+            contrastive = contrastive_loss(nll[index].sum(1), nll[cfg.batch :].sum(1))
+            return {"loss": mean + cfg.contrastive * contrastive, "nats": mean, "contrastive": contrastive}
 
         training.run(losses, lambda: f"{held_out_loss(training.average, unseen):.4f} nats per token")
 

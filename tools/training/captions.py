@@ -274,30 +274,20 @@ class Captions:
         self.random.shuffle(kept)
         return [self.number[word] for word in kept[: self.slots]]
 
-    def another(self, row: list[int]) -> list[int] | None:
-        """A portrait's caption with one of its words exchanged for one that says another thing of the same kind: the
-        expression, the glasses (or added, or left out) or the colour of the hair. None for other captions."""
-        said = [self.words[i] for i in row]
+    def hard_negatives(self, row: list[int]) -> dict[str, list[int]]:
+        """Captions that differ from a portrait's in one word of a kind, by kind: another expression, glasses (others,
+        added, or left out), another colour of the hair. Other captions have none."""
+        said, found = [self.words[i] for i in row], {}
         faces = ROBOTS if {"robot", "bottts"}.intersection(said) else EXPRESSIONS
-        worn = [word for word in said if word in GLASSES]
-        expressions = [word for word in said if word in faces]
-        coloured = [word for word in said if word.startswith("hair_")]
-        changes = []
-        if expressions:
-            changes.append((expressions[0], sorted(faces - set(said))))
-        if worn:
-            changes.append((worn[0], ["", *sorted(GLASSES - set(said))]))
-        elif coloured:
-            changes.append(("", sorted(GLASSES)))
-        if coloured:
-            changes.append((coloured[0], [f"hair_{each}" for each in HAIR if f"hair_{each}" not in said]))
-        if not changes:
-            return None
-        old, choice = self.random.choice(changes)
-        new = self.random.choice(choice)
-        kept = [word for word in said if word != old] + [new] * (new != "")
-        self.random.shuffle(kept)
-        return [self.number[word] for word in kept]
+        kinds = {"expression": faces, "glasses": {*GLASSES, ""}, "hair": {f"hair_{colour}" for colour in HAIR}}
+        for kind, words in kinds.items():
+            old = next((word for word in said if word in words), "")
+            if old or (kind == "glasses" and "hair" in {word.partition("_")[0] for word in said}):
+                new = self.random.choice(sorted(words - {old}))
+                changed = [*(word for word in said if word != old), *filter(None, [new])]
+                self.random.shuffle(changed)
+                found[kind] = [self.number[word] for word in changed]
+        return found
 
 
 def _texts(concept: dict) -> list[str]:

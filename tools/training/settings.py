@@ -145,7 +145,7 @@ class KLSetting(AutoencoderSetting):
 
 @dataclass(frozen=True)
 class ModelSetting:
-    """contrast: weight of the loss of telling captions that differ in one word apart (see autoregressive.py)."""
+    """contrastive: weight of the contrastive loss of an image's caption and a hard negative (see autoregressive.py)."""
 
     minutes: float
     dim: int
@@ -156,7 +156,7 @@ class ModelSetting:
     learning_rate: float = 3e-3
     ema: float = 0.998
     weight_decay: float = 0.02
-    contrast: float = 0.0
+    contrastive: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ PORTRAITS = replace(
         whole_batch=2,
         sharpening_minutes=60,
     ),
-    model=replace(EMOJI.model, minutes=200, contrast=0.03),
+    model=replace(EMOJI.model, minutes=200, contrastive=0.03),
     caption_slots=48,
     fill_slots=True,
     portraits=0.7,

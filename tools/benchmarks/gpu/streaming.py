@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import sizes
-from ..passes import CHUNK, Sampler, copying
+from ..passes import CHUNK, Sampler, copy_speed
 from ..subjects import BASE, STORAGES
 from . import prompts, subjects
 from .faults import free_memory
@@ -59,7 +59,7 @@ def run(findings: Findings) -> None:
 def link_speed(device: torch.device) -> float:
     """Bytes per second from pinned memory to the GPU."""
     there = torch.empty(CHUNK, dtype=torch.uint8).pin_memory()
-    return copying(there, torch.empty(CHUNK, dtype=torch.uint8, device=device))
+    return copy_speed(there, torch.empty(CHUNK, dtype=torch.uint8, device=device))
 
 
 def streamed(contestant: Sampler, copied: int, link: float | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Given tokens: those that are forced at the start of an image, such as the top of one to be continued.
+"""Prefix tokens: the forced tokens at the start of an image, such as the top of one to be continued.
 
 They are read with the prompt, in a few forward passes. Sampling starts after them, from the prediction (and so the
 distribution) that the model has after sampling exactly these.
@@ -16,27 +16,27 @@ from ...kernels.sampling import images_where, take
 from ..contract import ARModel, Callback, Drafter, Progress, StepOut
 from ..layout import TokenLayout
 
-CHUNK = 256  # given tokens per forward pass: the logits of all of them are in memory at once
+CHUNK = 256  # prefix tokens per forward pass: the logits of all of them are in memory at once
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where sampling starts: after given_length [B] (int64, on the CPU) tokens; ``out`` [R, 1, ...] predicts the next.
+    """Where sampling starts: after prefix_length [B] (int64, on the CPU) tokens; ``out`` [R, 1, ...] predicts the next.
 
-    tokens [B, S + 1] (int64): the given ones, then zeros.
+    tokens [B, S + 1] (int64): the prefix, then zeros.
     """
 
-    given_length: Tensor
+    prefix_length: Tensor
     tokens: Tensor
     out: StepOut
 
     @property
     def committed(self) -> Tensor:
-        """given_length [B] (int64) on the device."""
-        return self.given_length.to(self.tokens.device)
+        """prefix_length [B] (int64) on the device."""
+        return self.prefix_length.to(self.tokens.device)
 
 
-def given_length(layout: TokenLayout) -> Tensor:
+def prefix_length(layout: TokenLayout) -> Tensor:
     """Number of forced tokens at the start of the image [1 or B] (int64, on the CPU), at most S - 1.
 
     The last token is always left to the sampler. Reads the device.
@@ -44,7 +44,7 @@ def given_length(layout: TokenLayout) -> Tensor:
     return (layout.forced >= 0).long().cumprod(1).sum(1).clamp(max=layout.length - 1).cpu()
 
 
-def read_given(
+def read_prefix(
     model: ARModel,
     state: Any,
     layout: TokenLayout,
@@ -53,16 +53,16 @@ def read_given(
     draft_state: Any = None,
     callback: Callback | None = None,
 ) -> Start:
-    """Feed the given tokens of ``batch`` images to a fresh state, and to the drafter's.
+    """Feed the prefix tokens of ``batch`` images to a fresh state, and to the drafter's.
 
-    An image with fewer waits for the others, so that it is the same as if it were generated alone.
+    An image with a shorter prefix waits for the others, so that it is the same as if it were generated alone.
     callback: called after every forward pass (with passes 0, they are not counted), so that it can interrupt.
     """
-    length, out = given_length(layout).expand(batch), state.prefill
+    length, out = prefix_length(layout).expand(batch), state.prefill
     device, longest = layout.forced.device, int(length.max())
     end = length.to(device)[:, None]
-    given = torch.arange(layout.length, device=device) < end
-    tokens = torch.nn.functional.pad(torch.where(given, layout.forced, 0), (0, 1))
+    in_prefix = torch.arange(layout.length, device=device) < end
+    tokens = torch.nn.functional.pad(torch.where(in_prefix, layout.forced, 0), (0, 1))
     fed = torch.zeros_like(end)
     for begin in range(0, longest, CHUNK):
         index = torch.arange(min(CHUNK, longest - begin), device=device)

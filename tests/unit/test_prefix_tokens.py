@@ -1,5 +1,6 @@
-"""Tokens given at the beginning of an image are read with the prompt, by models and drafters. (That the distribution of
-what follows is not touched: layouts with kept tokens in test_exact_distributions and test_exact_trees.)"""
+"""Prefix tokens, those given at the beginning of an image, are read with the prompt, by models and drafters. (That the
+distribution of what follows is not touched: layouts with kept tokens in test_exact_distributions and test_exact_trees.)
+"""
 
 from dataclasses import replace
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_drafter
-from comfyui_specar.samplers.engine import given as reading
-from comfyui_specar.samplers.engine.given import read_given
+from comfyui_specar.samplers.engine import prefix_tokens
+from comfyui_specar.samplers.engine.prefix_tokens import read_prefix
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -37,7 +38,7 @@ def test_fixed_noise_gives_what_reading_one_by_one_would(method, chunk, monkeypa
     for name, (free, _) in CASES.items():
         asked = request(MODELS[name], free, seed=3, batch=50)
         whole = NextToken().sample(asked).tokens
-        monkeypatch.setattr(reading, "CHUNK", chunk)
+        monkeypatch.setattr(prefix_tokens, "CHUNK", chunk)
         for count in range(free.length + 1):
             again = method.sample(replace(asked, layout=begun(free, *whole[:, :count].tolist()) if count else free))
             assert torch.equal(again.tokens, whole), count
@@ -85,7 +86,7 @@ def model(folder):
 def test_real_caches_hold_what_was_given(model, monkeypatch):
     """Next-token and Gumbel images are given back from any row of theirs on; one branch has a longer prompt."""
     prompt, negative = model.encode_features(caption_features(7)), model.encode_features(fill("no", (1, 3, CAPTION)))
-    monkeypatch.setattr(reading, "CHUNK", 5)
+    monkeypatch.setattr(prefix_tokens, "CHUNK", 5)
     options = {"negative": negative, "cfg": 2.0, "top_k": 12, "batch_size": 2, "seed": 9}
     whole = api.sample(model, prompt, NextToken(), **options).tokens
     keep = torch.zeros_like(whole, dtype=torch.bool)
@@ -97,7 +98,7 @@ def test_real_caches_hold_what_was_given(model, monkeypatch):
 
 
 def test_reading_what_was_given_can_be_interrupted(model, monkeypatch):
-    monkeypatch.setattr(reading, "CHUNK", 2)
+    monkeypatch.setattr(prefix_tokens, "CHUNK", 2)
     layout, seen = begun(model.layout(), 3, 1, 4, 1, 5), []
 
     class StopError(Exception):
@@ -126,14 +127,14 @@ def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
     drafter, layout = load_drafter(path, model), begun(model.layout(), 3, 1, 4, 1, 5, 9, 2)
     prompt, found = model.encode_features(caption_features(7)), []
     for chunk in (7, 3, 1):
-        monkeypatch.setattr(reading, "CHUNK", chunk)
+        monkeypatch.setattr(prefix_tokens, "CHUNK", chunk)
         with torch.inference_mode(), fp64():
             target = model.start(prompt, None, 2, layout, slack=9, guided=True)
             state = drafter.start(target, prompt, None, 2, layout, slack=9, guided=True)
-            start = read_given(model, target, layout, 2, drafter, state)
+            start = read_prefix(model, target, layout, 2, drafter, state)
             token = torch.full((2, 1), 6)
             out = drafter.observe(state, token, token * 0 + 7, start.out.hidden, torch.ones(2, dtype=torch.int64))
-        assert start.given_length.tolist() == start.committed.tolist() == [7, 7]
+        assert start.prefix_length.tolist() == start.committed.tolist() == [7, 7]
         found.append((start.out.logits, start.out.hidden, out.logits, out.hidden))
     for one in found[1:]:
         for a, b in zip(found[0], one, strict=True):
