@@ -323,7 +323,7 @@ def rejection_sampling(
     slots, vocab = p.shape[1:]
     p = p.contiguous()
     budget = None
-    if not rule.exact:
+    if not rule.is_exact:
         budget = rule.acceptance_budget(torch.arange(1, levels + 1, device=p.device), strength[:, :levels])
     rows = 0 if draft_probs is None else draft_probs.shape[1]
     draft_probs, draft_row = (p, token) if draft_probs is None else (draft_probs.contiguous(), draft_row)

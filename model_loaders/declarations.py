@@ -43,11 +43,12 @@ class Family:
     labels: names of its models. decoders: ``family`` of a model -> the image decoder it was released with. recognise:
     tensors by name -> whether they are of this family. load: (checkpoint, dtype, grid or None, search folders,
     operations) -> the model on the CPU. continuous: whether tokens are vectors. releases: regular expression for a
-    loader's choice -> all files that it needs. image_readers: names of the models that read images with a prompt.
+    loader's choice -> all files that it needs. image_prompt_models: names of the models that read images with a prompt.
     encoder: (checkpoint, model, search folders, operations) -> the module on the CPU that encodes these images, if the
     image decoder's encoder does not. readers: ``family`` of a model -> (checkpoint, model, search folders, operations)
-    -> its ImageReader on the CPU, if such models answer questions about images; describers: their names. silent: why
-    the others do not, after their name. aliases: what a module is called in one layout of the weights and in another.
+    -> its ImageReader on the CPU, if such models answer questions about images; caption_models: their names. silent:
+    why the others do not, after their name. aliases: what a module is called in one layout of the weights and in
+    another.
     """
 
     labels: tuple[str, ...]
@@ -56,10 +57,10 @@ class Family:
     load: Callable[..., Any]
     continuous: bool = False
     releases: Mapping[str, tuple[Download, ...]] = field(default_factory=dict)
-    image_readers: tuple[str, ...] = ()
+    image_prompt_models: tuple[str, ...] = ()
     encoder: Callable[..., Any] | None = None
     readers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    describers: tuple[str, ...] = ()
+    caption_models: tuple[str, ...] = ()
     silent: str = "generates images, but does not describe them"
     aliases: tuple[tuple[str, str], ...] = ()
 

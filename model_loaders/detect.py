@@ -27,7 +27,7 @@ from ..models.networks.quantised import NARROW
 from ..models.sizes import legal_grid
 from .declarations import Family
 from .decoders import KINDS
-from .families import DESCRIBERS, FAMILIES, NAMES, RELEASED_DECODERS, eagle
+from .families import CAPTION_MODELS, FAMILIES, NAMES, RELEASED_DECODERS, eagle
 from .families import glm_image_diffusion as glm_image
 from .families.eagle import EagleDrafter
 from .files.adapters import with_adapter
@@ -256,15 +256,16 @@ def load_reader(
     search_folders: Sequence[Path] = (),
     adapters: Sequence[tuple[str | Path, float]] = (),
 ) -> ImageReader:
-    """What of a model's files, a file or folder, reads images and answers questions about them, in the dtype and on the
-    device of the loaded ``model``. search_folders, adapters: those with which it was loaded (see ``load_model``).
+    """The part of a model's files, a file or folder, that reads images and answers questions about them, in the dtype
+    and on the device of the loaded ``model``. search_folders, adapters: those with which it was loaded (see
+    ``load_model``).
 
     Raises CheckpointError (a ValueError) for a model that does not read images, and for damaged files.
     """
     family = next(family for family in FAMILIES if model.family in family.decoders)
     if model.family not in family.readers:
         name = f"{title(model_file(path))} ({model.family})"
-        raise CheckpointError(f"{name} {family.silent}. Models that do both: {', '.join(DESCRIBERS)}.")
+        raise CheckpointError(f"{name} {family.silent}. Models that do both: {', '.join(CAPTION_MODELS)}.")
     load = family.readers[model.family]
     reader = load_as_released(load, open_with_adapters(path, adapters), model, search_folders, operations)
     move_to(reader.reading, model.device)
@@ -278,8 +279,8 @@ def load_encoder(
     search_folders: Sequence[Path] = (),
     adapters: Sequence[tuple[str | Path, float]] = (),
 ) -> SourceEncoder:
-    """What of a model's files encodes the images of its prompts, where these are ``seen`` (see ImagePrompts); the rest
-    as in ``load_reader``. Raises CheckpointError (a ValueError) for files without it, and for damaged ones."""
+    """The part of a model's files that encodes the images of its prompts, where these are ``seen`` (see ImagePrompts);
+    the rest as in ``load_reader``. Raises CheckpointError (a ValueError) for files without it, and for damaged ones."""
     family = next(family for family in FAMILIES if model.family in family.decoders)
     if family.encoder is None:
         raise CheckpointError(

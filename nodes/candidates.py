@@ -16,7 +16,7 @@ from ..samplers.rules.cool_sd import CoolSD
 from ..samplers.rules.lantern import LanternPP
 from ..samplers.rules.tv_budget import TVMetered
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
-from .method import ChosenMethod
+from .chosen_method import ChosenMethod
 from .samplers import METHODS, replace_settings
 from .tree_samplers import AUTO, PRESETS, STRUCTURES
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..limits.printable import make_printable
 from ..samplers.trace import Trace
 from .comfy_runtime import models
-from .method import ChosenMethod
+from .chosen_method import ChosenMethod
 from .rules import ChosenRule
 
 SHORT = 60  # characters of a value in a message

@@ -10,6 +10,7 @@ from ..limits.printable import PrintableLog
 from ..samplers.methods import pass_costs
 from . import (
     caption,
+    chosen_method,
     continuous,
     diagnostics,
     entropy_temperature,
@@ -18,7 +19,6 @@ from . import (
     glm_image,
     image_prompt,
     loaders,
-    method,
     model_info,
     regions,
     rules,
@@ -63,7 +63,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         tree_samplers.VVSSampler,
         continuous.ContinuousNextTokenSampler,
         continuous.ContinuousSampler,
-        method.AutoSampler,
+        chosen_method.AutoSampler,
         entropy_temperature.EntropyTemperature,
         *rules.NODES,
         diagnostics.AcceptanceMap,

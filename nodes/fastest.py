@@ -26,7 +26,7 @@ from .comfy_runtime.memory import is_out_of_memory
 from .comfy_runtime.progress import Report
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .diagnostics import as_images, preview
-from .method import ChosenMethod
+from .chosen_method import ChosenMethod
 from .samplers import Inputs, request_of
 from .schema import schema
 from .search import REPORT

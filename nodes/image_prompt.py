@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..model_loaders.families import IMAGE_READERS
+from ..model_loaders.families import IMAGE_PROMPT_MODELS
 from ..models.text.prompt_encoders import ImagePrompts
 from ..models.text.prompts import Conditioning
 from .checks import show
@@ -29,7 +29,7 @@ class ImagePrompt(io.ComfyNode):
         return schema(
             node_id="SpecARImagePrompt",
             category="SpecAR/conditioning",
-            search=("edit image", "reference image", "image to image", "clip text encode", *IMAGE_READERS),
+            search=("edit image", "reference image", "image to image", "clip text encode", *IMAGE_PROMPT_MODELS),
             inputs=[
                 ARModel.Input("model"),
                 io.Vae.Input("vae"),
@@ -77,8 +77,8 @@ def image_prompts_of(model: LoadedModel) -> ImagePrompts:
     reads = None if model.model.continuous else model.model.image_prompts
     if reads is None:
         raise ValueError(
-            f"{model.name} cannot read images with its prompt; these can: {', '.join(IMAGE_READERS)}. Use CLIP Text "
-            "Encode, and VAE Encode with a noise mask (or Continue Image) to keep parts of an image."
+            f"{model.name} cannot read images with its prompt; these can: {', '.join(IMAGE_PROMPT_MODELS)}. Use CLIP "
+            "Text Encode, and VAE Encode with a noise mask (or Continue Image) to keep parts of an image."
         )
     return reads
 

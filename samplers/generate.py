@@ -28,7 +28,7 @@ def generate(method: Method, request: AnyRequest, reserve: Reserve = leave_in_pl
 
     reserve(method, request): a context manager that yields the callback of the run; inside it, model and drafter are on
     their device, which has room for ``method.run_bytes(request)``. Raises ValueError for illegal settings, and for a
-    method that does not support the model. What of the request is not used, the log and the trace say.
+    method that does not support the model. Log and trace name what is not used of the request.
     """
     if method.continuous != request.continuous:
         kinds = ["token ids", "vectors (continuous models)"]

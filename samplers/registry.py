@@ -1,5 +1,5 @@
-"""Everything a user can choose from, each listed once. Whoever offers, measures, names or tests all of a kind reads it
-here: the API, the batch client, Find Fastest, the benchmarks, the reports and the tests.
+"""Everything a user can choose from, for what offers, names or tests all of a kind: the API, the batch client, reports,
+benchmarks and tests. Nodes are listed in nodes/, with their widgets.
 """
 
 from __future__ import annotations

@@ -10,6 +10,6 @@ FAMILIES = tuple(
 )
 NAMES = ", ".join(label for family in FAMILIES for label in family.labels)
 CONTINUOUS_NAMES = ", ".join(label for family in FAMILIES if family.continuous for label in family.labels)
-DESCRIBERS = tuple(label for family in FAMILIES for label in family.describers)
-IMAGE_READERS = tuple(label for family in FAMILIES for label in family.image_readers)
+CAPTION_MODELS = tuple(label for family in FAMILIES for label in family.caption_models)
+IMAGE_PROMPT_MODELS = tuple(label for family in FAMILIES for label in family.image_prompt_models)
 RELEASED_DECODERS = {kind: decoder for family in FAMILIES for kind, decoder in family.decoders.items()}

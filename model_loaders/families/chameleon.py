@@ -344,7 +344,7 @@ FAMILY = Family(
         r"Anole-7b-v0\.1-hf": (Download(r"leloy/\g<0>", r"ar_models/\g<0>"),),
         r"anole_drafter": (Download(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
     },
-    image_readers=("Lumina-mGPT-7B-768-Omni",),
+    image_prompt_models=("Lumina-mGPT-7B-768-Omni",),
     readers={"lumina-mgpt": lumina_reader},
-    describers=("Lumina-mGPT",),
+    caption_models=("Lumina-mGPT",),
 )

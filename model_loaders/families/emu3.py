@@ -396,5 +396,5 @@ FAMILY = Family(
         )
     },
     readers={"emu3": reader},
-    describers=("Emu3-Stage1",),
+    caption_models=("Emu3-Stage1",),
 )

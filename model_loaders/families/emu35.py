@@ -187,7 +187,7 @@ FAMILY = Family(
             Download(f"BAAI/{_DECODER}", f"vae/{_DECODER}", "model.safetensors and config.json"),
         )
     },
-    image_readers=(_IMAGE,),
+    image_prompt_models=(_IMAGE,),
     silent=(
         "reads images only to make new ones of them (AR Image Prompt): its authors published how to ask it for images, "
         "and for stories and instructions with images, but not for an answer in words"

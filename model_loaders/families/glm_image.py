@@ -195,6 +195,6 @@ FAMILY = Family(
     recognise=recognise,
     load=load,
     releases={r"GLM-Image(/vision_language_encoder)?": (Download("zai-org/GLM-Image", "ar_models/GLM-Image"),)},
-    image_readers=("GLM-Image",),
+    image_prompt_models=("GLM-Image",),
     encoder=load_encoder,
 )

@@ -132,7 +132,7 @@ def open_tokenizer(checkpoint: Checkpoint, dim: int, words: int, search: Sequenc
 
 
 def reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path], operations=nn) -> ImageReader:
-    """What of the files of ``model`` reads images. Raises CheckpointError as ``load`` does."""
+    """The part of the files of ``model`` that reads images. Raises CheckpointError as ``load`` does."""
     words = model.backbone.config.dim, model.prefix.words
     tokenizer = open_tokenizer(checkpoint, *words, search)
     return load_patch_reader(checkpoint, model, tokenizer, partial(question_ids, tokenizer), _EOS, operations)
@@ -234,7 +234,7 @@ FAMILY = Family(
     recognise,
     load,
     readers={"janus-pro": reader},
-    describers=("Janus-Pro",),
+    caption_models=("Janus-Pro",),
     aliases=(*_PARTS.values(), ("aligner.layers.0", "aligner.fc1"), ("aligner.layers.2", "aligner.hidden_layers.0")),
     releases={r"Janus-Pro-[17]B": (Download(r"deepseek-community/\g<0>", r"ar_models/\g<0>"),)},
 )

@@ -53,9 +53,9 @@ def load_patch_reader(
     end: str,
     operations=nn,
 ) -> PatchReader:
-    """What of a Janus reads images, on the CPU and in the model's dtype. write: see PatchReader; end: the token after
-    its answers. Raises CheckpointError for a file without it, and for tensors that are missing, unknown, misshapen or
-    not finite."""
+    """The part of a Janus that reads images, on the CPU and in the model's dtype. write: see PatchReader; end: the
+    token after its answers. Raises CheckpointError for a file without it, and for tensors that are missing, unknown,
+    misshapen or not finite."""
     tensors = tensors_of(checkpoint)
     with torch.device("meta"):
         reading = Reading(config_of(checkpoint, tensors), operations)

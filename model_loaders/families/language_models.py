@@ -17,9 +17,8 @@ from torch import Tensor
 from ...models.discrete_model import DiscreteModel
 from ...models.image_reader import TokenReader
 from ...models.networks.answering import Answering
-from ...models.networks.backbone import Backbone, BackboneConfig
+from ...models.networks.backbone import Backbone, BackboneConfig, TiedHead
 from ...models.networks.prefix import TextPrefix
-from ...models.networks.simplear import TiedHead
 from ...models.sizes import Grid
 from ..files.checkpoint import Checkpoint
 from ..files.weights import Weights, load_weights
@@ -88,7 +87,7 @@ def build_language_model(
         if tied:
             backbone.output = TiedHead(backbone.tok_embeddings)
         prefix = TextPrefix(ids.words, config.dim, null, operations)
-        if model["prompt_encoder"].images and ids.codes.start == ids.words:  # or they are among the words
+        if model["prompt_encoder"].images and ids.codes.start == ids.words:  # other models have them among the words
             prefix.read_images(backbone.tok_embeddings, len(ids.codes))
     made = DiscreteModel(
         backbone,

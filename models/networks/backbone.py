@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.attention import NewTokens, attend
@@ -208,6 +209,20 @@ def join_gates(tensors: Mapping[str, T]) -> dict[str, T | tuple[T, ...]]:
             del joined[name], joined[other]
             joined[name.replace(".w1.", ".w1_w3.")] = tensors[name], tensors[other]
     return joined
+
+
+class TiedHead(nn.Module):
+    """Hidden states [..., D] -> logits [..., V] by the rows of the token embedding, as in the small Qwen2 models.
+
+    The embedding is not a submodule of the head, so it is moved, saved and counted once.
+    """
+
+    def __init__(self, embedding: nn.Module):
+        super().__init__()
+        self._embedding = (embedding,)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._embedding[0].weight.to(hidden.device, hidden.dtype))
 
 
 class Backbone(nn.Module):

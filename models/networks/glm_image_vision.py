@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...device.placed import Placed
-from .mar import Block
 from .siglip import WIDEST
+from .vit import Block
 from .vq import nearest_codes
 
 

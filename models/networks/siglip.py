@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .answering import Answering
-from .mar import Block
+from .vit import Block
 
 WIDEST = 24  # numbers of a tower's width per patch that are alive at once in a block, rounded up
 

@@ -32,7 +32,8 @@ class Beside(Protocol):
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Whoever interrupts meanwhile waits until it is over; one who has before is obeyed at once. (Layers ask, too.)"""
+    """Raise ComfyUI's interruption if Cancel was pressed before; hold one that comes meanwhile until this is over, as
+    ComfyUI's own layers would raise it in the midst of a capture."""
     with mm.interrupt_processing_mutex:
         mm.throw_exception_if_processing_interrupted()
         yield

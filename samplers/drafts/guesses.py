@@ -1,4 +1,4 @@
-"""What Jacobi decoding remembers of every position, and the first guesses at new positions.
+"""The state of drafting in Jacobi decoding, and the first guesses at new positions.
 
 The first guess at a position is sampled from the probabilities at a neighbour in the image ("spatial prior" in SJD).
 """
@@ -50,7 +50,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Memory:
+class DraftState:
     """What is known of the latest positions of every image, written in place.
 
     Mostly target_probs and draft_probs are one ring, as the q of the next pass is the p of this one; only
@@ -71,7 +71,7 @@ class Memory:
     @classmethod
     def empty(
         cls, reuse: str, initial: str, batch: int, stride: int, width: int, total: int, device: torch.device
-    ) -> Memory:
+    ) -> DraftState:
         def ring(numbers: int = total) -> Ring:
             return Ring.empty(batch, max(stride, width) + width, numbers, device)
 
@@ -121,7 +121,7 @@ def neighbour_probs(
 
 def first_guesses(
     initial: str,
-    memory: Memory,
+    state: DraftState,
     known: Tensor,
     last: Tensor,
     position: Tensor,
@@ -138,10 +138,10 @@ def first_guesses(
     token one row up, and in the first row the last token. With Gumbel decoding a guess uses the ``noise`` [B, T, V+] of
     its own position, which makes it equal the final token more often.
     """
-    q = neighbour_probs(initial, memory.target_probs, known, position, layout, vocab, forcing)
-    if memory.tokens is not None:
+    q = neighbour_probs(initial, state.target_probs, known, position, layout, vocab, forcing)
+    if state.tokens is not None:
         _, above = neighbours_of(known, position, layout.stride)
-        token = memory.tokens.at(above).squeeze(-1).long()
+        token = state.tokens.at(above).squeeze(-1).long()
         q = point_mass(token, q.shape[-1])
     elif initial == "repeat":
         same_row = known // layout.stride == position // layout.stride

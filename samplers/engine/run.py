@@ -83,12 +83,12 @@ class DiscreteMethod(Method):
         """The method with what it measures in a run that is about to begin (see ``begin``). graphs: the session's."""
         return self
 
-    def bound(self, request: Request) -> DiscreteMethod:
+    def bind(self, request: Request) -> DiscreteMethod:
         """The method with what its settings mean for this request. Raises ValueError if the model lacks something."""
         return self
 
-    def memory(self, request: Request, into: Any) -> Any:
-        """What it remembers of positions and writes in place. into: that of an earlier run, which is reused."""
+    def draft_state(self, request: Request, into: Any) -> Any:
+        """The Run's draft_state, without a drafter. into: that of an earlier run, which is reused."""
         return None
 
     def target_passes(self, second: Extent) -> int:
@@ -109,7 +109,7 @@ class DiscreteMethod(Method):
         self.check(request)
         started = time.perf_counter()
         with use_session(self, request, getattr(self, "drafter", None)) as session:
-            run, state, known = begin(self.bound(request), request, session)
+            run, state, known = begin(self.bind(request), request, session)
             host = run_rounds(run, request, session.graphs, state, known)
             settings = run.method.describe(request) | asdict(request.params)
             seconds, width = time.perf_counter() - started, self.width(request)
@@ -136,15 +136,15 @@ class RunInputs:
 class Run:
     """What steps share: ``inputs``, and what is constant in captured steps.
 
-    cache: the target's state; memory: the drafter's, or without one what the method itself remembers; codebook [V, C];
-    pads: see Graphs; forcing: does the layout force any token.
+    cache: the target's state; draft_state: the drafter's, or without one what the method itself keeps of positions;
+    codebook [V, C]; pads: see Graphs; forcing: does the layout force any token.
     """
 
     method: Any
     model: ARModel
     cache: Any
     drafter: Drafter | None
-    memory: Any
+    draft_state: Any
     params: SamplingParams
     codebook: Tensor | None
     pads: bool
@@ -202,21 +202,21 @@ def begin(method: Any, request: Request, session: Session) -> tuple[Run, StepSta
     prompt = (request.conditioning, request.negative, batch, layout)
     cache = model.start(*prompt, slack=method.width(request), guided=params.guided, into=session.state)
     if drafter is None:
-        memory = method.memory(request, session.draft_state)
+        draft_state = method.draft_state(request, session.draft_state)
     else:
         slack, old = method.draft_width, session.draft_state
-        memory = drafter.start(cache, *prompt, slack=slack, guided=params.guided, into=old)
-    session.adopt(cache, memory)
+        draft_state = drafter.start(cache, *prompt, slack=slack, guided=params.guided, into=old)
+    session.adopt(cache, draft_state)
     session.record = session.record or Record.empty(layout.length, batch, device, round_fields=method.round_fields)
     # Without prefix tokens, it starts at the prompt's own prediction.
-    start = read_prefix(model, cache, layout, batch, drafter, memory, request.callback)
+    start = read_prefix(model, cache, layout, batch, drafter, draft_state, request.callback)
     check_finite(start.out)
     run = Run(
         method,
         model,
         cache,
         drafter,
-        memory,
+        draft_state,
         session.params(params, device),
         None if model.codebook is None else model.codebook.to(device),
         session.graphs.pads,
@@ -257,7 +257,7 @@ def run_rounds(run: Run, request: Request, graphs: Graphs, state: StepState, kno
         shape = [run.params.switches, model.set_attention_length(run.cache, longest)]
         if run.drafter is not None:
             longest = None if run.pads else decided + method.draft_width + 1
-            shape.append(run.drafter.set_attention_length(run.memory, longest))
+            shape.append(run.drafter.set_attention_length(run.draft_state, longest))
         shape.append(extent.variant)
         inputs, second = graphs(tuple(shape), step_of(run, extent), inputs), Extent()
         if isinstance(inputs.state, Halfway):

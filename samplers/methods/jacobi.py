@@ -11,7 +11,7 @@ SJD++    Teng et al., 2025 (arXiv:2512.07503): guesses of high confidence are re
          Jacobi decoding with sampling (table 6): every token is resampled, a guess is
          accepted if it is the new sample                                                  reuse="equality"
          no refinement (section 5.6): new first guesses in every pass                      reuse="none"
-ours     a lossless variant of that reuse                                                  reuse="threshold_exact"
+ours     SJD++'s reuse, made lossless                                                      reuse="threshold_exact"
          Gumbel-Jacobi: fixed noise, the test is equality, the image is next-token's       reuse="gumbel"
 
 One forward pass feeds the last committed token (the root) and W - 1 guesses. With n tokens committed, column k predicts
@@ -19,11 +19,11 @@ position n + k: p_k(x) = p(x | prompt, committed tokens, guesses 0 .. k-1). Gues
 prediction for the same position one pass earlier (or, for a new position, the probabilities of a neighbour). So a pass
 is a step of speculative decoding whose drafter is the last Jacobi iteration:
 
-1. test      accept guess k if u_k < p_k(x_k) / q_k(x_k), else sample another token from [p_k - q_k]+; commit all up to
+1. verify    accept guess k if u_k < p_k(x_k) / q_k(x_k), else sample another token from [p_k - q_k]+; commit all up to
              the first rejection, whose new token is the last one (gumbel, equality: sample from p_k, and accept the
              guess if it is the sample)
-2. refine    choose new guesses past these tokens, by p_k of this pass: coupled, gumbel and equality take what the test
-             has sampled there, the others sample anew
+2. refine    choose new guesses past these tokens, by p_k of this pass: coupled, gumbel and equality take what was
+             sampled there in 1., the others sample anew
 3. move      the window past the committed tokens, and sample first guesses at its end
 
 The lossless modes rest on one invariant: given the guesses before it in the window, guess k is a sample from q_k.
@@ -44,10 +44,10 @@ from ...kernels.sampling import at, categorical, may_read, perturbed_argmax, red
 from ...kernels.verification import maximal_coupling
 from ..constants import constant, counting
 from ..contract import Extent, Request, Result, SamplingParams, StepOut
-from ..drafts.guesses import INITIAL, Memory, first_guesses
+from ..drafts.guesses import INITIAL, DraftState, first_guesses
 from ..engine.run import DiscreteMethod, Run
 from ..rng import Purpose
-from ..rules.acceptance import EPS, AcceptanceRule, Exact, bound
+from ..rules.acceptance import EPS, AcceptanceRule, Exact, bind_rule
 from ..settings import check_settings, setting, within
 from ..trace import Source, Trace
 from .settling import accept_settled, count_settled
@@ -88,14 +88,14 @@ class SJD(DiscreteMethod):
 
     def begin(self, run: Run, committed: Tensor, out: StepOut) -> Window:
         first, length = committed[:, None], run.inputs.layout.length
-        if run.memory.noise is not None:
-            run.memory.noise.put(first, run.inputs.stream.gumbel(first, run.model.vocab_total))
+        if run.draft_state.noise is not None:
+            run.draft_state.noise.put(first, run.inputs.stream.gumbel(first, run.model.vocab_total))
         positions = torch.arange(length + 2 * self.columns, device=first.device).expand(len(first), -1)
         window = Window(
             committed,
             torch.zeros_like(first).expand(-1, 2),
             passes=torch.zeros_like(first[:1]),
-            initial=run.inputs.stream.uniform(positions, Purpose.INITIAL),
+            initial_u=run.inputs.stream.uniform(positions, Purpose.INITIAL),
             settled_count=torch.zeros_like(committed) if self.settle > 0 else None,
         )
         return self.decide(run, window, run.probs(out.logits[:, -1:], first - 1), Source.PREFILL)
@@ -112,11 +112,11 @@ class SJD(DiscreteMethod):
 
         unguessed: the source of a token that is sampled where there is no guess.
         """
-        columns, device, memory = p.shape[1], p.device, run.memory
+        columns, device, state = p.shape[1], p.device, run.draft_state
         position = window.committed[:, None] + counting(columns, device)
         exists = constant((True,) * (columns - 1) + (False,), device, torch.bool).expand(len(p), -1)
 
-        tested = self.test(run, window, p, position, exists)
+        tested = self.verify(run, window, p, position, exists)
         if window.settled_count is not None:
             tested = accept_settled(run, window, tested, p, position)
         count = run.count_decided(tested.accepted, window.committed)
@@ -125,9 +125,9 @@ class SJD(DiscreteMethod):
         self.record(run, window, tested, p, position, decided, max_count, unguessed)
 
         guess, q = self.refine(run, window, tested, p, position, exists)
-        memory.draft_probs.put(position, q)
-        if memory.target_probs is not memory.draft_probs:
-            memory.target_probs.put(position, p)
+        state.draft_probs.put(position, q)
+        if state.target_probs is not state.draft_probs:
+            state.target_probs.put(position, p)
 
         # The window moves by at most ``max_count`` positions. It is, with the first guesses behind it,
         #   root | decided tokens | refined guesses | first guesses, and a placeholder
@@ -143,25 +143,25 @@ class SJD(DiscreteMethod):
             new = window.committed[:, None] + counting(self.columns + max_count, device)[columns:]
         if guess is not tested.token:
             guess = torch.where(decided, tested.token, guess)
-        if memory.tokens is not None:
-            memory.tokens.put(position, guess.unsqueeze(-1).float())
+        if state.tokens is not None:
+            state.tokens.put(position, guess.unsqueeze(-1).float())
         noise = None
-        if memory.noise is not None:
-            memory.noise.put(new, noise := run.inputs.stream.gumbel(new, p.shape[-1]))
+        if state.noise is not None:
+            state.noise.put(new, noise := run.inputs.stream.gumbel(new, p.shape[-1]))
             noise = noise[:, :-1]
         first, first_q = first_guesses(
             self.initial,
-            memory,
+            state,
             known,
             last,
             new[:, :-1],
-            window.initial.gather(1, new[:, :-1]),
+            window.initial_u.gather(1, new[:, :-1]),
             noise,
             run.inputs.layout,
             run.model.vocab,
             run.forcing,
         )
-        memory.draft_probs.put(new[:, :-1], first_q)
+        state.draft_probs.put(new[:, :-1], first_q)
         if self.reuse == "none":
             token = torch.cat((last, first, placeholder), dim=1)
         else:
@@ -170,17 +170,17 @@ class SJD(DiscreteMethod):
         settled_count = None
         if window.settled_count is not None:
             settled_count = count_settled(tested.tv_change, self.settle * run.strength_at(position), exists, count)
-        return Window(window.committed + count, token, window.passes + 1, window.initial, settled_count)
+        return Window(window.committed + count, token, window.passes + 1, window.initial_u, settled_count)
 
-    def test(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
+    def verify(self, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
         """Test every guess by itself, also those past the first rejection."""
         given = run, window, p, position, exists
         if self.reuse in COMPARED:
             return compare(self.reuse, *given)  # is the guess the token that is sampled from p_k
         u, v = run.inputs.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), window.passes)
-        if self.rule.exact:
-            return test_exact(*given, u, v)
-        return test_by_rule(self.rule, *given, u, v)  # LANTERN, Cool-SD, ...
+        if self.rule.is_exact:
+            return verify_exact(*given, u, v)
+        return verify_by_rule(self.rule, *given, u, v)  # LANTERN, Cool-SD, ...
 
     def refine(
         self, run: Run, window: Window, tested: Tested, p: Tensor, position: Tensor, exists: Tensor
@@ -195,8 +195,8 @@ class SJD(DiscreteMethod):
         threshold_exact the true distribution of the new guess,
         q_k 1[p_k/q_k > threshold] + (sum q_k 1[p_k/q_k <= threshold]) p_k.
         """
-        if self.reuse == "coupled" and not self.rule.exact:  # tokens of a relaxed test are no samples from p
-            return test_exact(run, window, p, position, exists, tested.u, tested.v).token, p
+        if self.reuse == "coupled" and not self.rule.is_exact:  # tokens of a relaxed test are no samples from p
+            return verify_exact(run, window, p, position, exists, tested.u, tested.v).token, p
         if self.reuse in (*COMPARED, "coupled", "none"):
             return tested.token, p  # which the test has sampled from p (none: it is not used)
         fresh = categorical(p, tested.v)
@@ -301,16 +301,16 @@ class SJD(DiscreteMethod):
     def in_words(settings: dict[str, Any]) -> str:
         return f"{REUSE[settings['reuse']]}, window {settings['window']}"
 
-    def bound(self, request: Request) -> SJD:
-        return replace(self, window=self.width(request), rule=bound(self.rule, request.model))
+    def bind(self, request: Request) -> SJD:
+        return replace(self, window=self.width(request), rule=bind_rule(self.rule, request.model))
 
-    def memory(self, request: Request, into: Memory | None) -> Memory:
+    def draft_state(self, request: Request, into: DraftState | None) -> DraftState:
         model, layout = request.model, request.layout
-        memory = into or Memory.empty(
+        state = into or DraftState.empty(
             self.reuse, self.initial, request.batch, layout.stride, self.columns, model.vocab_total, model.device
         )
-        map_tensors(Tensor.zero_, memory)
-        return memory
+        map_tensors(Tensor.zero_, state)
+        return state
 
     def annotate(self, trace: Trace) -> None:
         trace.positions["refinements"] = refinements(trace.positions["finalised_at"], self.columns)
@@ -319,21 +319,21 @@ class SJD(DiscreteMethod):
 def compare(reuse: str, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> Tested:
     """Sample a token from p, and accept the guess if it is the same."""
     if reuse == "gumbel":
-        token = perturbed_argmax(p, run.memory.noise.at(position))
+        token = perturbed_argmax(p, run.draft_state.noise.at(position))
     else:
         token = categorical(p, run.inputs.stream.uniform(position, Purpose.TARGET, window.passes))
     q, ratio = q_and_ratio(run, window, p, position, exists)
     return Tested(token, exists & (token == window.guess), q, ratio)
 
 
-def test_exact(run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Tested:
+def verify_exact(run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Tested:
     """SJD's test (which SJD++ restates in eqs. 2, 3): the maximal coupling of q and p, in one kernel. The token is a
     sample from p, and equals the guess with the highest possible probability, 1 - TV(p, q)."""
-    drafts = run.memory.draft_probs.rows
+    drafts = run.draft_state.draft_probs.rows
     return Tested(*maximal_coupling(p, drafts, position, window.guess, exists, u, v), u=u, v=v)
 
 
-def test_by_rule(
+def verify_by_rule(
     rule: AcceptanceRule, run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> Tested:
     """Accept guesses with the rule's own probability, else sample from its own residual."""
@@ -354,14 +354,14 @@ def test_by_rule(
 
 def q_and_ratio(run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
     """q and p / q of the guesses [B, W], 0 where there is none."""
-    q = run.memory.draft_probs.entry(position, window.guess)
+    q = run.draft_state.draft_probs.entry(position, window.guess)
     return q * exists, at(p, window.guess) / q.clamp(min=EPS) * exists
 
 
 def draft_of(run: Run, window: Window, position: Tensor, exists: Tensor) -> Draft:
     """The guesses of the window, with the q that they were sampled from."""
     depth = position - window.committed[:, None] + 1
-    return Draft(window.guess, run.memory.draft_probs.at(position) * exists.unsqueeze(-1), depth)
+    return Draft(window.guess, run.draft_state.draft_probs.at(position) * exists.unsqueeze(-1), depth)
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ class Jacobi(SJD):
     def in_words(settings: dict[str, Any]) -> str:
         return f"Jacobi, window {settings['window']}"
 
-    def bound(self, request: Request) -> Jacobi:
+    def bind(self, request: Request) -> Jacobi:
         return replace(self, window=self.width(request))
 
     def sample(self, request: Request) -> Result:

@@ -73,11 +73,11 @@ class NextToken(DiscreteMethod):
     def sample_next(self, run: Run, last: Last, p: Tensor, more: Tensor, source: Source) -> Last:
         """Sample the next token from p [B, 1, V+], in the images that need ``more`` [B] (bool)."""
         position = last.committed[:, None]
-        token = perturbed_argmax(p, run.memory(run.inputs.stream, position, p.shape[-1]))
+        token = perturbed_argmax(p, run.draft_state(run.inputs.stream, position, p.shape[-1]))
         run.record.write(position, more[:, None], token, p, source=source, finalised_at=last.passes)
         return Last(last.committed + more, token, last.passes + 1)
 
-    def memory(self, request: Request, into: Noise | None) -> Noise:
+    def draft_state(self, request: Request, into: Noise | None) -> Noise:
         noise = into or Noise()
         noise.first = -1  # those of an earlier run are of another seed
         return noise

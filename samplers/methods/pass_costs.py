@@ -84,7 +84,7 @@ def measure_passes(run: Run, committed: Tensor, out: StepOut, graphs: Graphs, wi
     middle = None if run.pads else (int(committed.max()) + run.inputs.layout.length) // 2 + width
     run.model.set_attention_length(run.cache, middle)
     assert run.drafter is not None
-    run.drafter.set_attention_length(run.memory, middle)
+    run.drafter.set_attention_length(run.draft_state, middle)
     hidden = out.hidden.expand(-1, OBSERVED, -1)
 
     def seconds(kind: str, steps: dict[int, Step], most: float = math.inf) -> list[tuple[int, float]]:
@@ -115,7 +115,7 @@ def _draft(run: Run, hidden: Tensor, frontier: int, committed: Tensor) -> Tree:
     work = start_drafting(run)
     position, _ = _chain(committed, OBSERVED)
     token, none = torch.zeros_like(position), torch.zeros_like(committed)
-    out = work.drafter.observe(run.memory, token, position, hidden, none)
+    out = work.drafter.observe(run.draft_state, token, position, hidden, none)
     first = tuple((rank,) for rank in range(max(frontier, 1)))
     shape = shape_of((*first, *((*path, 0) for path in first[:frontier])))
     return grow_sampled(work, Root(none, committed, out), shape, none[0])

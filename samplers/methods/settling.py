@@ -7,9 +7,6 @@ after the other, as long as their distribution has changed by less than ``settle
 What this adds to the drift is known. A token sampled from q is accepted for certain, which is an acceptance rule with
 f = 1 (rules/acceptance.py), so the drift bound grows by the total variation of q and the p of the pass that accepts it.
 What settles depends on distributions alone, not on the guesses, which so remain samples from their q.
-
-Other methods commit guesses past a rejection after a number of passes; how far their distributions then are from the
-target's is not bounded.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ def count_settled(tv_change: Tensor, limit: Tensor, exists: Tensor, count: Tenso
 def accept_settled(run: Run, window: Window, tested: Tested, p: Tensor, position: Tensor) -> Tested:
     """The findings of a pass with the settled guesses accepted, whatever their test says."""
     assert window.settled_count is not None and tested.u is not None
-    distance = total_variation(p, run.memory.draft_probs.at(position))
+    distance = total_variation(p, run.draft_state.draft_probs.at(position))
     settled = counting(distance.shape[1], distance.device) < window.settled_count[:, None]
     relaxed, drift_bound = settled & (tested.u >= tested.ratio), distance * settled
     if tested.relaxed is not None:

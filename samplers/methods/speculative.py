@@ -37,7 +37,7 @@ from ..drafts.structures import Structure
 from ..engine.run import DiscreteMethod, Run
 from ..engine.session import session_key
 from ..rng import Purpose
-from ..rules.acceptance import AcceptanceRule, Exact, bound
+from ..rules.acceptance import AcceptanceRule, Exact, bind_rule
 from ..trace import Source, Trace
 from .pass_costs import pass_costs
 from .tree_rounds import Observed, Round, accept, advance, draft, record_round, record_tokens
@@ -119,8 +119,8 @@ class DraftTree(DiscreteMethod):
     def next_extent(self, before: Extent, read: tuple[int, ...], pads: bool) -> Extent:
         return self.structure.next_extent(before, read, pads)
 
-    def bound(self, request: Request) -> DraftTree:
-        return replace(self, rule=bound(self.rule, request.model))
+    def bind(self, request: Request) -> DraftTree:
+        return replace(self, rule=bind_rule(self.rule, request.model))
 
     def notices(self, trace: Trace) -> list[str]:
         """What people should know of a finished run, a sentence each."""

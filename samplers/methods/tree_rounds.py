@@ -79,15 +79,15 @@ class Round:
 def start_drafting(run: Run) -> Drafting:
     """What a tree is grown with."""
     assert run.drafter is not None
-    inputs = run.inputs
-    return Drafting(run.drafter, run.memory, inputs.layout, run.params, run.model.vocab, inputs.stream, run.forcing)
+    inputs, vocab = run.inputs, run.model.vocab
+    return Drafting(run.drafter, run.draft_state, inputs.layout, run.params, vocab, inputs.stream, run.forcing)
 
 
 def draft(structure: Structure, run: Run, state: Round, extent: Extent) -> Tree:
     """Let the drafter observe the tokens of the last round, and grow a tree."""
     new, work = state.observed, start_drafting(run)
     position = new.begin[:, None] + counting(new.token.shape[1], new.begin.device)
-    out = work.drafter.observe(run.memory, new.token, position, new.hidden, new.count)
+    out = work.drafter.observe(run.draft_state, new.token, position, new.hidden, new.count)
     return structure.grow(work, Root(state.root, state.committed, out), state.plan, extent, state.index)
 
 
@@ -117,7 +117,7 @@ def accept(
         return sample_after_root(tree, probs, random), probs_after
     if structure.block:
         return block_verification(tree, probs, random), probs_after
-    if not tree.sampled and rule.exact:
+    if not tree.sampled and rule.is_exact:
         return verify_by_sampling(tree, probs, random), probs_after
     levels = state.committed[:, None] + counting(tree.levels + 1, position.device)
     return recursive_rejection(rule, tree, probs, run.strength_at(levels), random), probs_after

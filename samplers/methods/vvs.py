@@ -229,7 +229,7 @@ class VVS(DraftTree):
         run.keep(kept, path)
         refresh = self.skipping.refresh and width > 1
         if refresh:
-            self.drafter.rewind(run.memory, torch.where(verifying, uncached.count - 1, 0))
+            self.drafter.rewind(run.draft_state, torch.where(verifying, uncached.count - 1, 0))
         decided = after_verification(
             uncached, verified, out.hidden, path, state.committed, run.inputs.end, verifying, refresh
         )

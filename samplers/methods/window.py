@@ -14,7 +14,7 @@ class Window:
 
     committed [B]: n, tokens decided so far; token [B, W + 1]: the root, which is token n - 1, then the guesses at
     positions n .. n+W-1. The last of them is a placeholder: column W - 1 predicts that position without a guess.
-    passes [1, 1] (int64): forward passes so far; initial [B, S + 2 W]: uniform numbers for the first guess at every
+    passes [1, 1] (int64): forward passes so far; initial_u [B, S + 2 W]: uniform numbers for the first guess at every
     position; settled_count [B] (int64): the number of guesses, the first ones, that the next pass accepts without a
     test (None: no settling).
     """
@@ -22,7 +22,7 @@ class Window:
     committed: Tensor
     token: Tensor
     passes: Tensor
-    initial: Tensor
+    initial_u: Tensor
     settled_count: Tensor | None = None
     extent: ClassVar[None] = None
 

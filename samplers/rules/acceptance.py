@@ -25,7 +25,7 @@ from ...kernels.verification import EPS, AcceptanceBudget
 from ..contract import ARModel
 from ..settings import check_settings, settings_of
 
-TRIED = 5  # positions, at which `bound` tries a rule
+TRIED = 5  # positions, at which `bind_rule` tries a rule
 SLACK = 1e-5  # of what it computes
 
 
@@ -35,13 +35,12 @@ class AcceptanceRule:
 
     name: ClassVar[str]  # in traces
     label: ClassVar[str]  # for people
-    paper: ClassVar[str]
     lossless: ClassVar[bool]  # is the output distribution exactly p, whatever the strength
     plain: ClassVar[bool] = False  # is the residual [p - q]+
     has_budget: ClassVar[bool] = False  # is it plain and does it have an ``acceptance_budget``
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Is this the exact rule, for which there are faster forms? (Not a subclass, which may answer otherwise.)"""
         return type(self) is Exact
 
@@ -101,7 +100,6 @@ class Exact(AcceptanceRule):
     """
 
     name = label = "exact"
-    paper = "Leviathan et al., ICML 2023"
     lossless = True
     plain = True
 
@@ -112,7 +110,7 @@ class Exact(AcceptanceRule):
         return torch.zeros_like(strength)
 
 
-def bound(rule: AcceptanceRule, model: ARModel) -> AcceptanceRule:
+def bind_rule(rule: AcceptanceRule, model: ARModel) -> AcceptanceRule:
     """The rule, bound to the model. Raises ValueError if its ``accepted_mass`` is illegal for random p and q."""
     rule = rule.bind(model)
     if type(rule).accepted_mass is AcceptanceRule.accepted_mass:

@@ -19,7 +19,6 @@ from .acceptance import AcceptanceRule
 
 SCHEDULES = ("exponential", "linear")
 LONGEST = 64  # steps of a schedule; no draft is longer
-PAPER = "Li et al., AAAI 2026"
 
 
 def _budget() -> float:
@@ -58,7 +57,7 @@ class UniformRSD(ScaledRatio):
     """Uniform Relaxation: omega = delta for every draft (eq. 13). delta >= 1 is the relaxation budget; 1 is exact."""
 
     delta: float = _budget()
-    name, label, paper = "uniform_rsd", "Uniform Relaxation", PAPER
+    name, label = "uniform_rsd", "Uniform Relaxation"
 
     @property
     def lossless(self) -> bool:
@@ -91,7 +90,7 @@ class CoolSD(ScaledRatio):
     steps: int = setting(5, 1, LONGEST, shown=False)
     schedule: str = setting("exponential", options=SCHEDULES)
     floor: bool = True
-    name, label, paper = "cool_sd", "Cool-SD", PAPER
+    name, label = "cool_sd", "Cool-SD"
 
     @property
     def lossless(self) -> bool:

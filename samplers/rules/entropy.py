@@ -36,7 +36,7 @@ class Entropy(AcceptanceRule):
 
     scale: float = setting(8.0, 1, 64, advice="the paper's e, 8")
     decay: float = setting(16.0, 2, 128, advice="the paper's lambda, 16")
-    name, label, paper = "entropy", "entropy", "Ma et al., NeurIPS 2025"
+    name, label = "entropy", "entropy"
     lossless = False
 
     def bind(self, model: ARModel) -> AcceptanceRule:

@@ -39,7 +39,7 @@ class Grouped(AcceptanceRule):
     gap: float = setting(0.15, 0, 1, exact=0)
     radius: float = setting(0.5, 0, exact=0)
     codes: Any = field(default=None, repr=False, compare=False)  # [V, C] of a bound rule, else None
-    name, label, paper = "grouped", "grouped", "So et al., ICCV 2025"
+    name, label = "grouped", "grouped"
 
     @property
     def lossless(self) -> bool:

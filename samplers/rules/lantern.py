@@ -121,7 +121,7 @@ class Lantern(NeighbourRule):
     delta: float = setting(0.1, 0, 1, exact=0, advice="papers use 0.1 to 0.6")
     redraw: str = setting("optimal", options=RESIDUALS)
     table: Any = field(default=None, repr=False, compare=False)
-    name, label, paper = "lantern", "LANTERN", "Jang et al., ICLR 2025"
+    name, label = "lantern", "LANTERN"
 
     @property
     def lossless(self) -> bool:
@@ -139,7 +139,7 @@ class LanternPP(NeighbourRule):
     ratio: float = setting(2.0, 1, exact=1, advice="the paper uses 2 to 20")
     redraw: str = setting("optimal", options=RESIDUALS)
     table: Any = field(default=None, repr=False, compare=False)
-    name, label, paper = "lantern_pp", "LANTERN++", "Park et al., 2025"
+    name, label = "lantern_pp", "LANTERN++"
 
     @property
     def lossless(self) -> bool:

@@ -30,7 +30,7 @@ class TVMetered(ScaledRatio):
     """
 
     epsilon: float = setting(0.05, 0, 1, exact=0, advice="0.01 to 0.2 are sensible")
-    name, label, paper = "tv_metered", "TV budget", "this pack"
+    name, label = "tv_metered", "TV budget"
     plain = True  # omega >= 1: eq. (11)
 
     @property

@@ -18,8 +18,7 @@ from torch import Tensor
 from ...kernels import verification as kernels
 from ...kernels.sampling import categorical, row_of, take
 from ...kernels.verification import BONUS, Verified
-from ..constants import constant as constant
-from ..constants import counting
+from ..constants import constant, counting
 from ..drafts.growing import DRAWS
 from ..drafts.trees import Tree
 from ..rng import Purpose, Stream
@@ -62,7 +61,7 @@ def recursive_rejection(
     arguments = tree.token, tree.children(), tree.draft_probs, tree.draft_row, u, v, strength, rule
     if callable(p):
         return kernels.recursive_rejection_sampling(p, *arguments)
-    if rule.exact or rule.has_budget:
+    if rule.is_exact or rule.has_budget:
         return kernels.rejection_sampling(p, *arguments)
     return kernels.recursive_rejection_sampling(partial(row_of, p), *arguments)
 

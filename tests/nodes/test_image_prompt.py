@@ -7,7 +7,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_encoder, load_model
-from comfyui_specar.model_loaders.families import IMAGE_READERS
+from comfyui_specar.model_loaders.families import IMAGE_PROMPT_MODELS
 from comfyui_specar.models.pictures import resize
 from comfyui_specar.nodes.comfy_runtime.models import _parts
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
@@ -103,7 +103,7 @@ def test_what_it_refuses(ask, inputs, words):
 
 def test_other_models_and_decoders(ask, tiny, continuous):
     for loaded in (tiny, continuous):
-        with pytest.raises(ValueError, match=f"cannot read images.*{IMAGE_READERS[0]}"):
+        with pytest.raises(ValueError, match=f"cannot read images.*{IMAGE_PROMPT_MODELS[0]}"):
             ask(model=loaded[0])
         with pytest.raises(ValueError, match="do not belong together.*VAE of Load AR Checkpoint"):
             ask(vae=loaded[2])

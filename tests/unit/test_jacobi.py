@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.device.cpu import unpack
-from comfyui_specar.samplers.drafts.guesses import Memory, Ring, first_guesses, neighbour_probs
+from comfyui_specar.samplers.drafts.guesses import DraftState, Ring, first_guesses, neighbour_probs
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.samplers.methods.jacobi import COMPARED, REUSE, SJD, Jacobi
@@ -153,10 +153,10 @@ def test_neighbour_distributions_are_those_of_the_neighbours(known, position, le
     forced = torch.full((1, 16), -1)
     forced[0, left] = 3
     assert torch.equal(probs("left", TokenLayout(4, 4, 4, forced)), uniform), "a forced token lends none"
-    memory = Memory.empty("coupled", "repeat_upper", 1, 4, 6, 6, torch.device("cpu"))
-    memory.tokens.put(torch.arange(known + 1)[None], torch.arange(known + 1.0)[None, :, None] % 5)
+    state = DraftState.empty("coupled", "repeat_upper", 1, 4, 6, 6, torch.device("cpu"))
+    state.tokens.put(torch.arange(known + 1)[None], torch.arange(known + 1.0)[None, :, None] % 5)
     at = torch.tensor([[known]]), torch.tensor([[0]]), torch.tensor([[position]])
-    token, q = first_guesses("repeat_upper", memory, *at, torch.zeros(1, 1), None, layout, 5, False)
+    token, q = first_guesses("repeat_upper", state, *at, torch.zeros(1, 1), None, layout, 5, False)
     assert token.item() == upper % 5 and q[0, 0].tolist() == [float(each == upper % 5) for each in range(6)]
 
 

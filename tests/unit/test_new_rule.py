@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
-from comfyui_specar.samplers.rules.acceptance import AcceptanceRule, bound
+from comfyui_specar.samplers.rules.acceptance import AcceptanceRule, bind_rule
 from comfyui_specar.samplers.settings import setting
 from torch import Tensor
 
@@ -24,7 +24,7 @@ class Floor(AcceptanceRule):
     and the rule's distance from the model's distribution follow from it. At strength s = 0, f is the exact rule's."""
 
     floor: float = setting(0.25, 0, 1, exact=0)
-    name, label, paper = "floor", "floor", "none"
+    name, label = "floor", "floor"
     lossless = False
 
     def accepted_mass(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def test_a_draft_is_tested_as_the_rule_says():
 
 
 def test_it_is_checked_before_a_run():
-    assert bound(Floor(), MODELS["row"]) == Floor()
+    assert bind_rule(Floor(), MODELS["row"]) == Floor()
     with pytest.raises(ValueError, match="floor is 1.5"):
         draw(SJD(rule=Floor(1.5)), "row")
 

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.drafts.guesses import Memory
+from comfyui_specar.samplers.drafts.guesses import DraftState
 from comfyui_specar.samplers.engine.run import Run, RunInputs
 from comfyui_specar.samplers.methods.jacobi import COMPARED, REUSE, SJD
 from comfyui_specar.samplers.methods.window import Window
@@ -111,12 +111,12 @@ def test_refinement_stays_exact(reuse):
     seen, refined = [], []
     for rule in (Exact(), UniformRSD(20)):
         method = SJD(window=width, reuse=reuse, rule=rule)
-        memory = Memory.empty(reuse, "mixed", 50, layout.stride, width, 3, torch.device("cpu"))
-        memory.draft_probs.put(position, q)
+        state = DraftState.empty(reuse, "mixed", 50, layout.stride, width, 3, torch.device("cpu"))
+        state.draft_probs.put(position, q)
         inputs = RunInputs(Stream.of(0, 50, "cpu"), layout, layout.end.expand(50), None, None)
-        run = Run(method, model, None, None, memory, SamplingParams(), None, None, None, False, inputs)
+        run = Run(method, model, None, None, state, SamplingParams(), None, None, None, False, inputs)
         exists = (torch.arange(width) < width - 1).expand(50, -1)
-        tested = method.test(run, window, p, position, exists)
+        tested = method.verify(run, window, p, position, exists)
         seen.append(tested.token)
         refined.append(method.refine(run, window, tested, p, position, exists))
     assert not torch.equal(*seen), "the rules must decide differently here"

@@ -172,7 +172,7 @@ class Case:
             patch.object(engine, "check_finite", lambda out: None),
             patch.object(type(self.layout), "forces", self.forcing),
         ):
-            run, state, _ = engine.begin(method.bound(self.request), self.request, session)
+            run, state, _ = engine.begin(method.bind(self.request), self.request, session)
         inputs = engine.StepInputs(run.inputs, state)
         while True:
             yield
