@@ -284,9 +284,9 @@ class Captions:
             old = next((word for word in said if word in words), "")
             if old or (kind == "glasses" and "hair" in {word.partition("_")[0] for word in said}):
                 new = self.random.choice(sorted(words - {old}))
-                changed = [*(word for word in said if word != old), *filter(None, [new])]
-                self.random.shuffle(changed)
-                found[kind] = [self.number[word] for word in changed]
+                if changed := [*(word for word in said if word != old), *filter(None, [new])]:
+                    self.random.shuffle(changed)
+                    found[kind] = [self.number[word] for word in changed]
         return found
 
 
