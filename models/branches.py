@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from .networks.backbone import Rotation
 from .networks.cache import KVCache, Mask
+from .networks.positions import Rotation
 
 PROMPT_PASS = 1024  # prompt tokens of a forward pass: an image takes 4096, and attention has a mask over all before it
 

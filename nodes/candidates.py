@@ -15,8 +15,8 @@ from ..samplers.rules.acceptance import AcceptanceRule, Exact
 from ..samplers.rules.cool_sd import CoolSD
 from ..samplers.rules.lantern import LanternPP
 from ..samplers.rules.tv_budget import TVMetered
-from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .chosen_method import ChosenMethod
+from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .samplers import METHODS, replace_settings
 from .tree_samplers import AUTO, PRESETS, STRUCTURES
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..limits.printable import make_printable
 from ..samplers.trace import Trace
-from .comfy_runtime import models
 from .chosen_method import ChosenMethod
+from .comfy_runtime import models
 from .rules import ChosenRule
 
 SHORT = 60  # characters of a value in a message

@@ -21,12 +21,12 @@ from ..reports.trials import TIME_UP, Trial
 from ..samplers.contract import Progress, Request
 from ..samplers.layout import TokenLayout
 from . import candidates
+from .chosen_method import ChosenMethod
 from .comfy_runtime import runs
 from .comfy_runtime.memory import is_out_of_memory
 from .comfy_runtime.progress import Report
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .diagnostics import as_images, preview
-from .chosen_method import ChosenMethod
 from .samplers import Inputs, request_of
 from .schema import schema
 from .search import REPORT

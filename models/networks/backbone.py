@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.attention import NewTokens, attend
-from ...kernels.rotation import EPS, Norm, factors_of, normalise, rotate
-from .cache import KVCache, Mask, RotaryTable
+from ...kernels.rotation import EPS, Norm, normalise, rotate
+from .cache import KVCache, Mask
+from .positions import RotaryTable, Rotation
 from .products import apply_norm, product
 
 T = TypeVar("T")
@@ -57,27 +58,6 @@ class BackboneConfig:
     def cached_heads(self) -> int:
         """Heads of keys and values."""
         return self.kv_heads or self.heads
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines [rows or 1, T, head_dim / 2] (fp32) that rotate pairs of query and key channels.
-
-    A pair is two adjacent channels (LlamaGen), or with ``halves`` the i-th channel of either half (Chameleon).
-    """
-
-    cos: Tensor
-    sin: Tensor
-    halves: bool = False
-
-    def table(self) -> RotaryTable:
-        """The factors, computed once for all layers of a forward pass."""
-        return RotaryTable(factors_of(self.cos, self.sin, self.halves), self.halves)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate x [R, H, T, head_dim] in fp32 and return it in its own dtype."""
-        rotated = x.transpose(1, 2).clone()
-        rotate(rotated, *self.table()[:2])
-        return rotated.transpose(1, 2)
 
 
 class HeadNorm(nn.Module):

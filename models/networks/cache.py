@@ -8,14 +8,12 @@ synchronisation and be replayed as a CUDA graph.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ...device import batch_invariant
 from ...kernels.attention import NewTokens, attend_cached
-from ...kernels.rotation import Norms
+from .positions import RotaryTable
 
 Mask = NewTokens | Tensor | None  # of a forward pass: with a cache what its ``open`` returned, else see Backbone
 BUCKET = 128  # slots per allocation step: prompts of similar lengths lead to steps of one shape
@@ -38,21 +36,6 @@ def cache_slots(prompt: int, places: int, dtype: torch.dtype, device: torch.devi
 def _read(slots: int, dtype: torch.dtype, device: torch.device) -> int:
     """Slots that a step attends to. A CPU has no graphs that a new shape would have to capture."""
     return batch_invariant.padded_length(slots, dtype) if device.type == "cpu" else round_up(slots)
-
-
-class RotaryTable(NamedTuple):
-    """Rotary factors shared by all layers of a forward pass, and one layer's norms of queries and keys.
-
-    factors: see kernels.rotation.factors_of; halves: see Rotation; norms: see kernels.rotation.Norms.
-    """
-
-    factors: Tensor
-    halves: bool
-    norms: Norms | None = None
-
-    def table(self) -> RotaryTable:
-        """Itself, as a Rotation gives one."""
-        return self
 
 
 class KVCache:

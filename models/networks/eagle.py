@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...device.placed import Placed
-from .backbone import BackboneConfig, Block, Rotation
-from .cache import KVCache, Mask, RotaryTable
+from .backbone import BackboneConfig, Block
+from .cache import KVCache, Mask
+from .positions import RotaryTable, Rotation
 
 
 class Eagle(Placed):

@@ -10,8 +10,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from .backbone import Rotation
-from .positions import Positions
+from .positions import Positions, Rotation
 
 PREVIEW = 16  # tokens per side of a square image's preview
 

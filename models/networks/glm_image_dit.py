@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .backbone import Rotation
-from .positions import grid_angles
+from .positions import Rotation, grid_angles
 
 EPS = 1e-5  # of all norms
 PIXELS = 8  # per side of a place of a latent

@@ -9,8 +9,43 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .backbone import Rotation
-from .cache import RotaryTable
+from ...kernels.rotation import Norms, factors_of, rotate
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines [rows or 1, T, head_dim / 2] (fp32) that rotate pairs of query and key channels.
+
+    A pair is two adjacent channels (LlamaGen), or with ``halves`` the i-th channel of either half (Chameleon).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    halves: bool = False
+
+    def table(self) -> RotaryTable:
+        """The factors, computed once for all layers of a forward pass."""
+        return RotaryTable(factors_of(self.cos, self.sin, self.halves), self.halves)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate x [R, H, T, head_dim] in fp32 and return it in its own dtype."""
+        rotated = x.transpose(1, 2).clone()
+        rotate(rotated, *self.table()[:2])
+        return rotated.transpose(1, 2)
+
+
+class RotaryTable(NamedTuple):
+    """Rotary factors shared by all layers of a forward pass, and one layer's norms of queries and keys.
+
+    factors: see kernels.rotation.factors_of; halves: see Rotation; norms: see kernels.rotation.Norms.
+    """
+
+    factors: Tensor
+    halves: bool
+    norms: Norms | None = None
+
+    def table(self) -> RotaryTable:
+        """Itself, as a Rotation gives one."""
+        return self
 
 
 class Positions(Protocol):

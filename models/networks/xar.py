@@ -19,9 +19,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...device.continuous_steps import Graphs, captured_step
-from .backbone import Rotation
 from .diffusion_head import KINDS, Endpoint, TimeEmbedding
-from .positions import grid_angles
+from .positions import Rotation, grid_angles
 
 GRID = 16  # tokens of a side
 TRAINING_STEPS = 1000  # times are rounded down to thousandths

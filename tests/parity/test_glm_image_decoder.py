@@ -26,9 +26,8 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar.model_loaders.families import glm_image_diffusion as glm_image
-from comfyui_specar.models.networks.backbone import Rotation
 from comfyui_specar.models.networks.glm_image_dit import DiT, DiTConfig, denoise, finer, schedule
-from comfyui_specar.models.networks.positions import grid_angles
+from comfyui_specar.models.networks.positions import Rotation, grid_angles
 from safetensors.torch import load_file
 
 from ..support.closeness import assert_as_exact

@@ -7,7 +7,8 @@ import torch
 from comfyui_specar.kernels.rotation import factors_of
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
-from comfyui_specar.models.networks.cache import KVCache, RotaryTable
+from comfyui_specar.models.networks.cache import KVCache
+from comfyui_specar.models.networks.positions import RotaryTable
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree

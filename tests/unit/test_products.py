@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from comfyui_specar.device import batch_invariant, dispatch
 from comfyui_specar.models.networks import products
-from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig, Rotation
+from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
+from comfyui_specar.models.networks.positions import Rotation
 from comfyui_specar.models.networks.products import product
 from comfyui_specar.models.networks.quantised import NarrowLinear, quantise, quantise_groups
 from torch import nn

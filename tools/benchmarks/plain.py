@@ -14,8 +14,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from comfyui_specar.device.cpu import unpack
-from comfyui_specar.models.networks.backbone import Rotation
-from comfyui_specar.models.networks.positions import rotation_at
+from comfyui_specar.models.networks.positions import Rotation, rotation_at
 from einops import rearrange
 from torch import Tensor, nn
 

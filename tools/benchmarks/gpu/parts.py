@@ -14,7 +14,8 @@ from comfyui_specar.kernels.attention import attend
 from comfyui_specar.kernels.gating import gated
 from comfyui_specar.kernels.linear import few_rows
 from comfyui_specar.kernels.rotation import factors_of
-from comfyui_specar.models.networks.cache import KVCache, RotaryTable
+from comfyui_specar.models.networks.cache import KVCache
+from comfyui_specar.models.networks.positions import RotaryTable
 from comfyui_specar.models.networks.products import product
 from comfyui_specar.models.networks.quantised import narrow_matrix, put_narrow
 from torch import Tensor, nn
