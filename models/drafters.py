@@ -18,7 +18,7 @@ from .continuous_model import ContinuousBase
 from .discrete_model import DiscreteModel
 from .networks.prefix import TextPrefix
 from .sizes import check_grid
-from .text.prompt_encoders import TextEncoder, WordEncoder
+from .text.prompt_encoders import TokenEncoder, WordEncoder
 from .text.prompts import Conditioning, EncodedPrompt, prompt_images, prompt_text
 
 Model = DiscreteModel | ContinuousBase
@@ -169,7 +169,7 @@ def pair_discrete(small: DiscreteModel, target: DiscreteModel, path: Path) -> Mo
         small.prompt_encoder, small.prefix.null = target.prompt_encoder, target.prefix.null
         return ModelDrafter(small)
     encoder, reads = small.prompt_encoder, target.image_prompts
-    if isinstance(encoder, TextEncoder) and reads and not encoder.images:
+    if isinstance(encoder, TokenEncoder) and reads and not encoder.images:
         small.prompt_encoder = replace(encoder, images=reads)  # its drafts may be worse, but the images are right
     return ModelDrafter(small, own_words=True)
 

@@ -24,7 +24,7 @@ from ...models.image_reader import TokenReader
 from ...models.networks.positions import SequencePositions
 from ...models.pictures import scale_to_cover
 from ...models.sizes import choose_grid, legal_grid
-from ...models.text.prompt_encoders import ImagePrompts, Images, TextEncoder, features_of
+from ...models.text.prompt_encoders import ImagePrompts, Images, TokenEncoder, features_of
 from ...models.text.tokenizer import Tokenizer
 from ...samplers.contract import SamplingParams
 from ..declarations import Download, Family, ReleasedDecoder
@@ -127,7 +127,7 @@ class Kind:
     grid: tuple[int, int]
     grids: Sequence[tuple[int, int]]
     specials: Sequence[int]
-    encoder: TextEncoder
+    encoder: TokenEncoder
     null: Callable[[tuple[int, int]], list[int]]
     cfg: float = 3.0
     top_k: int = 2000
@@ -144,7 +144,7 @@ def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | No
         (side, side),
         grids,
         (words[ROW_END], words[END]),
-        TextEncoder(tokenizer, write, (side, side), images=omni(checkpoint, words, tokenizer, grids)),
+        TokenEncoder(tokenizer, write, (side, side), images=omni(checkpoint, words, tokenizer, grids)),
         partial(lumina_opening, words),
     )
 
@@ -201,7 +201,7 @@ def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -
         (side, side),
         grids,
         (words[ROW_END], words[END]),
-        TextEncoder(tokenizer, partial(lumina2_prompt, words, tokenizer), (side, side)),
+        TokenEncoder(tokenizer, partial(lumina2_prompt, words, tokenizer), (side, side)),
         partial(lumina_opening, words),
         cfg=4.0,
         top_k=4096,
@@ -214,7 +214,7 @@ def anole(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> 
     tokens = (BOS, TURN_END, BEGIN, END)
     tokenizer = open_tokenizer("Anole", source, words, tokens, checkpoint.path, _TOKENIZERS, search)
     write = partial(anole_prompt, words, tokenizer)
-    encoder = TextEncoder(tokenizer, write, grid)
+    encoder = TokenEncoder(tokenizer, write, grid)
     return Kind("anole", grid, [grid], (words[END],), encoder, partial(anole_null, words))
 
 

@@ -22,7 +22,7 @@ from ...models.image_reader import TokenReader
 from ...models.networks.positions import SequencePositions
 from ...models.pictures import resize
 from ...models.sizes import Grid, choose_grid, legal_grid
-from ...models.text.prompt_encoders import ImagePrompts, TextEncoder, features_of
+from ...models.text.prompt_encoders import ImagePrompts, TokenEncoder, features_of
 from ...models.text.tiktoken_file import tokenizer_of
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
@@ -139,14 +139,14 @@ def names_of(checkpoint: Checkpoint) -> Names:
 
 def prompt_encoder(
     words: Words, tokenizer: Tokenizer, prompt: str, negative: str, grid: Grid, images: ImagePrompts | None = None
-) -> TextEncoder:
+) -> TokenEncoder:
     """Writes prompts. prompt, negative: their templates, with {} for the user's words. grid: the default size. images:
     how prompts with images are written."""
 
     def write(template: str, text: str, size: Grid) -> list[int]:
         return prompt_ids(words, tokenizer, template.replace("{}", text, 1), size)
 
-    return TextEncoder(tokenizer, partial(write, prompt), grid, partial(write, negative), images)
+    return TokenEncoder(tokenizer, partial(write, prompt), grid, partial(write, negative), images)
 
 
 def build_emu(
@@ -156,7 +156,7 @@ def build_emu(
     words: Words,
     specials: tuple[int, ...],
     known_heads: Mapping[int, int],
-    encoder: TextEncoder,
+    encoder: TokenEncoder,
     null: str,
     **model: Any,
 ) -> DiscreteModel:

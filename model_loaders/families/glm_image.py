@@ -21,7 +21,7 @@ from ...limits.limits import bounded_int
 from ...models.discrete_model import DiscreteModel
 from ...models.networks.glm_image import PREVIEW, AxisPositions, preview_grid
 from ...models.sizes import Grid, choose_grid, legal_grid
-from ...models.text.prompt_encoders import ImagePrompts, Images, TextEncoder
+from ...models.text.prompt_encoders import ImagePrompts, Images, TokenEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
 from ..declarations import Download, Family, ReleasedDecoder
@@ -101,7 +101,7 @@ def load(
         grid=default,
         grids=grids,
         defaults=SamplingParams(**{"temperature": 0.9, "top_p": 0.75} | meta.get("defaults", {})),
-        prompt_encoder=TextEncoder(tokenizer, write, default, images=images),
+        prompt_encoder=TokenEncoder(tokenizer, write, default, images=images),
         pixels_per_token=_PIXELS,
         positions=positions,
         longest=positive(settings, "max_position_embeddings", 131_072),

@@ -20,7 +20,7 @@ from ...models.continuous_model import MaskedModel, MaskedState
 from ...models.discrete_model import Conditioning
 from ...models.networks.harmon import Harmon
 from ...models.sizes import legal_grid
-from ...models.text.prompt_encoders import TextEncoder
+from ...models.text.prompt_encoders import TokenEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ..declarations import Family
 from ..decoders.kl_vae import KL16
@@ -95,10 +95,10 @@ def prompt_ids(tokenizer: Tokenizer, request: str) -> list[int]:
     return tokenizer.ids(f"<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n")
 
 
-def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
+def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TokenEncoder:
     """Formats prompts as the authors do: a prompt becomes "Generate an image: ...", without one any image is asked for;
     a negative prompt is all that the user says."""
-    return TextEncoder(
+    return TokenEncoder(
         tokenizer,
         lambda text, _size: prompt_ids(tokenizer, f"Generate an image: {text}" if text else _ANY),
         grid,

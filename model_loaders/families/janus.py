@@ -21,7 +21,7 @@ from ...models.networks.janus import CodeEmbedding, CodeHead
 from ...models.networks.positions import SequencePositions
 from ...models.networks.prefix import TextPrefix
 from ...models.sizes import choose_grid, legal_grid
-from ...models.text.prompt_encoders import TextEncoder
+from ...models.text.prompt_encoders import TokenEncoder
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
 from ..declarations import Download, Family, ReleasedDecoder
@@ -112,7 +112,7 @@ def load(
         "janus-pro",
         own,
         SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
-        TextEncoder(tokenizer, partial(prompt_ids, tokenizer, roles), own),
+        TokenEncoder(tokenizer, partial(prompt_ids, tokenizer, roles), own),
         meta.get("pixels_per_token", 16),
         positions=SequencePositions(rope_theta(settings)),
         longest=int(positive(settings, "max_position_embeddings", 16384)),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...models.discrete_model import DiscreteModel
 from ...models.networks.positions import SequencePositions
 from ...models.sizes import choose_grid, legal_grid
-from ...models.text.prompt_encoders import TextEncoder, features_of
+from ...models.text.prompt_encoders import TokenEncoder, features_of
 from ...models.text.tokenizer import Tokenizer, find_tokenizer
 from ...samplers.contract import SamplingParams
 from ..declarations import Download, Family, ReleasedDecoder
@@ -133,7 +133,7 @@ def first_code(tokenizer: Tokenizer, rows: int, codes: int, known: int | None, p
     return first
 
 
-def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
+def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TokenEncoder:
     """Formats prompts as in training.
 
     A prompt becomes "<|t2i|>A highly realistic image of ...<|soi|>"; in a negative one, "A highly
@@ -144,7 +144,7 @@ def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
         whole = text if text.startswith(_BEGIN) else _BEGIN + template.format(text)
         return tokenizer.ids(whole if whole.endswith(_END) else whole + _END)
 
-    return TextEncoder(tokenizer, lambda text, size: write(text, _PROMPT), grid, lambda text, size: write(text, "{}"))
+    return TokenEncoder(tokenizer, lambda text, size: write(text, _PROMPT), grid, lambda text, size: write(text, "{}"))
 
 
 _COSMOS = "Cosmos-1.0-Tokenizer-DV8x16x16"

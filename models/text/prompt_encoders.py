@@ -230,7 +230,7 @@ class ImagePrompts:
 
 
 @dataclass(frozen=True)
-class TextEncoder(PromptEncoder):
+class TokenEncoder(PromptEncoder):
     """The tokenizer of a language model, with the prompt template of its training.
 
     write: (prompt, grid (rows, cols) of the image) -> all ids before the first image token, by the ``tokenizer``. grid:

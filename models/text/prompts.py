@@ -10,7 +10,7 @@ from torch import Tensor
 from ...device.placed import Placed
 from ...limits.limits import PROMPT
 from . import prompt_settings, prompt_syntax
-from .prompt_encoders import ClassEncoder, ImagePrompts, Images, PromptEncoder, TextEncoder, WordEncoder, features_of
+from .prompt_encoders import ClassEncoder, ImagePrompts, Images, PromptEncoder, TokenEncoder, WordEncoder, features_of
 
 EMPTY = "The prompt is empty, so nothing says what the image shows."
 
@@ -77,7 +77,7 @@ class Prompted(Placed):
     @property
     def image_prompts(self) -> ImagePrompts | None:
         """How the model reads images with a prompt; None if it cannot."""
-        return self.prompt_encoder.images if isinstance(self.prompt_encoder, TextEncoder) else None
+        return self.prompt_encoder.images if isinstance(self.prompt_encoder, TokenEncoder) else None
 
     def encode_prompt(self, text: str, images: Images = ()) -> Conditioning:
         """CONDITIONING of a prompt (or of a class name or number). As a negative prompt, an empty text is none: the
@@ -92,7 +92,7 @@ class Prompted(Placed):
         if not images:
             return self.encode_features(self.prompt_encoder.encode(text), text=text)
         reads = self.image_prompts
-        if reads is None or not isinstance(self.prompt_encoder, TextEncoder):
+        if reads is None or not isinstance(self.prompt_encoder, TokenEncoder):
             raise ValueError(f"A model of the kind {self.family} cannot read images with its prompt. Leave them out.")
         if len(images) > reads.most:
             raise ValueError(f"The prompt has {len(images)} images; {self.family} reads at most {reads.most}.")
@@ -203,7 +203,7 @@ class Prompted(Placed):
             more = f" or {batch}" * (batch > 1)
             raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1{more}.")
         encoder = self.prompt_encoder
-        if text is not None and isinstance(encoder, TextEncoder):
+        if text is not None and isinstance(encoder, TokenEncoder):
             if not torch.equal(features.cpu(), features_of(encoder.ids(text, images=images))):
                 raise ValueError(
                     f"{name} was changed by another node (zeroed, joined, averaged ...), or encoded by another model's "
@@ -231,7 +231,7 @@ class Prompted(Placed):
         encoder, reads = self.prompt_encoder, self.image_prompts
         if positive.images and not (other and other.images) and reads and reads.write_negative:
             text = (other and other.text) or ""
-            assert isinstance(encoder, TextEncoder), "it has image prompts"
+            assert isinstance(encoder, TokenEncoder), "it has image prompts"
             ids = encoder.ids(text, grid, negative=True, images=positive.images)
             other = EncodedPrompt(features_of(ids).to(self.device), text, positive.images)
         return positive, other

@@ -7,7 +7,7 @@ from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.models.networks.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.networks.positions import SequencePositions
 from comfyui_specar.models.networks.prefix import TextPrefix
-from comfyui_specar.models.text.prompt_encoders import TextEncoder
+from comfyui_specar.models.text.prompt_encoders import TokenEncoder
 from comfyui_specar.samplers.contract import SamplingParams
 from torch import Tensor
 
@@ -49,7 +49,7 @@ def text_model(
         family,
         GRIDS[0],
         SamplingParams(cfg=3.0, top_k=min(8, codes)),
-        TextEncoder(Letters(), write, GRIDS[0]),
+        TokenEncoder(Letters(), write, GRIDS[0]),
         positions=SequencePositions(500.0),
         grids=GRIDS,
         row_ends=True,

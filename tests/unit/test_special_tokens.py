@@ -9,7 +9,7 @@ from comfyui_specar.model_loaders.detect import load_model, load_reader
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.text.t5 import T5Encoder
 from comfyui_specar.models.image_reader import square
-from comfyui_specar.models.text.prompt_encoders import ClassEncoder, MissingEncoder, TextEncoder
+from comfyui_specar.models.text.prompt_encoders import ClassEncoder, MissingEncoder, TokenEncoder
 from comfyui_specar.models.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
@@ -30,7 +30,7 @@ def model(request, tmp_path):
 
 def test_special_tokens_in_a_prompt_stay_and_are_named(model):
     encoder, plain = model.prompt_encoder, model.encode_prompt
-    if not isinstance(encoder, TextEncoder):
+    if not isinstance(encoder, TokenEncoder):
         assert isinstance(encoder, ClassEncoder | MissingEncoder) and model.family not in LANGUAGE
         return
     first, second = LANGUAGE[model.family].tokens
