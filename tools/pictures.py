@@ -26,6 +26,7 @@ from frontend import Frontend, FrontendError
 from PIL import Image
 
 DOCS = PACK / "web/docs"
+CANVAS = PACK / "docs/pictures/canvas.webp"
 WORKFLOWS = PACK / "workflows"
 LOG = PACK / "output/pictures.log"
 MOST_BYTES = 40 * 1024
@@ -41,7 +42,7 @@ COLUMN = 350  # distance between columns of nodes
 
 @dataclass
 class Scene:
-    """A help page's image: a shipped workflow, changes to it, and the nodes that are shown.
+    """An image of nodes, of a help page or the README: a shipped workflow, changes to it, and the nodes that are shown.
 
     `shown`: name -> place, see Frontend.photograph; `added`: new nodes and their widgets;
     `values`: other widgets; `wires`: (from, output, to, input); `prepare` makes other changes before the run.
@@ -114,6 +115,17 @@ def read_saved_trace(page: Frontend) -> None:
 
 
 SCENES = {
+    CANVAS.stem: Scene(
+        "01 Text to image",
+        {
+            CHECKPOINT: (0, 0, 200),
+            TEXT: (230, 0, 210, 110),
+            LATENT: (230, None, 210),
+            SAMPLER: (470, 0, 250),
+            DECODE: (750, 0, 220),
+            SAVE: (750, None, 220, 270),
+        },
+    ),
     CHECKPOINT: Scene(
         "07 Acceptance map",
         {
@@ -270,9 +282,9 @@ def as_webp(png: bytes) -> bytes:
 
 
 def save(name: str, image: Image.Image | bytes) -> None:
-    """Saves a node's encoded image, or a workflow's thumbnail."""
+    """Saves the encoded image of a scene, or a workflow's thumbnail."""
     if isinstance(image, bytes):
-        file = DOCS / name / "picture.webp"
+        file = CANVAS if name == CANVAS.stem else DOCS / name / "picture.webp"
         file.write_bytes(image)
     else:
         file = WORKFLOWS / f"{name}.jpg"
@@ -311,8 +323,8 @@ def main() -> int:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"a node's id, a workflow's name, {', '.join([*WITHOUT_COMFYUI, *screenshots.SHOTS])}, help (all nodes), "
-        "thumbnails (all workflows) or screenshots; default: all but the last",
+        help=f"a node's id, a workflow's name, {', '.join([*WITHOUT_COMFYUI, *screenshots.SHOTS])}, canvas, help (all "
+        "nodes), thumbnails (all workflows) or screenshots; default: all but the last",
     )
     parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The screenshots of the README and docs/getting-started.md: ComfyUI's page as a person sees it.
+"""The screenshots of docs/getting-started.md: ComfyUI's page as a person sees it.
 
 Take them again (`COMFYUI_PATH=... bash tools/pictures.sh screenshots`, with the newest ComfyUI) when the front end, the
 nodes or the templates have changed.
@@ -18,16 +18,10 @@ SCREENSHOTS = PACK / "docs/pictures/screenshots"
 WORKFLOWS = PACK / "workflows"
 VIEW = {"width": 1400, "height": 860}
 QUALITY = 82
-SAME = "06 Race"
 FIRST = min(path.stem for path in WORKFLOWS.glob("*.json"))
 NO_NEWS = "div:has(> div > i[class*=rocket]) { display: none }"  # a banner of the front end's own
-LOOK_AT = """([left, top, scale]) => {
-    Object.assign(app.canvas.ds, { scale, offset: [80 / scale - left, 130 / scale - top] });
-    app.canvas.setDirty(true, true);
-}"""
 SHOWN = """() => app.graph._nodes.filter(node => node.type === 'SaveImage').every(node =>
     node.imgs?.length && node.imgs.every(image => image.complete && image.naturalWidth > 0))"""
-CLIPS = {"canvas": {"x": 64, "y": 90, "width": 1000, "height": 620}}  # other parts of the page than the whole
 PLAIN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Graph.CanvasInfo": False,  # nothing over the graph
@@ -49,17 +43,14 @@ def browse(page: Frontend) -> None:
     page.page.wait_for_timeout(3000)  # for thumbnails
 
 
-def after_run(workflow: str, place: tuple[float, float, float] | None = None) -> Callable[[Frontend], None]:
-    """A template after one run: as it opens, or from a place (x, y, zoom) on."""
+def after_run(workflow: str) -> Callable[[Frontend], None]:
+    """A template after one run."""
 
     def draw(page: Frontend) -> None:
         page.page.set_viewport_size(VIEW)
         page.load(json.loads((WORKFLOWS / f"{workflow}.json").read_text(encoding="utf-8")), workflow)
         page.run()
-        if place:
-            page.page.evaluate(LOOK_AT, place)
-        else:
-            page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+        page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
         page.page.wait_for_function(SHOWN)
         page.page.get_by_text("0 active").wait_for()
         page.page.wait_for_timeout(8000)  # until the message that it has run is gone
@@ -80,9 +71,8 @@ def as_app(page: Frontend) -> None:
 
 SHOTS: dict[str, Callable[[Frontend], None]] = {
     "first-image": after_run(FIRST),
-    "same-image": after_run(SAME),
+    "same-image": after_run("06 Race"),
     "acceptance-map": after_run("07 Acceptance map"),
-    "canvas": after_run(SAME, (240, 0, 0.9)),
     "templates": browse,  # its dialog stays open
     "app-mode": as_app,  # last: the page stays in it
 }
@@ -98,6 +88,6 @@ def draw(comfyui: Path, log: Path, names: list[str]) -> None:
         for name in [name for name in SHOTS if name in names]:
             SHOTS[name](page)
             file = SCREENSHOTS / f"{name}.webp"
-            image = Image.open(io.BytesIO(page.page.screenshot(clip=CLIPS.get(name)))).convert("RGB")
+            image = Image.open(io.BytesIO(page.page.screenshot())).convert("RGB")
             image.reduce(SHARPNESS).save(file, quality=QUALITY, method=6)
             print(f"{file.relative_to(PACK)}: {file.stat().st_size // 1024} KB", flush=True)
