@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from comfyui_specar import api
+from comfyui_specar.samplers import registry
 from comfyui_specar.samplers.drafts.adt_tree import INITIAL
 from comfyui_specar.samplers.drafts.guesses import INITIAL as GUESSES
 from comfyui_specar.samplers.methods.continuous import MODES
@@ -51,6 +52,7 @@ RULES = {
     "metered": r.TVMetered(0.3),
     "entropy": r.Entropy(),
 }
+RULES |= {rule.name: rule() for rule in registry.RULES if rule not in {type(rule) for rule in RULES.values()}}
 RULE_VARIANTS = {
     **{f"lantern {redraw}": r.Lantern(5, 0.3, redraw) for redraw in RESIDUALS[1:]},
     **{f"lantern++ {redraw}": r.LanternPP(5, 3.0, redraw) for redraw in RESIDUALS[1:]},
