@@ -5,8 +5,8 @@ Lei et al., "Fast inference of visual autoregressive model with adjacency-adapti
 accepted, else shallower and wider (IV-B, eq. 2). Shapes depend on earlier rounds only, so an exact acceptance rule
 stays exact.
 
-The authors' repository lacks the method. A tree's acceptance rate alpha = tau / d is its accept length over its levels,
-of which pruning and the end of the image may leave fewer than planned. The paper says two things of it: at 1 every
+The authors' repository lacks the method. A tree's acceptance rate alpha = tau / d is its accepted length over its
+levels, of which pruning and the end of the image may leave fewer than planned. The paper says two things of it: at 1 every
 level was used (section IV-B), so that accepted drafts alone count, and tau counts the token sampled after them, too
 (section V; ``bonus``). Where the paper does not say: the first tree is EAGLE-2's; in the first column the left
 neighbour is the last tree, too; a round that decided tokens without verifying a draft teaches nothing, and these tokens
@@ -80,7 +80,7 @@ class ADTTree(Structure):
     initial: the shape to adapt. horizontal: the left neighbour's, which is the last tree's (in the first column, too);
         vertical: the upper neighbour's (in the first row the last tree's); random: uniform within the bounds;
         tokenflock: the mean over tokens at most ``radius`` away, weighted by radius + 1 - distance (eqs. 6-8).
-    beta: go deeper if alpha >= beta, else shallower; depth_step, width_step: by how much (l_d, l_k).
+    beta (0 to 1): go deeper if alpha >= beta, else shallower; depth_step, width_step: by how much (l_d, l_k).
     depths, widths: inclusive bounds. A tree of one level may be wider, since its cost does not grow with the square.
     nodes: the most drafts verified, and the most siblings. first: shape of the first tree, clamped to the bounds.
     flock_distance: euclidean, or as printed in eqs. 7-8 the signed column difference.

@@ -69,8 +69,8 @@ class Counts:
 class Auto(Structure):
     """A sampled tree of the size that is expected to decide most tokens per second, a chain and nothing among them.
 
-    nodes, depth: the most drafts and levels. costs: what passes cost; None: measured at the start of a run, once for
-    each model, drafter and batch size. Given ones, such as those of a trace's settings (a dict), make an image the same
+    nodes, depth: the most drafts and levels. costs: what passes cost; None: measured at the start of a run (see
+    methods/pass_costs.py). Given ones, such as those of a trace's settings (a dict), make an image the same
     on every machine.
     """
 

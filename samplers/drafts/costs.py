@@ -16,7 +16,7 @@ Curve = tuple[tuple[int, float], ...]  # (tokens, cost), rising
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Costs of passes, where one of the target over one token of each image is 1.
+    """Costs in units of one target pass over one token per image.
 
     target: of a pass by its tokens; round: of what a round has besides, whatever its tree: the drafter's pass over the
     tokens of the round before, its first drafts, verification and record; expand: of a pass of the drafter that expands
@@ -34,7 +34,9 @@ class PassCosts:
         return cls(_curve(settings["target"]), _cost(settings["round"]), _curve(settings["expand"]))
 
     @classmethod
-    def of_seconds(cls, target: Sequence[tuple[int, float]], round: float, expand: Sequence[tuple[int, float]]):
+    def of_seconds(
+        cls, target: Sequence[tuple[int, float]], round: float, expand: Sequence[tuple[int, float]]
+    ) -> PassCosts:
         """From seconds, or any other unit. Rounded to a grid, so that another measurement mostly leads to the same
         costs. A narrower pass costs no more: whatever disturbs a measurement makes it longer."""
         one = min(seconds for _, seconds in target)

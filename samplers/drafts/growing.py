@@ -38,7 +38,7 @@ class Drafting:
 
     def probs(self, logits: Tensor, forced: Tensor | None, level: int) -> Tensor:
         """q [B, F, V+] from the drafter's logits [R, F, V+] for a level, processed exactly as the target's. forced: see
-        ``forced_at``.
+        ``forced_ids``.
 
         Greedy decoding (temperature 0) drafts at temperature 1, where q has more than one token.
         """

@@ -1,4 +1,4 @@
-"""Draft structures: a chain, a static sampled tree, EAGLE-2's dynamic tree. ADT-Tree is in adt_tree.py."""
+"""Draft structures: a chain, a static sampled tree, EAGLE-2's dynamic tree. (auto.py has Auto, adt_tree.py ADT-Tree.)"""
 
 from __future__ import annotations
 

@@ -41,13 +41,13 @@ from torch import Tensor
 
 from ...device.graphs import map_tensors
 from ...kernels.sampling import at, categorical, may_read, perturbed_argmax, redraw
-from ...kernels.verification import maximal_coupling
+from ...kernels.verification import EPS, maximal_coupling
 from ..constants import constant, counting
 from ..contract import Extent, Request, Result, SamplingParams, StepOut
 from ..drafts.guesses import INITIAL, DraftState, first_guesses
 from ..engine.run import DiscreteMethod, Run
 from ..rng import Purpose
-from ..rules.acceptance import EPS, AcceptanceRule, Exact, bind_rule
+from ..rules.acceptance import AcceptanceRule, Exact, bind_rule
 from ..settings import check_settings, setting, within
 from ..trace import Source, Trace
 from .settling import accept_settled, count_settled
@@ -108,7 +108,7 @@ class SJD(DiscreteMethod):
         return after
 
     def decide(self, run: Run, window: Window, p: Tensor, unguessed: Source) -> Window:
-        """Test, record and move the window, from the predictions p [B, W, V+] of a forward pass.
+        """Test, record and move the window, from the predictions p [B, W or 1, V+] of a forward pass.
 
         unguessed: the source of a token that is sampled where there is no guess.
         """

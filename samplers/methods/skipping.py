@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ...kernels.sampling import take
+from ...kernels.verification import EPS
 from ..drafts.trees import Tree
 from ..layout import TokenLayout
 from ..settings import check_settings, setting
@@ -55,8 +56,9 @@ NONE_SKIPPED = (
 class Skipping:
     """When to take drafts unverified, and which.
 
-    schedule: uniform skips every ``interval``-th round; dynamic skips when the similarity of the tree's paths is at
-        least ``threshold`` (eq. 2, where ``decay``, the paper's alpha, gives later tokens less weight).
+    schedule: uniform skips every ``interval``-th round (2 or more); dynamic skips when the similarity of the tree's
+        paths is at least ``threshold`` (0 or more; eq. 2, where ``decay``, the paper's alpha in (0, 1], gives later
+        tokens less weight).
     path: uniform samples a leaf path, confident takes the one of highest draft probability, first that of the first
         children (in a sampled tree these are a sample from the drafter).
     truncate: take at most the mean length of leaf paths.
@@ -138,7 +140,7 @@ def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
         both = (vectors.sum(1).square().sum(-1) - vectors.square().sum((1, 2))) / 2
         weight = decay**level * (level < length)
         total, weights = total + weight * both, weights + weight
-    return (total / (weights.clamp(min=1e-30) * pairs)).clamp(-1, 1)
+    return (total / (weights.clamp(min=EPS) * pairs)).clamp(-1, 1)
 
 
 def decide(
@@ -245,8 +247,8 @@ def push_features(features: Tensor, new: Tensor, count: Tensor) -> Tensor:
 
 
 def _shares(tree: Tree, planned: Tree) -> Tensor:
-    """The probability [B, M + 1] (fp32) with which a path at random that has reached a draft's parent goes on to it (1
-    of the root): in proportion, among the siblings that exist, to the leaves ``planned`` below them. Where all of these
+    """The probability [B, M + 1] (fp32) that a random path, once at a draft's parent, continues to that draft (1 for
+    the root): in proportion, among the siblings that exist, to the leaves ``planned`` below them. Where all of these
     exist, they are equally likely."""
     below = (tree.tree_mask() & planned.leaves()[..., None]).sum(1)  # leaves below every slot, itself included
     below = torch.where(tree.exists, below, 0)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...kernels.sampling import at, images_where, take
+from ...kernels.verification import EPS
 from ..constants import counting
 from ..contract import Extent, Request, StepOut
 from ..drafts.trees import Tree
@@ -101,8 +102,8 @@ class SkippingRound(Round):
 class Choice(Halfway):
     """A round whose trees are drafted, of which those of the images ``skip`` [B] (bool) are taken as they are.
 
-    planned [B, M + 1]: which drafts exist in the trees' outlines (outline); alike [B]: how similar the paths
-    of each tree are, for the record (None: the model has no codebook). extent [3] (int64), each 0 or 1: are there
+    planned [B, M + 1]: which drafts exist in the trees' whole shapes (``whole_shape``); alike [B]: how similar the
+    paths of each tree are, for the record (None: the model has no codebook). extent [3] (int64), each 0 or 1: are there
     images that verify, images that skip, and some that skipped in the round before. (A round of complete images
     verifies.)
     """
@@ -324,7 +325,7 @@ def record_uncached(run: Run, state: SkippingRound, logits: Tensor, position: Te
     width, count, token = uncached.token.shape[1], uncached.count[:, None], uncached.token[:, 1:]
     p = run.probs(logits[:, : width - 1], position[:, : width - 1])
     index = counting(token.shape[1], token.device)
-    ratio = at(p, token) / uncached.q[:, 1:].clamp(min=1e-30)
+    ratio = at(p, token) / uncached.q[:, 1:].clamp(min=EPS)
     run.record.write(
         state.committed[:, None] - count + 1 + index,
         verifying[:, None] & (index < count - 1),

@@ -35,9 +35,19 @@ class AcceptanceRule:
 
     name: ClassVar[str]  # in traces
     label: ClassVar[str]  # for people
-    lossless: ClassVar[bool]  # is the output distribution exactly p, whatever the strength
     plain: ClassVar[bool] = False  # is the residual [p - q]+
-    has_budget: ClassVar[bool] = False  # is it plain and does it have an ``acceptance_budget``
+
+    @property
+    def lossless(self) -> bool:
+        """Is the output distribution exactly p, whatever the strength? By default where a setting is ``exact``."""
+        return any(
+            getattr(self, name) == each.exact for name, each in settings_of(self).items() if each.exact is not None
+        )
+
+    @property
+    def has_budget(self) -> bool:
+        """Is it plain and does it have an ``acceptance_budget``?"""
+        return self.plain and type(self).acceptance_budget is not AcceptanceRule.acceptance_budget
 
     @property
     def is_exact(self) -> bool:
@@ -45,10 +55,10 @@ class AcceptanceRule:
         return type(self) is Exact
 
     def check(self) -> None:
-        """Raise ValueError naming the first illegal setting and its legal values."""
+        """Raise ValueError naming the first illegal setting and its legal values, TypeError for an incomplete rule."""
         check_settings(self)
-        if missing := [name for name in ("name", "lossless") if not hasattr(self, name)]:
-            raise TypeError(f"The rule {type(self).__name__} has no {' and no '.join(missing)}.")
+        if not hasattr(self, "name"):
+            raise TypeError(f"The rule {type(self).__name__} has no name.")
 
     def bind(self, model: ARModel) -> AcceptanceRule:
         """The rule with what it needs of a model. Raises ValueError if the model does not have it."""
@@ -100,8 +110,11 @@ class Exact(AcceptanceRule):
     """
 
     name = label = "exact"
-    lossless = True
     plain = True
+
+    @property
+    def lossless(self) -> bool:
+        return True
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return exact_probability(p, q, token)

@@ -36,10 +36,6 @@ class ScaledRatio(AcceptanceRule):
     def omega(self, p: Tensor | None, q: Tensor | None, depth: Tensor, strength: Tensor) -> Tensor:
         raise NotImplementedError
 
-    @property
-    def has_budget(self) -> bool:
-        return self.plain
-
     def acceptance_budget(self, depth: Tensor, strength: Tensor) -> AcceptanceBudget:
         omega = self.omega(None, None, depth, strength)
         return AcceptanceBudget(omega, torch.zeros_like(omega), torch.zeros_like(omega))
@@ -75,7 +71,7 @@ class UniformRSD(ScaledRatio):
 class CoolSD(ScaledRatio):
     """omega decreases with the depth of a draft. Its mean over ``steps`` drafts is delta; past them it is 1 (exact).
 
-    delta >= 1: the relaxation budget (the paper has 1.1 and 2); decay >= 0: the paper's nu (0 is UniformRSD);
+    delta >= 1: the relaxation budget (the paper has 1.1 and 2); decay >= 0: the paper's nu (0 is UniformRSD, up to ``steps``);
     steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or above.
 
     Our text copy of the paper lost eqs. (16) and (17) and the value of nu, and its repository has no code. Their form

@@ -28,16 +28,16 @@ from .acceptance import AcceptanceRule, exact_probability
 
 @dataclass(frozen=True)
 class Entropy(AcceptanceRule):
-    """e (nats): the entropy below which drafts pass more easily, as the threshold is scaled by H / e; lambda (nats):
-    how fast the random part of the test shrinks as entropy grows, above the entropy of any token.
+    """scale (1 to 64 nats): e, the entropy below which drafts pass more easily, as the threshold is scaled by H / e.
+    decay (2 to 128 nats, above the entropy of any token): lambda, how fast the random part of the test shrinks as
+    entropy grows.
 
-    Strength s mixes: f = (1 - s) min(1, p/q) + s f. No value of e or lambda is exact.
+    The strength mixes this f with min(1, p/q). No value of e or lambda is exact.
     """
 
     scale: float = setting(8.0, 1, 64, advice="the paper's e, 8")
     decay: float = setting(16.0, 2, 128, advice="the paper's lambda, 16")
     name, label = "entropy", "entropy"
-    lossless = False
 
     def bind(self, model: ARModel) -> AcceptanceRule:
         """Raises ValueError where a token's entropy may reach lambda."""

@@ -41,10 +41,6 @@ class Grouped(AcceptanceRule):
     codes: Any = field(default=None, repr=False, compare=False)  # [V, C] of a bound rule, else None
     name, label = "grouped", "grouped"
 
-    @property
-    def lossless(self) -> bool:
-        return self.window == 1 or self.gap == 0 or self.radius == 0
-
     def bind(self, model: ARModel) -> AcceptanceRule:
         """The rule with the model's code vectors. Raises ValueError if the model has none yet."""
         if model.codebook is None:

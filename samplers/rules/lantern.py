@@ -8,7 +8,7 @@ For a draft x and its neighbours y_1, y_2, .. by distance of their code vectors,
 largest j <= k whose c_j stays within a budget: delta for LANTERN, (lambda - 1) p(x) for LANTERN++. Then
 p~(x) = p(x) + c_J and f = min(1, p~(x) / q(x)). The first neighbour that exceeds the budget ends the sum.
 The budget limits what x alone may absorb; the output distribution can drift by more than delta. At temperature 0 p is a
-point mass and nothing is relaxed (the authors' code compares unprocessed probabilities there).
+point mass and nothing is relaxed but by a delta of 1 (the authors' code compares unprocessed probabilities there).
 """
 
 from __future__ import annotations
@@ -45,10 +45,6 @@ class NeighbourRule(AcceptanceRule):
     @property
     def plain(self) -> bool:
         return self.redraw == "optimal"
-
-    @property
-    def has_budget(self) -> bool:
-        return self.plain
 
     def acceptance_budget(self, depth: Tensor, strength: Tensor) -> AcceptanceBudget:
         """c_J <= budget(p(x)), which is linear in p(x)."""
@@ -123,10 +119,6 @@ class Lantern(NeighbourRule):
     table: Any = field(default=None, repr=False, compare=False)
     name, label = "lantern", "LANTERN"
 
-    @property
-    def lossless(self) -> bool:
-        return self.delta == 0
-
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
         return self.delta * strength
 
@@ -140,10 +132,6 @@ class LanternPP(NeighbourRule):
     redraw: str = setting("optimal", options=RESIDUALS)
     table: Any = field(default=None, repr=False, compare=False)
     name, label = "lantern_pp", "LANTERN++"
-
-    @property
-    def lossless(self) -> bool:
-        return self.ratio == 1
 
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
         return (self.ratio - 1) * strength * p_token

@@ -34,10 +34,6 @@ class TVMetered(ScaledRatio):
     plain = True  # omega >= 1: eq. (11)
 
     @property
-    def lossless(self) -> bool:
-        return self.epsilon == 0
-
-    @property
     def has_budget(self) -> bool:
         return False  # omega depends on p and q
 

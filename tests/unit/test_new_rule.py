@@ -25,7 +25,6 @@ class Floor(AcceptanceRule):
 
     floor: float = setting(0.25, 0, 1, exact=0)
     name, label = "floor", "floor"
-    lossless = False
 
     def accepted_mass(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return torch.maximum(torch.minimum(p, q), q * self.floor * strength.unsqueeze(-1))

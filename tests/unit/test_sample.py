@@ -18,7 +18,6 @@ class Double(specar.rules.AcceptanceRule):
     """A rule of the user's own: min(1, 2p/q)."""
 
     name = "double"
-    lossless = False
 
     def accepted_mass(self, p, q, depth, strength):
         return torch.minimum(q, (1 + strength)[..., None] * p)
@@ -216,5 +215,5 @@ def test_a_rule_of_ones_own_with_an_illegal_mass_is_told(model, mass, lossless):
 
 def test_a_rule_of_ones_own_says_what_it_is(model):
     rule = type("Bare", (specar.rules.AcceptanceRule,), {})()
-    with pytest.raises(TypeError, match="Bare has no name and no lossless"):
+    with pytest.raises(TypeError, match="Bare has no name"):
         specar.sample(model, model.encode_prompt("heart"), SJD(rule=rule))
