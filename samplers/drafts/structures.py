@@ -1,4 +1,4 @@
-"""Draft structures: a chain, a static sampled tree, EAGLE-2's dynamic tree. (auto.py has Auto, adt_tree.py ADT-Tree.)"""
+"""Draft structures: a chain, a static sampled tree, EAGLE-2's dynamic tree. Auto and ADTTree have their own files."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ class LevelBuffers:
     """Constant tensors to grow one level of a shape from the F drafts above that have children, w drafts [w] each.
 
     parent: as in TreeLevel. child: index of the draft among the F * siblings best tokens above, where every parent
-    offers as many as any of them has children. mask [1, inner, E]: which of the E inner drafts down to this level each of its
-    inner ones descends from, itself included.
+    offers as many as any of them has children. mask [1, inner, E]: which of the E inner drafts down to this level each
+    of its inner ones descends from, itself included.
     """
 
     parent: Tensor

@@ -48,8 +48,8 @@ def recursive_rejection(
 ) -> Verified:
     """Recursive rejection sampling: test siblings one by one, each against what the rejected ones left of p and q.
 
-    See kernels.recursive_rejection_sampling. With the exact rule the output distribution is exactly p. strength [B, L or
-    more]: see rules/acceptance.py.
+    See kernels.recursive_rejection_sampling. With the exact rule the output distribution is exactly p. strength
+    [B, L or more]: see rules/acceptance.py.
     """
     device, levels, width = tree.token.device, tree.levels, tree.width
     # A number for every test, level by level, and one to sample the token after a path of every length.
