@@ -7,8 +7,8 @@ stays exact.
 
 The authors' repository lacks the method. A tree's acceptance rate alpha = tau / d is its accepted length over its
 levels, of which pruning and the end of the image may leave fewer than planned. The paper says two things of it: at 1
-every level was used (section IV-B), so that accepted drafts alone count, and tau counts the token sampled after them, too
-(section V; ``bonus``). Where the paper does not say: the first tree is EAGLE-2's; in the first column the left
+every level was used (section IV-B), so that accepted drafts alone count, and tau counts the token sampled after them,
+too (section V; ``bonus``). Where the paper does not say: the first tree is EAGLE-2's; in the first column the left
 neighbour is the last tree, too; a round that decided tokens without verifying a draft teaches nothing, and these tokens
 get the shape of the last verified tree.
 """

@@ -72,7 +72,8 @@ class CoolSD(ScaledRatio):
     """omega decreases with the depth of a draft. Its mean over ``steps`` drafts is delta; past them it is 1 (exact).
 
     delta >= 1: the relaxation budget (the paper has 1.1 and 2); decay >= 0: the paper's nu (0 is
-    UniformRSD, up to ``steps``); steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or above.
+    UniformRSD, up to ``steps``); steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or
+    above.
 
     Our text copy of the paper lost eqs. (16) and (17) and the value of nu, and its repository has no code. Their form
     is reconstructed from the text around them: exponential, omega_i ~ exp(-nu i) with mean delta; linear,
