@@ -16,7 +16,6 @@ from .files.errors import CheckpointError
 from .files.names import count, rename, root_of
 from .files.quantised import first
 
-_ADDING = ("added_tokens.json", "tokenizer_config.json")
 D = TypeVar("D", float, None)
 _STACKED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NAMES = {

@@ -44,7 +44,6 @@ _VQ = ("model.vqmodel.", "vqmodel.")
 _WORDS, _CODES = 184622, 32768  # of all released models: the codes are the last ids
 _RANKS = 151643  # ids of the tokenizer's file, after which the special tokens follow
 _HEADS = {4096: 32}  # width -> heads
-_PATCH = 8
 _SIDES = {"gen": 90, "stage1": 64}  # words of released names -> tokens per side of a square image
 _ASPECT = 4  # the widest and tallest images supported
 _READ, _READ_ASPECT = 64 * 64, 5  # least tokens of an image that is read, and the widest and tallest of them

@@ -26,7 +26,6 @@ from ..llama import matrix, tensor_of
 _HEADS = 16  # of all towers of DeepSeek's layout, whose config.json does not say so
 _STACKED = ("q_proj", "k_proj", "v_proj")
 _TOWERS = ("vision_model.vision_tower.", "model.vision_model.")
-_FIRST = ("patch_embed.proj", "embeddings.patch_embedding")  # the first layer of either
 _NAMES = (  # names in either layout, as regular expressions -> ours
     (r"vision_model\.vision_tower\.patch_embed\.proj\.", "tower.patch_embed."),
     (r"vision_model\.vision_tower\.(pos_embed$|blocks\.|norm\.)", r"tower.\1"),
