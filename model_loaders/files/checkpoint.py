@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from codecs import BOM_UTF8
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath, PureWindowsPath
@@ -207,17 +207,14 @@ def with_matrices(tensors: dict[str, Tensor], path: Path, about: Callable[[], An
     Raises CheckpointError for tensors that are missing, or not as their format says.
     """
     try:
-        for read_format in (_unwrapped, with_scales, with_bitsandbytes, partial(with_gptq, about=about)):
+        tensors = {own: tensors[name] for name, own in unwrap_names(tensors).items()}
+        for read_format in (with_scales, with_bitsandbytes, partial(with_gptq, about=about)):
             tensors = read_format(tensors)
     except CheckpointError:
         raise
     except FileError as error:
         raise CheckpointError(f"{path.name}: {error}") from error
     return tensors
-
-
-def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {own: tensors[name] for name, own in unwrap_names(tensors).items()}
 
 
 Data = Literal["map", "read", "outline"]  # the data: memory-mapped, read into memory, or left in the file
