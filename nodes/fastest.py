@@ -171,7 +171,10 @@ class FindFastest(io.ComfyNode):
             category="SpecAR/diagnostics",
             search=(*REPORT, "benchmark", "fast", "speed", "auto tune"),
             inputs=[
-                *(trial_seed_input() if i.id == "seed" else i for i in common_inputs()),
+                *(
+                    io.Int.Input("trial_seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF) if i.id == "seed" else i
+                    for i in common_inputs()
+                ),
                 io.Float.Input("leak_budget", default=0, min=0, max=1, step=0.01, round=0.001),
                 io.Int.Input("tokens", default=256, min=16, max=65536),
                 io.Int.Input("seconds", default=60, min=1, max=3600),
@@ -219,10 +222,6 @@ class FindFastest(io.ComfyNode):
         }
         text = trials.in_words(tried, verdict, setting, leak_budget)
         return io.NodeOutput(verdict.chosen.method, image, text, ui=preview(image, cls) | shown)
-
-
-def trial_seed_input() -> io.Input:
-    return io.Int.Input("trial_seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF)
 
 
 def setting_text(request: Request, layout: TokenLayout, seconds: int) -> str:
