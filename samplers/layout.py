@@ -63,9 +63,6 @@ class TokenLayout:
         """How many tokens of an image the model samples (the most of any image). Reads the device."""
         return int((self.forced < 0).sum(1).max())
 
-    def position(self, row: int, col: int) -> int:
-        return self.lead + row * self.stride + col
-
     def forced_ids(self, position: Tensor) -> Tensor:
         """The id forced at positions [B, T] or -1; past the end, that of the last position."""
         return self.forced.expand(len(position), -1).gather(1, position.clamp(max=self.length - 1))
