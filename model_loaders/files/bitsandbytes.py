@@ -127,7 +127,7 @@ def _widened(
         blocks = absmax.shape[1]
         place = (row[:, None] * blocks + torch.arange(blocks, device=row.device)) // step
         absmax = levels.float().flatten()[absmax.int()] * outer.float().flatten()[place] + offset
-    values = look_up(table, packed, upper_first=True)
+    values = look_up(table, packed)
     values = F.pad(values, (0, absmax.shape[1] * block - values.shape[1]))
     values = (values.unflatten(1, (-1, block)) * absmax[..., None]).flatten(1)
     return values if shape is None else values[0, : shape[0] * shape[1]].view(shape)

@@ -122,18 +122,10 @@ def first(matrix: Tensor, rows: int, columns: int) -> Tensor:
     return matrix[:rows, :columns] if more[1] else matrix[:rows]
 
 
-def pairs(numbers: Tensor, upper_first: bool = False) -> Tensor:
-    """Two numbers of 4 bits from each byte: [n, m] (8 bits) -> uint8 [n, 2 m]; first the one in the lower half, or
-    (upper_first) in the upper."""
-    bytes_ = numbers.view(torch.uint8)
-    halves = bytes_ & 15, bytes_ >> 4
-    return torch.stack(halves[::-1] if upper_first else halves, dim=-1).flatten(1)
-
-
-def look_up(table: Tensor, packed: Tensor, upper_first: bool = False) -> Tensor:
-    """The numbers (fp32) of a ``table`` [16] that the ``pairs`` of [n, m] bytes stand for: [n, 2 m]."""
-    every = torch.arange(256, device=packed.device).byte()[:, None]
-    both = table.float().flatten()[pairs(every, upper_first).int()]  # a table of pairs is read half as often
+def look_up(table: Tensor, packed: Tensor) -> Tensor:
+    """The numbers (fp32) of a ``table`` [16] that [n, m] bytes stand for, the upper half of each first: [n, 2 m]."""
+    every = torch.arange(256, device=packed.device)
+    both = table.float().flatten()[torch.stack((every >> 4, every & 15), dim=-1)]  # pairs are read half as often
     return both.index_select(0, packed.reshape(-1).view(torch.uint8).int()).view(len(packed), -1)
 
 

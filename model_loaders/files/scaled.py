@@ -154,7 +154,7 @@ def _turned(numbers: Tensor, scale: Tensor, group: int) -> Tensor:
 
 def _e2m1(numbers: Tensor, scale: Tensor) -> Tensor:
     values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), device=numbers.device)
-    return _in_blocks(look_up(values, numbers, upper_first=True), scale)
+    return _in_blocks(look_up(values, numbers), scale)
 
 
 def _in_blocks(numbers: Tensor, scale: Tensor) -> Tensor:
