@@ -100,7 +100,7 @@ class DiscreteModel(Prompted):
         images = self.image_prompts
         self.image_defaults = replace(defaults, **(images.params if images else {}))
         self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, SIDE)
-        self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
+        self.row_ends, self.word_ids = row_ends, tuple(word_ids)
         self.vocab_total = backbone.config.vocab
         self.vocab = self.vocab_total - row_ends - endings
         defaults.check(self.vocab)  # a file may name them
