@@ -230,9 +230,9 @@ class Canvas:
         end = self.done[:, None] + torch.as_tensor(ahead, device=self.device).reshape(1, -1)
         return self.rank[:, None] < end[..., None]
 
-    def upcoming(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """The ``count`` undecided positions [B, count] from number ``first``, and which of them exist (bool)."""
-        place = self.done[:, None] + torch.arange(first, first + count, device=self.device)
+    def upcoming(self, count: int) -> tuple[Tensor, Tensor]:
+        """The next ``count`` undecided positions [B, count], and which of them exist (bool)."""
+        place = self.done[:, None] + torch.arange(count, device=self.device)
         return self.order.gather(1, place.clamp(max=self.length - 1)), place < self.length
 
     def write(self, positions: Tensor, values: Tensor, where: Tensor) -> None:

@@ -337,7 +337,7 @@ class ContinuousRun:
         canvas, group = self.canvas, self.group
         wanted = round(self.method.prefill * canvas.length / group) * group
         while self.lowest < wanted:
-            positions, _ = canvas.upcoming(0, group)
+            positions, _ = canvas.upcoming(group)
             active = (canvas.done < wanted)[:, None]
             distribution = self.predict(self.model, self.state, 0, positions, 0, self.highest, self.noise(positions))
             canvas.write(positions, self.take(distribution, positions, Purpose.TARGET), active.expand_as(positions))
@@ -352,7 +352,7 @@ class ContinuousRun:
         left = -(-(canvas.length - self.lowest) // group)  # tokens, or cells, of the slowest image
         drafts = min(method.length, left) * group
         predicted = drafts + (not method.decisions.in_place)  # and the token after the block
-        positions, exist = canvas.upcoming(0, predicted)
+        positions, exist = canvas.upcoming(predicted)
         noise = self.noise(positions)
         noise_q = noise if method.aligned else self.noise(positions[:, :drafts], Purpose.DRAFT_NOISE)
 

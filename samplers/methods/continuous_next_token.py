@@ -89,7 +89,7 @@ class ContinuousNextToken(Method):
         passes, highest = 0, canvas.extent()[1]
         for counts in self.counts(request):
             width = max(counts)
-            positions, exist = canvas.upcoming(0, width)
+            positions, exist = canvas.upcoming(width)
             count = torch.tensor(counts, device=canvas.device)
             sampled = exist & (torch.arange(width, device=canvas.device) < count[:, None])
             noise0, noise_t = noises(stream, positions, model.channels, schedule.steps)

@@ -73,11 +73,11 @@ def test_what_is_kept_comes_first_and_stays():
     assert canvas.tokens.tolist() == [[[1, 2], [0, 0], [0, 0], [7, 8]], [[0, 0]] * 4]
     assert torch.equal(canvas.known_mask()[:, 0], KEPT)
     assert canvas.known_mask(torch.tensor([0, 1, 2])).sum(-1).tolist() == [[2, 3, 4], [0, 1, 2]]
-    positions, exist = canvas.upcoming(1, 3)
-    assert exist.tolist() == [[True, False, False], [True, True, True]]
-    assert torch.equal(positions[1], canvas.order[1, 1:])
+    positions, exist = canvas.upcoming(3)
+    assert exist.tolist() == [[True, True, False], [True, True, True]]
+    assert torch.equal(positions[0, :2], canvas.order[0, 2:]) and torch.equal(positions[1], canvas.order[1, :3])
     canvas.write(positions, torch.full((2, 3, 2), 9.0), exist)
-    assert (canvas.tokens == 9).all(-1).sum(1).tolist() == [1, 3]
+    assert (canvas.tokens == 9).all(-1).sum(1).tolist() == [2, 3]
     assert canvas.final_tokens() is not canvas.tokens and torch.equal(canvas.final_tokens(), canvas.tokens)
     canvas.write(positions[:, :1], torch.full((2, 1, 2), torch.inf), exist[:, :1])
     with pytest.raises(ValueError, match="not finite"):
