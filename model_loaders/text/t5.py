@@ -56,14 +56,12 @@ class T5(nn.Module):
 class T5Encoder(PromptEncoder):
     """The weights are read with the first prompt.
 
-    weights: a file or folder; width: features per token that the model reads; slots: most tokens. clean: whether to
-    clean captions as in training. ``dtype`` may be set before the first prompt; ``place`` is called with the module
-    before each use, to move it to the compute device.
+    weights: a file or folder; width: features per token that the model reads; slots: most tokens. ``dtype`` may be set
+    before the first prompt; ``place`` is called with the module before each use, to move it to the compute device.
     """
 
-    def __init__(self, weights: Path, tokenizer: Tokenizer, slots: int, width: int, clean: bool = True):
+    def __init__(self, weights: Path, tokenizer: Tokenizer, slots: int, width: int):
         self.weights, self.tokenizer, self.slots, self.width = weights, tokenizer, slots, width
-        self.clean = clean
         self.dtype = torch.float32
         self.place: Callable[[T5], None] = lambda module: None
         self._module: T5 | None = None
@@ -84,7 +82,7 @@ class T5Encoder(PromptEncoder):
                 f"as many words. Shorten it, to at most {CAPTION} characters."
             )
         # Twice, as in LlamaGen's training: the second pass removes what the first leaves (a tag within a tag).
-        return clean_caption(clean_caption(text)) if self.clean else text.lower().strip()
+        return clean_caption(clean_caption(text))
 
     def notices(self, text: str) -> list[str]:
         """Words that cleaning removes, special tokens that it leaves, and what lies beyond the slots."""

@@ -73,7 +73,7 @@ class Words:
 
 @pytest.mark.parametrize(("count", "rest"), [(4, ""), (5, "w4"), (7, "w4 w5 w6")])
 def test_tokens_beyond_the_slots_of_t5_are_named(count, rest):
-    encoder = T5Encoder(None, Words(), slots=5, width=CAPTION, clean=False)
+    encoder = T5Encoder(None, Words(), slots=5, width=CAPTION)
     found = encoder.notices(" ".join(f"w{i}" for i in range(count)))
     assert [notice.split("leaves out: ")[1] for notice in found] == [f"{rest}."] * bool(rest)
 

@@ -58,13 +58,11 @@ def test_positions_far_apart_are_those_of_transformers(folder, reference):
     assert_as_exact(lambda: encoder(ids), reference(ids))
 
 
-def test_captions_are_cleaned_unless_switched_off(folder):
+def test_captions_are_cleaned(folder):
     encoder = model_of(folder).prompt_encoder
     assert encoder.ids("<b>red</b> cat https://a.com/b") == [4, 5, 1]
     assert encoder.ids("a red cat " * 50) == ([3, 4, 5] * 40)[: encoder.slots - 1] + [1]
     assert encoder.ids("") == [1]
-    encoder.clean = False
-    assert encoder.ids("RED <b>") == [4, 2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("root", ["", "text_encoders.t5xl.transformer."])
