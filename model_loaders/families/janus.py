@@ -63,7 +63,7 @@ _SKIPPED = (
     "lm_head.",
 )
 _BOS, _IMAGE_BEGIN, _IMAGE_END = "<｜begin▁of▁sentence｜>", "<begin_of_image>", "<end_of_image>"
-_EOS, _PLACEHOLDER = "<｜end▁of▁sentence｜>", "<image_placeholder>"
+_PLACEHOLDER = "<image_placeholder>"
 _SYSTEM = (  # of every conversation about an image, in training, too
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
     "provides, and assist the user with a variety of tasks using natural language."
@@ -135,7 +135,7 @@ def reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path],
     """The part of the files of ``model`` that reads images. Raises CheckpointError as ``load`` does."""
     words = model.backbone.config.dim, model.prefix.words
     tokenizer = open_tokenizer(checkpoint, *words, search)
-    return load_patch_reader(checkpoint, model, tokenizer, partial(question_ids, tokenizer), _EOS, operations)
+    return load_patch_reader(checkpoint, model, tokenizer, partial(question_ids, tokenizer), operations)
 
 
 def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor, ...]], str]:

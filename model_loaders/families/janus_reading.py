@@ -41,6 +41,7 @@ _NAMES = (  # names in either layout, as regular expressions -> ours
     (r"(?:model\.)?(aligner\.)", r"\1"),
     (r"(?:language_model\.)?lm_head\.", "head."),
 )
+_EOS = "<｜end▁of▁sentence｜>"  # after every answer
 _POOLED = "vision_model.vision_tower.attn_pool."  # of SigLIP's training; Janus reads the patches themselves
 
 
@@ -49,17 +50,15 @@ def load_patch_reader(
     model: DiscreteModel,
     tokenizer: Tokenizer,
     write: Callable[[str, int], tuple[list[int], int]],
-    end: str,
     operations=nn,
 ) -> PatchReader:
-    """The part of a Janus that reads images, on the CPU and in the model's dtype. write: see PatchReader; end: the
-    token after its answers. Raises CheckpointError for a file without it, and for tensors that are missing, unknown,
-    misshapen or not finite."""
+    """The part of a Janus that reads images, on the CPU and in the model's dtype. write: see PatchReader. Raises
+    CheckpointError for a file without it, and for tensors that are missing, unknown, misshapen or not finite."""
     tensors = tensors_of(checkpoint)
     with torch.device("meta"):
         reading = Reading(config_of(checkpoint, tensors), operations)
     load_weights(reading, tensors, checkpoint, model.dtype)
-    return PatchReader(model, reading, tokenizer, write, end)
+    return PatchReader(model, reading, tokenizer, write, _EOS)
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor | tuple[Tensor, ...]]:
