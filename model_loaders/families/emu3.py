@@ -6,7 +6,7 @@ original repositories (with a tiktoken file) and folders of transformers, old an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -317,16 +317,16 @@ def reader(checkpoint: Checkpoint, model: DiscreteModel, search: Sequence[Path],
     def write(text: str, image: Tensor) -> list[int]:
         return question_ids(words, tokenizer, text, image)
 
-    size, scale = words.images.stop, partial(scale_image, least=least)
+    size, scale = words.images.stop, partial(scale_image, grid_of=partial(read_grid, least=least))
     return token_reader(
         checkpoint, model, names_of(checkpoint), size, operations, tokenizer, scale, write, _NAMES["end"]
     )
 
 
-def scale_image(image: Tensor, patch: int, least: int) -> Tensor:
-    """An image [H, W, 3] in 0..1 in the size of its ``read_grid``."""
+def scale_image(image: Tensor, patch: int, grid_of: Callable[[int, int, int], Grid]) -> Tensor:
+    """An image [H, W, 3] in 0..1 in the size of the grid of its height, width and ``patch``."""
     height, width = image.shape[:2]
-    rows, cols = read_grid(height, width, patch, least)
+    rows, cols = grid_of(height, width, patch)
     return resize(image, rows * patch, cols * patch)
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ...models.discrete_model import DiscreteModel
-from ...models.pictures import resize
 from ...models.sizes import Grid, choose_grid, legal_grid
 from ...models.text.prompt_encoders import ImagePrompts, Images
 from ...models.text.tokenizer import Tokenizer
@@ -27,7 +26,7 @@ from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.names import meaning
 from ..llama import language_root
-from .emu3 import Words, build_emu, names_of, open_tokenizer, opening_ids, prompt_encoder, special_names
+from .emu3 import Words, build_emu, names_of, open_tokenizer, opening_ids, prompt_encoder, scale_image, special_names
 
 # What stands around a prompt in training, and around a negative one, which is empty by default. <|extra_100|> begins
 # the answer.
@@ -87,7 +86,7 @@ def load(
     images = ImagePrompts(
         _IMAGES,
         words.codes,
-        partial(scale_image, area=area),
+        partial(scale_image, grid_of=partial(scaled_grid, area=area)),
         write,
         write_negative,
         params={"cfg": image_cfg} | own.get("defaults", {}),
@@ -111,13 +110,6 @@ def load(
 
 
 # Images in a prompt
-
-
-def scale_image(image: Tensor, patch: int, area: int = _AREA) -> Tensor:
-    """An image [H, W, 3] in 0..1 in the size of its ``scaled_grid``."""
-    height, width = image.shape[:2]
-    rows, cols = scaled_grid(height, width, patch, area)
-    return resize(image, rows * patch, cols * patch)
 
 
 def scaled_grid(height: int, width: int, patch: int, area: int = _AREA) -> Grid:
