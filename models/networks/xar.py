@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...device.continuous_steps import Graphs, captured_step
+from . import vit
 from .diffusion_head import KINDS, Endpoint, TimeEmbedding
 from .positions import Rotation, grid_angles
 
@@ -140,12 +141,8 @@ class Places(NamedTuple):
     rotation: Rotation
 
 
-class Attention(nn.Module):
-    def __init__(self, dim: int, heads: int, operations):
-        super().__init__()
-        self.heads = heads
-        self.qkv = operations.Linear(dim, 3 * dim)
-        self.proj = operations.Linear(dim, dim)
+class Attention(vit.Attention):
+    """The layers of a vision transformer's, with rotated positions and the keys and values of earlier tokens."""
 
     def forward(
         self, x: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor] | None, mask: Tensor | None
