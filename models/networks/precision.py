@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import cache, partial
+from timeit import repeat
 
 import torch
 from torch import nn
@@ -33,17 +32,7 @@ def bf16_is_faster() -> bool:
             run = partial(product, layer, torch.ones(ROWS, INPUTS, dtype=dtype))
             with torch.inference_mode():
                 run()  # the first call packs
-                seconds[dtype] = shortest(run, TRIES)
+                seconds[dtype] = min(repeat(run, number=1, repeat=TRIES))  # that other programs disturbed least
     finally:
         torch.set_num_threads(threads)
     return seconds[torch.float32] > GAIN * seconds[torch.bfloat16]
-
-
-def shortest(run: Callable[[], object], tries: int) -> float:
-    """Seconds of the shortest of several runs: what other programs do meanwhile hardly changes that."""
-    seconds = []
-    for _ in range(tries):
-        begun = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begun)
-    return min(seconds)

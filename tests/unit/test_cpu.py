@@ -1,7 +1,5 @@
 """Linear layers on a CPU: products with packed weights, whose rows do not depend on each other."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -200,9 +198,3 @@ def test_a_layer_without_weights_is_called_in_blocks(fresh):
         given.clear()
         products.product(Head(), x.float())
         assert given == [130], "fp32: one call, as no blocks are known to help"
-
-
-def test_the_shortest_of_several_runs_counts(monkeypatch):
-    times = iter([0.0, 3.0, 10.0, 11.0, 20.0, 22.0])
-    monkeypatch.setattr(precision.time, "perf_counter", partial(next, times))
-    assert precision.shortest(lambda: None, 3) == 1.0
