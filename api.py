@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .limits.limits import IMAGES
-from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
+from .model_loaders.detect import bundled, find_model, load_drafter, load_image_decoder, load_model
 from .models.conditions import conditions
 from .models.continuous_model import ContinuousBase
 from .models.discrete_model import DiscreteModel
@@ -33,6 +33,7 @@ __all__ = [
     "Output",
     "Trace",
     "bundled",
+    "find_model",
     "load_drafter",
     "load_image_decoder",
     "load_model",

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ class ModelOptions:
             raise JobsError(f"there is no dtype {self.dtype}; there are {', '.join(DTYPES)}")
         for name in filter(None, (self.model, self.decoder, self.drafter)):
             try:
-                find_model(name)
+                api.find_model(name)
             except FileNotFoundError as error:
                 raise JobsError(f"there is no file or folder {name}. {error}") from error
 
@@ -126,14 +125,14 @@ class ModelWorker:
     def __init__(self, options: ModelOptions, maps: bool = False):
         self.options, self.recipe, self.maps = options, options.recipe(), maps
         self.model = api.load_model(
-            find_model(options.model),
+            api.find_model(options.model),
             device=options.device,
             dtype=DTYPES[options.dtype],
             storage=STORAGE.get(options.dtype),
             int8_cache=options.dtype == INT8_CACHE,
         )
-        self.decoder = api.load_image_decoder(find_model(options.decoder or options.model), device=options.device)
-        self.drafter = api.load_drafter(find_model(options.drafter), self.model) if options.drafter else None
+        self.decoder = api.load_image_decoder(api.find_model(options.decoder or options.model), device=options.device)
+        self.drafter = api.load_drafter(api.find_model(options.drafter), self.model) if options.drafter else None
 
     def generate(self, settings: dict[str, Any]) -> tuple[bytes, bytes, dict[str, Any], list[str]]:
         """PNGs of the image and of its acceptance map (empty unless wanted), with what it takes to repeat the image and
@@ -168,11 +167,6 @@ class ModelWorker:
         except Exception as error:  # of any kind: the other jobs go on
             record |= {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         return record | {"seconds": round(time.monotonic() - begun, 3)}, image, overlay
-
-
-def find_model(name: str) -> Path:
-    """A file or folder, or else the bundled model of that name."""
-    return Path(name) if Path(name).exists() else api.bundled(name)
 
 
 def png(pixels: np.ndarray, about: dict[str, Any]) -> bytes:

@@ -75,6 +75,11 @@ def bundled(name: str = "default") -> Path:
     return folder
 
 
+def find_model(name: str) -> Path:
+    """A file or folder, or else the bundled model of that name."""
+    return Path(name) if Path(name).exists() else bundled(name)
+
+
 def load_model(
     path: str | Path,
     device: str | torch.device = "cpu",

@@ -19,6 +19,7 @@ import comfyui_specar as specar
 import torch
 from comfyui_specar.api import Output
 from comfyui_specar.limits.replacing import replace
+from comfyui_specar.model_loaders.detect import find_model
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.probabilities import sampling_probs
 from comfyui_specar.tools.training.classifier import numbered
@@ -32,7 +33,6 @@ from . import quality_sources
 from .feature_spaces import Spaces
 from .quality_cases import Prompt, continuous_cases, discrete_cases, first_seed, settings_of
 from .quality_measure import Measurement, agreement
-from .report import find
 from .runs import Case
 
 BASE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # of the discrete model, besides guidance
@@ -122,12 +122,12 @@ class ModelUnderTest:
 
     @classmethod
     def load(cls, name: str, cfg: float, device: torch.device, dtype: torch.dtype, folder: Path) -> ModelUnderTest:
-        model = specar.load_model(find(name), device=device, dtype=dtype)
-        decoder = specar.load_image_decoder(find(name), device=device)
-        small = specar.load_drafter(find(f"{name}/small"), model)
+        model = specar.load_model(find_model(name), device=device, dtype=dtype)
+        decoder = specar.load_image_decoder(find_model(name), device=device)
+        small = specar.load_drafter(find_model(f"{name}/small"), model)
         if model.continuous:
             return cls(name, model, decoder, continuous_cases(small), {}, folder / name)
-        cases = discrete_cases(specar.load_drafter(find(f"{name}/eagle"), model), small)
+        cases = discrete_cases(specar.load_drafter(find_model(f"{name}/eagle"), model), small)
         return cls(name, model, decoder, cases, {"cfg": cfg, **BASE}, folder / f"{name}-{cfg:g}")
 
     @property
@@ -145,7 +145,7 @@ class ModelUnderTest:
             "settings": settings_of(case, self.model),
             "parameters": self.parameters,
             "dtype": str(self.model.dtype),
-            "weights": zlib.crc32((find(self.name) / "model.safetensors").read_bytes()),
+            "weights": zlib.crc32((find_model(self.name) / "model.safetensors").read_bytes()),
         }
         return json.dumps(about, sort_keys=True)
 
@@ -231,7 +231,7 @@ class ModelUnderTest:
     def conditions(self, prompts: Sequence[Prompt], spaces: Spaces) -> dict[str, Any]:
         """What all rows of a report on the model have in common: checksums of the model's files, those of its drafters
         among them, and how the images were drawn and looked at."""
-        folder = find(self.name)
+        folder = find_model(self.name)
         files = sorted(folder.rglob("*.safetensors"))
         return {
             "weights": {file.relative_to(folder).as_posix(): zlib.crc32(file.read_bytes()) for file in files},

@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import comfyui_specar as specar
 import torch
 
 PACKED = "$Format:%h$"  # git writes the commit here in an archive
@@ -99,11 +98,6 @@ def commit() -> str:
     except FileNotFoundError:
         return "unknown"
     return result.stdout.strip() or "unknown"
-
-
-def find(name: str) -> Path:
-    """A file or folder, or else the bundled model of that name."""
-    return Path(name) if Path(name).exists() else specar.bundled(name)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

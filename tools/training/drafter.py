@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 import torch
-from comfyui_specar.model_loaders.detect import bundled, find_image_decoder, load_image_decoder, load_model
+from comfyui_specar.model_loaders.detect import bundled, find_image_decoder, find_model, load_image_decoder, load_model
 from comfyui_specar.models.discrete_model import DiscreteModel
 from comfyui_specar.tools.training import drafter_export
 from comfyui_specar.tools.training.command import command, parsed
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     arguments = parsed(parser)
     torch.manual_seed(0)
-    path = Path(arguments.model) if Path(arguments.model).exists() else bundled(arguments.model)
+    path = find_model(arguments.model)
     model = load_model(path, arguments.device)
     if not isinstance(model, DiscreteModel):
         raise SystemExit(f"{path} generates vectors, not token ids. Its drafter is a smaller model of its family.")
