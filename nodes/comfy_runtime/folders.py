@@ -76,7 +76,7 @@ def register_folders() -> None:
 
 def set_mmap() -> None:
     """Disable memory mapping of weights if ComfyUI was started with --disable-mmap."""
-    use_mmap(not getattr(args, "disable_mmap", False))
+    use_mmap(not args.disable_mmap)
 
 
 def search_folders() -> list[Path]:
