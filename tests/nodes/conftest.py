@@ -37,7 +37,7 @@ from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress  # noq
 from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
 from ..support import tiny_emu35, tiny_glm_image, tiny_janus  # noqa: E402
 from ..support.families import Placed  # noqa: E402
-from ..support.fixtures import captures_work, on_tape  # noqa: E402, F401
+from ..support.fixtures import captures_work, costs_of_captures, on_tape  # noqa: E402, F401
 from ..support.lora import linear_layers, write_lora  # noqa: E402
 from ..support.simulated_gpu import gpu  # noqa: E402, F401
 from ..support.tiny import eagle_weights, fill, llamagen_weights, named_shapes, vq_weights  # noqa: E402

@@ -8,9 +8,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
-from comfyui_specar.samplers.drafts.costs import PassCosts
 from comfyui_specar.samplers.engine import first_use
-from comfyui_specar.samplers.methods import speculative
 
 from ..support.tape import TapeGraphs
 from .conftest import WITH_DRAFTER, defaults
@@ -105,13 +103,8 @@ def test_an_interruption_waits_until_a_capture_is_over(sample, taped, monkeypatc
 
 
 @pytest.mark.parametrize("method", ["NextToken", "SJD", *WITH_DRAFTER])
-def test_any_method_may_be_the_first_of_a_process(method, sample, nodes, tiny, on_tape, monkeypatch, caplog):
-    """As its node comes, on a card whose called passes cost something else than its captured ones."""
-    costs = {
-        False: PassCosts(((1, 1.0), (65, 1.05)), 0.3, ((1, 0.1), (16, 0.1))),
-        True: PassCosts(((1, 1.0), (9, 1.2), (17, 1.5), (65, 2.4)), 0.3, ((1, 0.15), (16, 0.2))),
-    }
-    monkeypatch.setattr(speculative, "pass_costs", lambda run, committed, out, graphs, *_: costs[graphs.active])
+def test_any_method_may_be_the_first_of_a_process(method, sample, nodes, tiny, on_tape, costs_of_captures, caplog):
+    """As its node comes."""
     first_use._checked.discard(tiny[0].model)
     sample(method, **defaults(nodes[f"SpecAR{method}Sampler"]))
     assert on_tape[-1].replayed and "CUDA graphs" not in caplog.text

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 from comfyui_specar.device import graphs
+from comfyui_specar.samplers.drafts.costs import PassCosts
+from comfyui_specar.samplers.methods import speculative
 from comfyui_specar.tools.training import loop
 
 from .captured_runs import capture_steps
@@ -23,6 +25,16 @@ def captures_work():
 def on_tape(monkeypatch) -> list[TapeGraphs]:
     """Captured runs until ``monkeypatch.undo()``."""
     return capture_steps(monkeypatch)
+
+
+@pytest.fixture
+def costs_of_captures(monkeypatch) -> None:
+    """As on a card whose called passes cost something else than its captured ones."""
+    costs = {
+        False: PassCosts(((1, 1.0), (65, 1.05)), 0.3, ((1, 0.1), (16, 0.1))),
+        True: PassCosts(((1, 1.0), (9, 1.2), (17, 1.5), (65, 2.4)), 0.3, ((1, 0.15), (16, 0.2))),
+    }
+    monkeypatch.setattr(speculative, "pass_costs", lambda run, committed, out, graphs, *_: costs[graphs.active])
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from comfyui_specar.samplers.contract import Drafter
 from hypothesis import HealthCheck, settings
 
 from ..support.fake_comfy import here, table  # noqa: F401
-from ..support.fixtures import captures_work, may_fail, on_tape, steady_clock  # noqa: F401
+from ..support.fixtures import captures_work, costs_of_captures, may_fail, on_tape, steady_clock  # noqa: F401
 from ..support.tiny import fill, llamagen, write_eagle
 
 settings.register_profile(

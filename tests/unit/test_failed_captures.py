@@ -9,7 +9,7 @@ from comfyui_specar.device import graphs
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.auto import Auto
-from comfyui_specar.samplers.drafts.costs import USUAL, PassCosts
+from comfyui_specar.samplers.drafts.costs import USUAL
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine import first_use
 from comfyui_specar.samplers.generate import generate
@@ -194,14 +194,9 @@ class Root:
         return self.operation(*given, **named).abs().sqrt()
 
 
-def test_what_it_measures_is_given_to_both_runs(on_tape, monkeypatch, caplog):
+def test_what_it_measures_is_given_to_both_runs(on_tape, costs_of_captures, caplog):
     """A GPU takes as long for a called pass of any width, and so grows another tree."""
     model, _, asked = toy("next token", plain(2, 6))
-    costs = {
-        False: PassCosts(((1, 1.0), (65, 1.05)), 0.3, ((1, 0.1), (16, 0.1))),
-        True: PassCosts(((1, 1.0), (9, 1.2), (17, 1.5), (65, 2.4)), 0.3, ((1, 0.15), (16, 0.2))),
-    }
-    monkeypatch.setattr(speculative, "pass_costs", lambda run, committed, out, graphs, *_: costs[graphs.active])
     for structure in (Auto(nodes=16, depth=4), ADTTree(pays=True)):
         first_use._checked.clear()
         on_tape.clear()
