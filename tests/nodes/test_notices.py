@@ -51,29 +51,18 @@ def test_nodes_that_encode_text_for_other_models_name_the_one_to_use(module, nam
 # Settings on prompts
 
 
-def settings_of(prompt):
-    """Node of core -> a prompt on which it sets something, and one on which it restricts nothing."""
-    mask, area, part = core.ConditioningSetMask(), core.ConditioningSetArea(), core.ConditioningSetAreaPercentage()
-    return {
-        "area": (area.append(prompt, 16, 32, 0, 0, 1.0), area.append(prompt, 32, 32, 0, 0, 1.0)),
-        "area, strength": (part.append(prompt, 0.5, 1.0, 0.5, 0, 0.5), part.append(prompt, 1.0, 1.0, 0, 0, 1.0)),
-        "mask": (
-            mask.append(prompt, torch.zeros(1, 8, 8), "default", 1.0),
-            mask.append(prompt, torch.ones(1, 8, 8), "mask bounds", 1.0),
-        ),
-        "strength": tuple(core.ConditioningSetAreaStrength().append(prompt, strength) for strength in (0.3, 1.0)),
-        "time range": tuple(
-            core.ConditioningSetTimestepRange().set_range(prompt, *ends) for ends in ((0, 0.5), (0, 1))
-        ),
-    }
-
-
-@pytest.mark.parametrize("words", ["area", "area, strength", "mask", "strength", "time range"])
-def test_settings_on_a_prompt_are_notices_unless_they_restrict_nothing(words, sample, positive, page, caplog):
-    server, ((restricted,), (free,)) = page(), settings_of(positive)[words]
+def test_settings_on_a_prompt_are_notices_unless_they_restrict_nothing(sample, positive, page, caplog):
+    """Those of core's nodes, all on one prompt."""
+    (restricted,) = core.ConditioningSetArea().append(positive, 16, 32, 0, 0, 0.5)
+    (restricted,) = core.ConditioningSetMask().append(restricted, torch.zeros(1, 8, 8), "default", 1.0)
+    (restricted,) = core.ConditioningSetTimestepRange().set_range(restricted, 0, 0.5)
+    (free,) = core.ConditioningSetAreaPercentage().append(positive, 1.0, 1.0, 0, 0, 1.0)
+    (free,) = core.ConditioningSetMask().append(free, torch.ones(1, 8, 8), "mask bounds", 1.0)
+    (free,) = core.ConditioningSetTimestepRange().set_range(free, 0, 1)
+    server = page()
     with caplog.at_level(logging.WARNING):
         _, trace = sample("NextToken", positive=restricted)
-    notice = f"AR models do not use what is set on the positive prompt: {words}."
+    notice = "AR models do not use what is set on the positive prompt: area, strength, mask, time range."
     assert trace.notices == [notice] and notice in caplog.text
     assert ("specar.notices", {"node": "7", "notices": [notice]}, "a page") in server.events
     server.events.clear()
