@@ -64,8 +64,8 @@ def call(function: bytes, *arguments: bytes) -> bytes:
     return function + group(*arguments) + b"R"
 
 
-def storage(elements: bytes = b"K\x04", key: str = "0") -> bytes:
-    return group(text("storage"), name("torch", "FloatStorage"), text(key), text("cpu"), elements) + b"Q"
+def storage(elements: bytes = b"K\x04", key: str = "0", kind: str = "FloatStorage") -> bytes:
+    return group(text("storage"), name("torch", kind), text(key), text("cpu"), elements) + b"Q"
 
 
 def tensor(size: bytes, stride: bytes, content: bytes | None = None, offset: bytes = b"K\x00") -> bytes:
@@ -121,9 +121,11 @@ CONTENTS = {  # what stands in the place of a tensor
 }
 
 
-def archive(content: bytes, folder: Path, ending: str = ".pt", **members: bytes) -> Path:
+def archive(
+    content: bytes, folder: Path, ending: str = ".pt", compression: int = zipfile.ZIP_STORED, **members: bytes
+) -> Path:
     file = folder / f"hostile{ending}"
-    with zipfile.ZipFile(file, "w") as opened:
+    with zipfile.ZipFile(file, "w", compression) as opened:
         for member, data in (
             {"data.pkl": content, "version": b"3\n", "data/0": struct.pack("<4f", 1, 2, 3, 4)} | members
         ).items():
