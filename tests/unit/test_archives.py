@@ -6,7 +6,7 @@ import zipfile
 import pytest
 import torch
 from comfyui_specar.limits.limits import CODES, LAYERS, PARTS, FileError
-from comfyui_specar.model_loaders.files import archives, checkpoint, names, pickles, torchscript
+from comfyui_specar.model_loaders.files import archives, checkpoint, names, pickles
 from comfyui_specar.model_loaders.files.archives import get_stored, members_of
 from comfyui_specar.model_loaders.files.pickles import check_pickle
 
@@ -63,24 +63,6 @@ def test_what_is_called_is_named():
 @pytest.mark.parametrize("module", ["__builtin__", "builtins"])
 def test_names_of_python_2_are_those_of_today(module):
     assert check(f"c{module}\nset\n(]tR".encode()) == ({"builtins.set"}, {})
-
-
-@pytest.mark.parametrize(
-    ("sizes", "steps", "elements"),
-    [((2, 3), (3, 1), 6), ((2, 3), (1, 2), 6), ((3,), (5,), 11), ((), (), 1), ((0, 9), (9, 1), 0), ((2, 2), (0, 0), 1)],
-)
-def test_a_tensor_ends_where_its_last_element_does(sizes, steps, elements):
-    numbers = torch.arange(99)
-    assert torchscript._view(numbers[:elements], 0, sizes, steps).shape == sizes
-    assert torchscript._view(numbers[: elements + 4], 4, sizes, steps).shape == sizes
-    for fewer, begin in ((elements - 1, 0), (elements, 1)) if elements else ():
-        with pytest.raises(FileError, match="larger than its storage"):
-            torchscript._view(numbers[:fewer], begin, sizes, steps)
-    with pytest.raises(FileError, match="invalid"):
-        torchscript._view(numbers, 0, sizes, (*steps, 1))
-    for offset in (-1, None):
-        with pytest.raises(FileError, match="place"):
-            torchscript._view(numbers, offset, sizes, steps)
 
 
 def archive(path, members, compress=()):

@@ -74,9 +74,11 @@ def write(tmp_path):
 def test_the_crafted_archives_are_sound(write):
     """Were they not, those below would be refused for another reason."""
     inner = module(weight=tensor(), bias=tensor(offset=1, size=(3,), stride=(1,)), training=b"\x89")
-    found = read_torchscript(write(module(inner=inner, nothing=b"N"), byteorder=b"little"))
-    assert found.keys() == {"inner.weight", "inner.bias"}
+    views = {"ends": tensor(size=(2,), stride=(3,)), "same": tensor(offset=3, stride=(0, 0))}
+    found = read_torchscript(write(module(inner=inner, nothing=b"N", **views), byteorder=b"little"))
+    assert found.keys() == {"inner.weight", "inner.bias", "ends", "same"}
     assert found["inner.weight"].tolist() == [[1, 2], [3, 4]] and found["inner.bias"].tolist() == [2, 3, 4]
+    assert found["ends"].tolist() == [1, 4] and found["same"].tolist() == [[4, 4]] * 2
 
 
 MARK = "a_file_that_only_running_code_would_write"
@@ -119,6 +121,8 @@ UNSOUND = {
     "a view larger than all": (module(x=tensor(size=(1 << 20, 1 << 20), stride=(0, 0))), "larger"),
     "a view backwards": (module(x=tensor(offset=3, stride=(-2, -1))), "size.*-2"),
     "a view of nothing": (module(x=tensor(b"N")), "tensors.*invalid"),
+    "a view with too few steps": (module(x=tensor(stride=(2,))), "tensors.*invalid"),
+    "a view before the beginning": (module(x=tensor(offset=-1)), "place"),
     "more numbers than stored": (module(x=tensor(storage(integer(8)))), "16 bytes.*8 elements"),
     "numbers of two kinds": (module(x=tensor(), y=tensor(storage(kind="IntStorage"))), "torch.float32"),
     "numbers that do not divide": (module(x=tensor(storage(key="odd"))), "data/odd.*3 bytes.*float32"),
