@@ -254,7 +254,7 @@ PORTRAITS = replace(
         whole_batch=2,
         sharpening_minutes=60,
     ),
-    model=replace(EMOJI.model, minutes=200, contrastive=0.03),
+    model=replace(EMOJI.model, minutes=200, contrastive=0.06),
     caption_slots=48,
     fill_slots=True,
     portraits=0.7,
