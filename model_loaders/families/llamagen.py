@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...limits.limits import bounded_int
 from ...models.discrete_model import DiscreteModel
 from ...models.networks.backbone import Backbone, BackboneConfig, join_gates
+from ...models.networks.positions import GridPositions
 from ...models.networks.prefix import CaptionPrefix, ClassPrefix
 from ...models.sizes import legal_grid
 from ...models.text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
@@ -140,7 +141,16 @@ def load(
     with torch.device("meta"):
         backbone = Backbone(config, operations)
     params = SamplingParams(**meta.get("defaults", defaults))
-    model = DiscreteModel(backbone, prefix, family, grid, params, encoder, meta.get("pixels_per_token", 16))
+    model = DiscreteModel(
+        backbone,
+        prefix,
+        family,
+        grid,
+        params,
+        encoder,
+        meta.get("pixels_per_token", 16),
+        positions=GridPositions(prompt_keys=meta.get("prompt_keys") is True),
+    )
     model.dtype = dtype
     return load_weights(model, join_gates(rename(outside | {**layers}, PARTS)), checkpoint, dtype)
 

@@ -80,14 +80,18 @@ def grid_angles(places: Tensor, cols: int, head_dim: int, theta: float = 10000.0
 
 @dataclass(frozen=True)
 class GridPositions(Positions):
-    """LlamaGen's (arXiv:2406.06525): image tokens rotate by row and column, prompt tokens are multiplied by zero."""
+    """LlamaGen's (arXiv:2406.06525): image tokens rotate by row and column, prompt tokens are multiplied by zero.
+
+    prompt_keys: prompt tokens are left as they are instead, so that image tokens can attend to some of them (ours).
+    """
 
     theta: float = 10000.0
+    prompt_keys: bool = False
 
     def prompt(self, count: int, head_dim: int, device: torch.device | str) -> Rotation:
         """Rotation [1, count, ...] of a prompt of ``count`` tokens."""
         nothing = torch.zeros((1, count, head_dim // 2), device=device)
-        return Rotation(nothing, nothing)
+        return Rotation(nothing + self.prompt_keys, nothing)
 
     def image(self, places: Tensor, prompts: Tensor, grid: tuple[int, int], head_dim: int) -> Rotation:
         """Rotation [R, T, ...] of the tokens at ``places`` [R, T] of an image (see Positions)."""

@@ -49,7 +49,7 @@ class TextToImage(nn.Module):
         self.prefix = CaptionPrefix(setting.caption_dim, setting.caption_slots, cfg.dim)
         self.words = nn.Embedding(words, setting.caption_dim)
         self.null_caption = nn.Parameter(torch.randn(setting.caption_slots, setting.caption_dim))
-        self.side = side
+        self.side, self.positions = side, GridPositions(prompt_keys=setting.prompt_keys)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "words" not in name and "null_caption" not in name:
                 nn.init.normal_(parameter, std=0.02)
@@ -74,7 +74,7 @@ class TextToImage(nn.Module):
         causal = torch.ones(length, length, dtype=torch.bool, device=x.device)
         mask = (causal.tril() & seen) | torch.eye(length, dtype=torch.bool, device=x.device)
         rotation = rotation_at(
-            GridPositions(), slots, tokens.shape[1] - 1, (self.side, self.side), self.backbone.config.head_dim, x.device
+            self.positions, slots, tokens.shape[1] - 1, (self.side, self.side), self.backbone.config.head_dim, x.device
         )
         hidden = self.backbone(x, rotation, mask=additive(mask[:, None], x.dtype))
         return self.backbone.logits(hidden[:, slots - 1 :]).float()

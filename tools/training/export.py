@@ -40,6 +40,7 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
             "grid": [side, side],
             "pixels_per_token": factor,
             "caption_slots": setting.caption_slots,
+            "prompt_keys": setting.prompt_keys,
             "defaults": asdict(setting.sampling),
             "trained_on": setting.name,
         },

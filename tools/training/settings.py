@@ -204,6 +204,7 @@ class Setting:
     masked_first_step: int = 970  # first denoising step: earlier ones amplify the smallest error of a head
     caption_slots: int = 10
     fill_slots: bool = False  # with the words of a caption, again and again
+    prompt_keys: bool = False  # see GridPositions
     masked_slots: int = 8  # of the continuous model; unused ones hold the null embedding
     caption_dim: int = 128
     placed: float = 0.2  # fraction of images with a small object somewhere
@@ -255,8 +256,9 @@ PORTRAITS = replace(
         sharpening_minutes=60,
     ),
     model=replace(EMOJI.model, minutes=200, contrastive=0.06),
-    caption_slots=48,
+    caption_slots=16,
     fill_slots=True,
+    prompt_keys=True,
     portraits=0.7,
     portrait_count=12_000,
     views=60_000,
