@@ -118,12 +118,12 @@ SCENES = {
     CANVAS.stem: Scene(
         "01 Text to image",
         {
-            CHECKPOINT: (0, 0, 200),
-            TEXT: (230, 0, 210, 110),
-            LATENT: (230, None, 210),
-            SAMPLER: (470, 0, 250),
-            DECODE: (750, 0, 220),
-            SAVE: (750, None, 220, 270),
+            CHECKPOINT: (0, 0, 225),
+            TEXT: (255, 0, 210, 110),
+            LATENT: (255, None, 210),
+            SAMPLER: (495, 0, 250),
+            DECODE: (775, 0, 220),
+            SAVE: (775, None, 220, 270),
         },
     ),
     CHECKPOINT: Scene(
