@@ -15,6 +15,7 @@ _HEADLESS = (
     "load_image_decoder",
     "load_drafter",
     "bundled",
+    "find_model",
     "sample",
     "methods",
     "structures",

@@ -1,6 +1,6 @@
 """Makes the images of the documentation: the README's animation, the contact sheets of the bundled models' cards, the
-example that templates begin with, and, in a real ComfyUI, one per help page, a thumbnail per template, and, if they are
-asked for, screenshots.
+example that templates begin with, and, in a real ComfyUI, the README's canvas, one per help page, a thumbnail per
+template, and, if they are asked for, screenshots.
 
 Run it again when models, nodes or workflows have changed (with tools/pictures.sh), for all of them or those given.
 """

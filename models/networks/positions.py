@@ -90,8 +90,8 @@ class GridPositions(Positions):
 
     def prompt(self, count: int, head_dim: int, device: torch.device | str) -> Rotation:
         """Rotation [1, count, ...] of a prompt of ``count`` tokens."""
-        nothing = torch.zeros((1, count, head_dim // 2), device=device)
-        return Rotation(nothing + self.prompt_keys, nothing)
+        cos = torch.full((1, count, head_dim // 2), float(self.prompt_keys), device=device)
+        return Rotation(cos, torch.zeros_like(cos))
 
     def image(self, places: Tensor, prompts: Tensor, grid: tuple[int, int], head_dim: int) -> Rotation:
         """Rotation [R, T, ...] of the tokens at ``places`` [R, T] of an image (see Positions)."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
+from comfyui_specar.models.networks.positions import GridPositions
 from comfyui_specar.tools.training import drafter as command_line
 from comfyui_specar.tools.training import drafter_export
 from comfyui_specar.tools.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
@@ -229,8 +230,9 @@ def test_training_sees_what_a_draft_will_see(target, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "small"])
-def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind, steady_clock):
+def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind, steady_clock, monkeypatch):
     torch.manual_seed(0)
+    monkeypatch.setattr(target, "positions", GridPositions(prompt_keys=kind == "small"))
     make = lambda: EagleObjective(target, 2) if kind == "eagle" else SmallObjective(target, 32, 1)  # noqa: E731
     objective = make()
     before = overlap(objective, objective.module, pool, 1.0)
@@ -246,7 +248,8 @@ def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind, stead
         drafter_export.write_eagle(module, target, tmp_path / "d")
     else:
         drafter_export.write_small(module, tmp_path / "d")
-        assert load_model(tmp_path / "d").grid == target.grid
+        small = load_model(tmp_path / "d")
+        assert (small.grid, small.positions) == (target.grid, target.positions)
     drafter = load_drafter(tmp_path / "d", target)
     assert drafter.kind == ("eagle" if kind == "eagle" else "model")
     trained = overlap(objective, module, pool, 2.0)

@@ -8,7 +8,7 @@ import comfyui_specar as specar
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.reports.acceptance_map import TOKEN_PIXELS, draw_maps, enlarge
+from comfyui_specar.reports.acceptance_map import GREY, INK, TOKEN_PIXELS, draw_legend, draw_maps, enlarge, token_map
 from comfyui_specar.reports.comparison import WIDTH
 from comfyui_specar.reports.images import as_bytes
 from comfyui_specar.reports.timeline_frames import UNDRAWN
@@ -93,6 +93,16 @@ def test_what_is_no_image_of_the_run_is_refused(example, image, message):
     for report in (specar.acceptance_map, specar.timeline_frames):
         with pytest.raises(ValueError, match=message):
             report(trace, image)
+
+
+def test_a_metric_that_the_run_lacks_is_grey_and_says_why(example):
+    for kind, metric in (("discrete", "distance"), ("continuous", "entropy")):
+        trace = example[kind]["out"].trace
+        pixels = specar.acceptance_map(trace, metric=metric, opacity=1.0)[0]
+        height = len(pixels) - len(draw_legend(token_map(trace, metric, 0), pixels.shape[1]))
+        assert (pixels[:height] == GREY).all() and (pixels[height:] == INK).any(), "a sentence stands in the legend"
+    with pytest.raises(ValueError, match="metric.*'magic'.*source"):
+        specar.acceptance_map(trace, metric="magic")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -114,6 +114,8 @@ UNSOUND = {
     "no module": (integer(1), "no module"),
     "an end too soon": (b"(", "description"),
     "a reader to be changed": (module(x=REBUILD + CHANGE + b"b"), "change"),
+    "a reader's slots to be changed": (module(x=REBUILD + group(b"N", CHANGE) + b"b"), "change"),
+    "a module's kind to be changed": (name("__torch__", "Net") + CHANGE + b"b", "change"),
     "a module of no attributes": (name("__torch__", "Net") + b")\x81" + integer(1) + b"b", "attributes"),
     "a module in itself": (name("__torch__", "Net") + b")\x81q\x00}(" + text("x") + b"h\x00ub", "without end"),
     "a view beyond the end": (module(x=tensor(offset=1)), "larger"),

@@ -163,9 +163,7 @@ def hard_negatives(captions: Captions, rows: Tensor, dropped: Tensor, count: int
     found = []
     for i in (~dropped).nonzero().flatten().tolist():
         said = dict.fromkeys(word for word in rows[i].tolist() if word >= 0)
-        negatives = captions.hard_negatives(list(said))
-        negatives.pop("hair", None)  # whose colour the model learns without them
-        if negatives:
+        if negatives := captions.hard_negatives(list(said)):
             found.append((i, captions.random.choice(list(negatives.values()))))
     chosen = [found[k % len(found)] for k in range(count)] if found else []
     index = torch.tensor([i for i, _ in chosen] or [0] * count, dtype=torch.int64, device=rows.device)

@@ -10,6 +10,7 @@ from pathlib import Path
 from ...device.cpu import unpack
 from ...models.discrete_model import DiscreteModel
 from ...models.networks.eagle import Eagle
+from ...models.networks.positions import GridPositions
 from ...models.networks.prefix import CaptionPrefix
 from .export import half, llamagen_tensors, save
 
@@ -65,6 +66,7 @@ def write_small(module: DiscreteModel, out: Path) -> None:
         "heads": module.backbone.config.heads,
         "grid": list(module.grid),
         "pixels_per_token": module.pixels_per_token,
+        "prompt_keys": module.positions == GridPositions(prompt_keys=True),
         "defaults": asdict(module.defaults),
     }
     if isinstance(module.prefix, CaptionPrefix):

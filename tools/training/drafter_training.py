@@ -188,6 +188,7 @@ class SmallObjective:
             model.defaults,
             model.prompt_encoder,
             model.pixels_per_token,
+            positions=model.positions,
         )
         initialise(self.module)
         self.module.to(model.device)
