@@ -1,4 +1,4 @@
-"""The example for programs of docs/nodes.md, and what it says of the history."""
+"""The example of docs/api.md over HTTP, and what it says of the history."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ import sys
 from tests.support.patience import PATIENCE
 from tools.comfy_server import PACK
 
-DOCUMENT = (PACK / "docs/nodes.md").read_text(encoding="utf-8")
+DOCUMENT = (PACK / "docs/api.md").read_text(encoding="utf-8").split("## Over HTTP")[1]
 
 
 def test_the_example_queues_a_workflow_and_fetches_its_image(comfy, tmp_path):
