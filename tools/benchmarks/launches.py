@@ -130,7 +130,7 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
                 "neighbour_table",
                 lambda codes, n: torch.empty((len(codes), n), dtype=torch.int64, device=GPU),
             ),
-            (speculative, "bound", lambda rule, model: rule.bind(model)),  # without a look at its numbers
+            (speculative, "bind_rule", lambda rule, model: rule.bind(model)),  # without a look at its numbers
         ):
             stack.enter_context(patch.object(where, name, instead))
         made_once = constants.counting, constants.constant, constants.uniform_probs
