@@ -53,13 +53,13 @@ def _clear(ints, floats, root, size, columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _record(ints, floats, size, column, source, rank, q, ratio, tv_bound):
+def _record(ints, floats, size, column, source, rank, q, ratio, drift_bound):
     """The last test at a column."""
     tl.store(ints + 2 * size + column, source.to(tl.int64))
     tl.store(ints + 3 * size + column, rank.to(tl.int64))
     tl.store(floats + column, q)
     tl.store(floats + size + column, ratio)
-    tl.store(floats + 2 * size + column, tv_bound)
+    tl.store(floats + 2 * size + column, drift_bound)
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _recursive_rejection_sampling(
     q_turn = zero
     p_norm = 1.0
     q_norm = 1.0
-    tv_bound = 0.0
+    drift_bound = 0.0
     going = zero + 1
     while going != 0:
         child = tl.load(children + node * width + rank, mask=rank < width, other=-1)
@@ -272,11 +272,11 @@ def _recursive_rejection_sampling(
 
             # Record.
             if NEAR:
-                tv_bound += tl.maximum(f - ratio, 0.0)
+                drift_bound += tl.maximum(f - ratio, 0.0)
             elif RELAX:
-                tv_bound += drift
+                drift_bound += drift
             source = tl.where(passed, tl.where(uniform < ratio, ACCEPTED, RELAXED), RESIDUAL)
-            _record(ints, floats, size, level, source, rank, q_x, ratio, tv_bound)
+            _record(ints, floats, size, level, source, rank, q_x, ratio, drift_bound)
 
             # Descend to the child, or leave the residual to the next sibling.
             if passed:
@@ -290,7 +290,7 @@ def _recursive_rejection_sampling(
                     q_row = draft_probs + tl.load(draft_row + node) * vocab
                 p_norm = 1.0
                 q_norm = 1.0
-                tv_bound = 0.0
+                drift_bound = 0.0
                 going = tl.where(level < levels, 1, 0)
             else:
                 if residual > 0:

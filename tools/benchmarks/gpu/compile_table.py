@@ -54,6 +54,8 @@ def main() -> None:
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     made = {pair for pair in PAIRS if table["tritons"].get(pair[0], {}).get(pair[1], {}).get("sources") == sources()}
     wanted = [pair for pair in PAIRS if pair not in made]
+    for version in dict.fromkeys(version for version, _ in wanted):
+        install(version)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for (version, arch), entry in zip(wanted, threads.map(lambda pair: compiled_by(*pair), wanted), strict=True):
             table["tritons"].setdefault(version, {})[arch] = {"sources": sources()} | entry
@@ -66,12 +68,20 @@ def main() -> None:
     write(table)
 
 
-def compiled_by(version: str, arch: str) -> dict[str, Any]:
-    """``compiled`` in a process that finds this version of Triton."""
-    folder = CACHE / f"triton-{version}"
+def folder_of(version: str) -> Path:
+    return CACHE / f"triton-{version}"
+
+
+def install(version: str) -> None:
+    folder = folder_of(version)
     if not folder.exists():
         pip = "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"
         subprocess.run([sys.executable, "-m", *pip, "--target", folder, f"triton=={version}"], check=True)
+
+
+def compiled_by(version: str, arch: str) -> dict[str, Any]:
+    """``compiled`` in a process that finds this version of Triton."""
+    folder = folder_of(version)
     there = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "TRITON_CACHE_DIR": str(CACHE / "triton-cache")}
     command = sys.executable, "-m", "tools.benchmarks.gpu.compile_table", "--here", arch
     printed = subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE, text=True).stdout
