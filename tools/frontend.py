@@ -7,7 +7,7 @@ from playwright.sync_api import Page, sync_playwright
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 WIDTH, HEIGHT = 2800, 1800  # large enough for any arrangement beside ComfyUI's own bars
-CORNER = (300, 160)  # position of the upper left corner of an arrangement, clear of them
+CORNER = (300, 200)  # position of the upper left corner of an arrangement, clear of them
 MARGIN, BADGE = 14, 22  # beside and below nodes, and above them
 SHARPNESS = 2  # pixels of a screenshot per pixel of the page
 RUN_SECONDS = 600
@@ -41,7 +41,7 @@ HELPERS = """() => {
 }"""
 
 # Shown nodes are arranged; the others are moved out of sight to their side, so that wires come from there.
-ARRANGE = """shown => {
+ARRANGE = """([shown, corner]) => {
     const nodes = Object.keys(shown).map(find), left = Math.min(...nodes.map(node => node.pos[0]));
     for (const node of app.graph._nodes)
         if (!nodes.includes(node)) node.pos = [node.pos[0] > left ? 9000 : -9000, 0];
@@ -49,13 +49,17 @@ ARRANGE = """shown => {
     Object.values(shown).forEach(([x, y, width, height], index) => {
         const node = nodes[index], above = nodes[index - 1], least = node.computeSize();
         if (node.type.startsWith('SpecAR')) node.title = node.constructor.title;  // workflows may call it otherwise
-        node.pos = [x, y ?? above.pos[1] + above.size[1] + 60];
+        node.pos = [x, y ?? above.pos[1] + (above.flags.collapsed ? 0 : above.size[1]) + 50];
         if (!width) [node.flags.collapsed, node.title] = [true, node.title.replace(/ \\(.*/, '')];  // long ones are cut
         else node.setSize([width, height ?? Math.max(least[1], 60)]);
     });
-    app.canvas.draw(true, true);  // measures the nodes
-    return nodes.map(node => [...node.getBounding()]);
+    app.canvas.deselectAll();
+    app.canvas.ds.scale = 1;
+    app.canvas.ds.offset = corner;
+    app.canvas.draw(true, true);
 }"""
+
+MEASURE = "names => names.map(name => [...find(name).getBounding()])"  # of what was drawn: images make nodes taller
 
 COMPLETE = """() => app.graph._nodes.every(node =>
     !node.imgs || node.imgs.every(image => image.complete && image.naturalWidth > 0))"""
@@ -126,19 +130,15 @@ class Frontend:
         """PNG of the named nodes alone, with a margin that shows wires and the badge above a node. They are placed at
         (x, y, width[, height]); y None: below the previous node; width 0: collapsed.
         """
-        boxes = self.page.evaluate(ARRANGE, {name: list(place) for name, place in shown.items()})
+        self.page.evaluate(ARRANGE, [{name: list(place) for name, place in shown.items()}, CORNER])
+        self.page.mouse.move(5, HEIGHT // 2)
+        self.page.wait_for_timeout(700)
+        boxes = self.page.evaluate(MEASURE, list(shown))
         left, top = min(b[0] for b in boxes), min(b[1] for b in boxes)
         width, height = max(b[0] + b[2] for b in boxes) - left, max(b[1] + b[3] for b in boxes) - top
         if width + CORNER[0] > WIDTH - 300 or height + CORNER[1] > HEIGHT - 100:
             raise FrontendError(f"{width:.0f} x {height:.0f} are too large for the page")
-        self.page.evaluate(
-            "([x, y]) => { app.canvas.deselectAll(); app.canvas.ds.scale = 1; "
-            "app.canvas.ds.offset = [x, y]; app.canvas.setDirty(true, true); }",
-            [CORNER[0] - left, CORNER[1] - top],
-        )
-        self.page.mouse.move(5, HEIGHT // 2)
-        self.page.wait_for_timeout(700)
-        clip = {"x": CORNER[0] - MARGIN, "y": CORNER[1] - BADGE, "width": width + 2 * MARGIN}
+        clip = {"x": left + CORNER[0] - MARGIN, "y": top + CORNER[1] - BADGE, "width": width + 2 * MARGIN}
         return self.page.screenshot(clip={**clip, "height": height + BADGE + MARGIN})
 
     def render(self, html: str, size: tuple[int, int]) -> bytes:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import example
 import hero
@@ -70,9 +71,18 @@ class Scene:
         return page.photograph(self.shown)
 
 
+def saved(x: int, y: int | None, width: int, height: int) -> dict[str, tuple]:
+    """VAE Decode, collapsed, and Save Image below it."""
+    return {DECODE: (x, y, 0), SAVE: (x, None, width, height)}
+
+
+def beside_its_image(workflow: str, kind: str, **changes: Any) -> Scene:
+    return Scene(workflow, {kind: (0, 0, 330), **saved(380, 0, 240, 265)}, **changes)
+
+
 def sampler(workflow: str, kind: str) -> Scene:
-    """A sampler beside its image and acceptance map."""
-    return Scene(workflow, {kind: (0, 0, 330), SAVE: (0, None, 330, 240), MAP: (COLUMN, 0, 330, 700)})
+    """A sampler above its image, beside its acceptance map."""
+    return Scene(workflow, {kind: (0, 0, 330), **saved(0, None, 330, 270), MAP: (380, 0, 330, 760)})
 
 
 def fed(kind: str) -> tuple[tuple[str, str, str, str], ...]:
@@ -93,7 +103,7 @@ def rule(
     **values: object,
 ) -> Scene:
     """A rule beside the map of tokens that it accepted by relaxation."""
-    shown = {kind: (0, 0, 300), target: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 680)}
+    shown = {kind: (0, 0, 300), target: (0, None, 0), **saved(0, None, 300, 270), MAP: (COLUMN, 0, 330, 680)}
     return Scene(
         workflow,
         shown,
@@ -149,19 +159,26 @@ SCENES = {
     ),
     "SpecARLoadImageDecoder": Scene(
         "01 Text to image",
-        {"SpecARLoadImageDecoder": (0, 0, 300), SAMPLER: (0, 110, 0), DECODE: (350, 0, 200), SAVE: (600, 0, 270, 235)},
+        {"SpecARLoadImageDecoder": (0, 0, 300), SAMPLER: (0, 110, 0), DECODE: (350, 0, 200), SAVE: (600, 0, 270, 265)},
         added={"SpecARLoadImageDecoder": {"decoder_name": DECODER}},
         wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),),
     ),
     LATENT: Scene(
         "02 Four images at once",
-        {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SAMPLER: (240, 180, 0), SAVE: (550, 0, 330, 340)},
+        {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SAMPLER: (240, None, 0), **saved(550, 0, 330, 340)},
     ),
     "SpecARContinuePicture": Scene(
         "05 Continue an image",
-        {EXAMPLE: (0, 0, 300, 330), "SpecARContinuePicture": (COLUMN, 0, 300), SAVE: (COLUMN, None, 300, 300)},
+        {
+            EXAMPLE: (0, 0, 300, 330),
+            "SpecARContinuePicture": (COLUMN, 0, 300),
+            SAMPLER: (COLUMN, None, 0),
+            **saved(COLUMN, None, 300, 300),
+        },
     ),
-    EXAMPLE: Scene("03 Inpaint your image", {EXAMPLE: (0, 0, 300, 330), SAVE: (COLUMN, 0, 300, 330)}),
+    EXAMPLE: Scene(
+        "03 Inpaint your image", {EXAMPLE: (0, 0, 300, 330), SAMPLER: (COLUMN, 0, 0), **saved(COLUMN, None, 300, 270)}
+    ),
     "SpecARDecodeGLMImage": Scene(
         "28 GLM-Image (download)",
         {
@@ -199,10 +216,10 @@ SCENES = {
         added={"SpecARModelInfo": {}},
         wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),),
     ),
-    SAMPLER: Scene("01 Text to image", {SAMPLER: (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
-    "SpecARNextTokenSampler": Scene(
+    SAMPLER: beside_its_image("01 Text to image", SAMPLER),
+    "SpecARNextTokenSampler": beside_its_image(
         "01 Text to image",
-        {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)},
+        "SpecARNextTokenSampler",
         added={
             "SpecARNextTokenSampler": {
                 "seed": 2,
@@ -221,16 +238,16 @@ SCENES = {
     "SpecARCoolSDSampler": sampler("14 Method - Cool-SD", "SpecARCoolSDSampler"),
     "SpecARADTTreeSampler": sampler("15 Method - ADT-Tree", "SpecARADTTreeSampler"),
     "SpecARVVSSampler": sampler("16 Method - VVS", "SpecARVVSSampler"),
-    "SpecARContinuousNextTokenSampler": Scene(
+    "SpecARContinuousNextTokenSampler": beside_its_image(
         "17 Continuous tokens",
-        {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)},
+        "SpecARContinuousNextTokenSampler",
         added={"SpecARContinuousNextTokenSampler": {}},
         wires=fed("SpecARContinuousNextTokenSampler"),
     ),
     "SpecARContinuousSampler": sampler("17 Continuous tokens", "SpecARContinuousSampler"),
     "SpecARMethodSampler": Scene(
         "08 Find the fastest method",
-        {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, 60, 330), SAVE: (COLUMN, 0, 270, 240)},
+        {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, None, 330), **saved(380, 0, 270, 270)},
     ),
     "SpecARRuleExact": rule("SpecARRuleExact", "source"),
     "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
@@ -238,14 +255,14 @@ SCENES = {
     "SpecARRuleCoolSD": rule("SpecARRuleCoolSD", delta=4),
     "SpecAREntropyTemperature": Scene(
         "01 Text to image",
-        {"SpecAREntropyTemperature": (0, 0, 300), SAMPLER: (COLUMN, 0, 300), SAVE: (2 * COLUMN, 0, 240, 235)},
+        {"SpecAREntropyTemperature": (0, 0, 300), SAMPLER: (COLUMN, 0, 300), **saved(2 * COLUMN, 0, 240, 265)},
         added={"SpecAREntropyTemperature": {"strength": 1, "decay": 1}},
         wires=(
             (CHECKPOINT, "AR_MODEL", "SpecAREntropyTemperature", "model"),
             ("SpecAREntropyTemperature", "AR_MODEL", SAMPLER, "model"),
         ),
     ),
-    MAP: Scene("07 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
+    MAP: Scene("07 Acceptance map", {SAVE: (0, 0, 240, 250), MAP: (300, 0, 420, 640)}),
     "SpecARTimeline": Scene("06 Race", {"SpecARTimeline": (0, 0, 520, 560)}),
     "SpecARFindFastest": Scene(
         "08 Find the fastest method",
