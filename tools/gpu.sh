@@ -13,25 +13,19 @@ PYTHON="${PYTHON:-python3}"
 WHEELS_FOR="${WHEELS_FOR:-3.12}" # version of Python on the other machine
 MOST=60                         # MiB of an archive
 CODE=(__init__.py api.py pyproject.toml LICENSE assets/continuous assets/default batch device kernels limits locales
-    model_loaders models nodes reports samplers subgraphs tests/support tools web workflows/api)
-# What ComfyUI needs beyond torch, transformers and aiohttp. Its front end is not needed.
-PACKAGES=(alembic annotated-types av blake3 comfy-aimdo comfy-kitchen einops mako pydantic pydantic-core
-    pydantic-settings python-dotenv safetensors simpleeval spandrel SQLAlchemy torchsde trampoline typing-inspection)
+    model_loaders models nodes reports samplers subgraphs tests/support tools ':!tools/training/checkpoints' web workflows/api)
+# What ComfyUI needs beyond torch, transformers and aiohttp: alone, with what it needs itself, and without kernels of its
+# own (of 70 MiB). Its front end is not needed.
+PACKAGES=(alembic av blake3 comfy-aimdo einops mako safetensors simpleeval spandrel SQLAlchemy torchsde trampoline)
+WITH_THEIRS=(pydantic pydantic-settings)
+PURE=(comfy-kitchen)
+LINUX=(--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64)
 
 compressed() {
     xz -T0 -3 -c >"$1"
     local size=$(($(stat -c %s "$1") / 2 ** 20))
     echo "$1: $size MiB"
     [ "$size" -le "$MOST" ] || { echo "error: that is more than $MOST MiB" >&2 && exit 1; }
-}
-
-# The wheel of a package as ComfyUI's requirements name it: one for every machine, or else for Linux on x86-64.
-fetch() {
-    local wanted pip=("$PYTHON" -m pip download -q --no-deps --only-binary=:all: --python-version "$WHEELS_FOR" -d "$2")
-    wanted="$(grep -iE "^$1 *([=<>~].*)?$" "$3" | tr -d ' ' || echo "$1")"
-    "${pip[@]}" --implementation py --abi none --platform any "$wanted" 2>/dev/null ||
-        "${pip[@]}" --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
-            --platform manylinux2014_x86_64 "$wanted"
 }
 
 pack() {
@@ -41,7 +35,11 @@ pack() {
     local made
     made="$(mktemp -d)"
     mkdir "$made/wheels"
-    for package in "${PACKAGES[@]}"; do fetch "$package" "$made/wheels" "$2/requirements.txt"; done
+    local fetch=("$PYTHON" -m pip download -q --only-binary=:all: --python-version "$WHEELS_FOR"
+        -c "$2/requirements.txt" -d "$made/wheels")
+    "${fetch[@]}" "${LINUX[@]}" --no-deps "${PACKAGES[@]}"
+    "${fetch[@]}" "${LINUX[@]}" "${WITH_THEIRS[@]}"
+    "${fetch[@]}" --platform any --implementation py --abi none --no-deps "${PURE[@]}"
     cp -rL "$2" "$made/tree"
     rm -rf "$made/tree/.git" "$made/tree/models" "$made/tree/comfy_api_nodes" "$made/tree/blueprints"
     tar -C "$made" --exclude __pycache__ --transform "s,^,comfyui/," -c tree wheels | compressed "$1/comfyui.tar.xz"
