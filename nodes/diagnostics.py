@@ -23,6 +23,7 @@ from .comfy_runtime import folders
 from .schema import schema
 from .search import REPORT
 from .sockets import ARTrace
+from .widgets import renamed, valid_choice
 
 log = logging.getLogger(__name__)
 MOST_RUNS = 8  # inputs of Compare Runs
@@ -76,8 +77,12 @@ class AcceptanceMap(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, metric: str | None = None) -> bool | str:
+        return valid_choice("metric", metric, acceptance_map.METRICS)
+
+    @classmethod
     def execute(cls, trace: Trace, metric: str, opacity: float, image: torch.Tensor | None = None) -> io.NodeOutput:
-        maps = acceptance_map.draw_maps(trace, image, metric, opacity, some=True)
+        maps = acceptance_map.draw_maps(trace, image, renamed(metric), opacity, some=True)
         overlay, colours = as_images(maps.overlay), as_images(maps.colours)
         numbers = [token_numbers(trace, i, maps.map_size, legend) for i, legend in enumerate(maps.legends)]
         ui_output = ui_of(trace, **preview(overlay, cls, numbers))

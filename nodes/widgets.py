@@ -14,6 +14,7 @@ RENAMED = {  # a combo's option in older workflows -> its name now
     "same image as next token": "fast, same image as slow",
     "next token": "slow",
     "same seed, same picture (Gumbel, exact)": "same seed, same image (Gumbel, exact)",
+    "TV leak": "drift bound",
 }
 
 

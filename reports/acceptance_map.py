@@ -354,7 +354,7 @@ METRICS = {  # as the node's widget lists them
     "tree width": Metric(partial(_tree, "tree_width", "Most drafts on one level of the token's tree"), False, NO_TREES),
     "skipped": Metric(partial(_marks, Source.SKIPPED, "Tokens accepted unverified"), False),
     "accepted by relaxation": Metric(partial(_marks, Source.RELAXED, "Draft tokens that only a relaxed rule accepted")),
-    "TV leak": Metric(_drift, False),
+    "drift bound": Metric(_drift, False),
     "distance": Metric(_distance, True),
     "log ratio": Metric(_log_ratio, True),
     "order": Metric(_order, True),

@@ -15,6 +15,9 @@ from comfyui_specar.samplers.trace import Source, Trace
 CONTINUOUS, DISCRETE = ([name for name, each in METRICS.items() if each.continuous is kind] for kind in (True, False))
 
 
+OLDER = "TV leak", "drift bound"  # one metric
+
+
 def as_json(trace: Trace) -> dict:
     return json.loads(json.dumps(trace.report()))  # tuples become lists
 
@@ -66,10 +69,10 @@ def test_sources_have_their_colours_and_a_counted_legend():
 
 
 def test_an_exact_run_has_no_drift():
-    drawn = token_map(made_trace(drift_bound=[0.0] * 4), "TV leak", 0)
+    drawn = token_map(made_trace(drift_bound=[0.0] * 4), "drift bound", 0)
     assert not drawn.strength.any() and drawn.title == "Drift bound"
     assert drawn.legend[0].text == "exact: no drift"
-    assert token_map(made_trace(), "TV leak", 0).title.startswith("Drift bound, ")
+    assert token_map(made_trace(), "drift bound", 0).title.startswith("Drift bound, ")
 
 
 def test_the_similarities_of_a_run_tell_its_quarters():
@@ -110,7 +113,7 @@ def test_marked_tokens(metric, kind):
         (made_trace(), "top-1 probability", [[1, 0.5], [0.25, 0]], "kept or fixed: 1"),
         (made_trace(), "tree depth", [[1, 1], [0, 0]], "not from a tree: 2"),
         (made_trace(), "tree width", [[0.5, 1], [0, 0]], "not from a tree: 2"),
-        (made_trace(), "TV leak", [[0, 1], [0.5, 0]], "kept or fixed: 1"),
+        (made_trace(), "drift bound", [[0, 1], [0.5, 0]], "kept or fixed: 1"),
         (made_trace(), "similarity", [[0, 0.75], [0, 0]], "not from a tree: 2"),
         (vector_trace(), "source", [[1, 0], [0, 0]], "kept or fixed: 1 (25%)"),
         (vector_trace(), "pass", [[1, 1], [0.5, 0]], "kept or fixed: 1"),
@@ -174,6 +177,13 @@ def test_a_loaded_trace_shows_what_the_run_showed(kind, run_node, save, show, dr
     assert all(numbers_of(trace, i) == numbers_of(loaded, i) for i in range(trace.totals["images"]))
     ours, theirs = (run_node("CompareTraces", trace_1=t, trace_2=t) for t in (trace, loaded))
     assert torch.equal(ours.result[0], theirs.result[0]) and ours.result[1] == theirs.result[1]
+
+
+def test_an_older_workflow_gets_the_drift_bound_by_its_old_name(show, draw, nodes, rule):
+    _, trace = draw("DraftTree", rule=rule("TVMetered", epsilon=0.3))
+    validate, maps = nodes["SpecARAcceptanceMap"].validate_inputs, [show(trace, name).result for name in OLDER]
+    assert all(torch.equal(*pair) for pair in zip(*(each[:3] for each in maps), strict=True))
+    assert [validate(metric=name) for name in OLDER] == [True, True] and "'source'" in validate(metric="magic")
 
 
 @pytest.mark.parametrize(("kind", "metric"), [("DraftTree", "entropy"), ("Continuous", "distance")])
