@@ -87,12 +87,13 @@ def measure(findings: Findings, case: Subject, counted: Captures) -> None:
                 runs[contestant.name].append(contestant(seed))
     if captured := counted.taken():
         findings.failure(f"{case.name}: {len(captured)} captures were timed")
+    bytes_per_second = bandwidth(case.model.device, weights_read(case.model.backbone))  # once, so that floors compare
     for contestant in contestants if all(runs.values()) else ():
         with findings.item(model=case.name, method=contestant.name) as row:
             if findings.dry:
                 row["passes"] = runs[contestant.name][-1].passes
             else:
-                row |= beside(case, contestant, runs)
+                row |= beside(case, contestant, runs, bytes_per_second)
         if contestant.name == BASE and row.get("times the floor", 0) > SLOWEST:
             findings.warning(
                 f"{case.name}: a pass of next-token takes {row['times the floor']} times its floor (at "
@@ -100,11 +101,13 @@ def measure(findings: Findings, case: Subject, counted: Captures) -> None:
             )
 
 
-def beside(case: Subject, contestant: Sampler, runs: dict[str, list[Run]]) -> dict[str, object]:
+def beside(
+    case: Subject, contestant: Sampler, runs: dict[str, list[Run]], bytes_per_second: float
+) -> dict[str, object]:
     """A row: milliseconds of a pass, those of copying what it must read, the cost in passes of next-token; and of a
     profiled run, what is launched in a pass and what else makes the host wait."""
-    measured, device = row_of(contestant.name, runs, BASE), case.model.device
-    floor = beside_the_floor(case, measured, bandwidth(device, weights_read(case.model.backbone)))["floor_ms"]
+    measured = row_of(contestant.name, runs, BASE)
+    floor = beside_the_floor(case, measured, bytes_per_second)["floor_ms"]
     ms = measured["pass_ms"]["median"]
     cost = round(1 / measured["ms_over"][BASE], 2)
     seen = synchronisations(case.sampler(contestant.name, Stretch.middle(case.stretch.layout, PROFILED)))
